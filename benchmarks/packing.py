@@ -9,15 +9,16 @@ even by tokens. Each figure is the mean of 20 batches.
 """
 
 from __future__ import annotations
-from collections.abc import Sequence
-from paceline.learner.step.plan import pack
-from paceline.learner.step.plan import pack_evenly
-from paceline.models.shape import shape_of
-from paceline.models.shape import training_flops
-from paceline.services.coordinator.ledger.tables.batches import balance
+
 import argparse
 import json
+from collections.abc import Sequence
+
 import numpy as np
+
+from paceline.learner.step.plan import pack, pack_evenly
+from paceline.models.shape import shape_of, training_flops
+from paceline.services.coordinator.ledger.tables.batches import balance
 
 MEDIAN, LONGEST, BATCHES = 8_000, 65_536, 20
 SHAPE = shape_of(

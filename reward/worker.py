@@ -5,32 +5,30 @@ hold. The runner enforces time limits by killing the process. This module never 
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from paceline.errors import ALIKE
-from paceline.errors import InvalidInput
-from paceline.errors import Unreadable
-from paceline.reward.calling import InvalidRewards
-from paceline.reward.calling import RewardFunction
-from paceline.reward.calling import call_function
-from paceline.reward.calling import fails_always
-from paceline.reward.calling import form_hint
-from paceline.reward.calling import load_function
-from paceline.reward.trainer_view import CallView
-from paceline.user_code.child import MemoryBudget
-from paceline.user_code.child import connect
-from paceline.user_code.child import is_out_of_memory
-from paceline.user_code.child import is_unreachable
-from paceline.user_code.frames import encode
-from paceline.user_code.frames import receive
-from paceline.user_code.loading import describe_error
-from pathlib import Path
-from typing import Any
+
 import asyncio
 import contextlib
 import copy
 import socket
 import traceback
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ALIKE, InvalidInput, Unreadable
+from paceline.reward.calling import (
+    InvalidRewards,
+    RewardFunction,
+    call_function,
+    fails_always,
+    form_hint,
+    load_function,
+)
+from paceline.reward.trainer_view import CallView
+from paceline.user_code.child import MemoryBudget, connect, is_out_of_memory, is_unreachable
+from paceline.user_code.frames import encode, receive
+from paceline.user_code.loading import describe_error
 
 
 @dataclass

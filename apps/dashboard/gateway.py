@@ -6,35 +6,34 @@ own table.
 """
 
 from __future__ import annotations
-from aiohttp import web
-from collections.abc import Awaitable
-from collections.abc import Callable
-from google.protobuf import json_format
-from paceline.apps.dashboard.backends import Backend
-from paceline.apps.dashboard.backends import Method
-from paceline.apps.dashboard.backends import methods
-from paceline.calls.backoff import from_error
-from paceline.calls.backoff import to_header
-from paceline.errors import AccessDenied
-from paceline.errors import Busy
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import NotPermitted
-from paceline.errors import PacelineError
-from paceline.errors import USUAL_S
-from paceline.errors import Unavailable
-from paceline.rate_limited_log import unforeseen
-from paceline.services.common.access.page_keys import Access
-from paceline.services.common.access.page_keys import Role
-from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.token_table import PREFIX
-from paceline.services.common.access.token_table import digest_of
-from paceline.v1 import access_pb2
-from typing import Any
+
 import asyncio
-import grpc
 import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from aiohttp import web
+from google.protobuf import json_format
+
+from paceline.apps.dashboard.backends import Backend, Method, methods
+from paceline.calls.backoff import from_error, to_header
+from paceline.errors import (
+    USUAL_S,
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
+from paceline.rate_limited_log import unforeseen
+from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.common.access.rights import CallerRole
+from paceline.services.common.access.token_table import PREFIX, digest_of
+from paceline.v1 import access_pb2
 
 STATUS = {
     "canceled": 499,

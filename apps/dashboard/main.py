@@ -1,35 +1,35 @@
 """`paceline serve dashboard`: the page and the REST interface of a coordinator, or of the ledger in a folder."""
 
 from __future__ import annotations
-from paceline.apps.dashboard.app import Dashboard
-from paceline.apps.dashboard.app import Pieces
-from paceline.apps.dashboard.backends import Backend
-from paceline.apps.dashboard.backends import CoordinatorBackend
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from paceline.apps.dashboard.app import Dashboard, Pieces
+from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.links import say_links
-from paceline.calls.token import TOKEN_NAME
-from paceline.calls.token import token_path
+from paceline.calls.token import TOKEN_NAME, token_path
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.callers import WorkerCallers
-from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.access.insecure import check_host
-from paceline.services.common.access.insecure import insecure_option
-from paceline.services.common.access.insecure import insecurity
+from paceline.services.common.access.insecure import (
+    check_coordinator,
+    check_host,
+    insecure_option,
+    insecurity,
+)
 from paceline.services.common.access.page_keys import Access
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import token_file_option
+from paceline.services.common.options import directory_option, token_file_option
 from paceline.services.common.processes.starting import announce
 from paceline.services.common.serving.endpoints import in_brackets
-from paceline.services.common.serving.grpc_server import remind
-from paceline.services.common.serving.grpc_server import run_service
+from paceline.services.common.serving.grpc_server import remind, run_service
 from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.local.ledger_calls import LedgerCalls
-from pathlib import Path
-import asyncio
-import click
-import logging
 
 USUAL_PORT = 7080
 log = logging.getLogger(__name__)

@@ -6,32 +6,25 @@ Promise: a set that cannot be compared is named with the reason, never passed ov
 """
 
 from __future__ import annotations
+
+import asyncio
 from collections.abc import Sequence
-from paceline.apps.evaluation.tasks import TASKS
-from paceline.apps.evaluation.tasks import task_file
-from paceline.apps.evaluation.tasks import task_names
-from paceline.data.preparation.filters import OVERLAP
-from paceline.data.preparation.filters import OverlapIndex
-from paceline.data.preparation.filters import prompt_texts
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.apps.evaluation.tasks import TASKS, task_file, task_names
+from paceline.data.preparation.filters import OVERLAP, OverlapIndex, prompt_texts
 from paceline.data.rows import open_source
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.services.cli.chat import spec_of_model
-from paceline.services.cli.chat import with_generation
+from paceline.errors import InvalidInput, PacelineError
+from paceline.services.cli.chat import spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER
-from paceline.services.common.options import device_option
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
+from paceline.services.common.options import device_option, directory_option, json_option, print_json
 from paceline.services.common.processes.starting import quiet_libraries
 from paceline.spec import RunSpec
 from paceline.spec.sections.data import DataSource
-from paceline.spec.sections.data import RewardFunctionSection
-from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
-import asyncio
-import click
+from paceline.spec.sections.user_code import RewardFunctionSection
 
 if TYPE_CHECKING:
     from paceline.apps.evaluation.runner import Evaluated

@@ -7,26 +7,23 @@ Suffixes: C completions of a problem, F reward functions, L names of rewards.
 """
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from paceline.advantages import Rewards
-from paceline.advantages import group_totals
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from paceline.advantages import Rewards, group_totals
 from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
-from paceline.data.row_prompts import LETTERS
-from paceline.data.row_prompts import TEXTS
+from paceline.data.row_prompts import LETTERS, TEXTS
 from paceline.errors import InvalidInput
-from paceline.groups import Completion
-from paceline.groups import FloatArray
+from paceline.groups import Completion, FloatArray
 from paceline.reward.runner import RewardRunner
 from paceline.services.reward.group_inputs import inputs_of_completions
 from paceline.spec import RunSpec
 from paceline.spec.templates import fill
-from typing import Any
-from typing import NamedTuple
-from typing import Protocol
-import numpy as np
 
 
 class ContinuationScore(NamedTuple):

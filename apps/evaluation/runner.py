@@ -7,33 +7,25 @@ Order of waiting: a problem waits for room, then for the model, then for a rewar
 """
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
-from paceline.apps.evaluation.problems import AskedModel
-from paceline.apps.evaluation.problems import Problem
-from paceline.apps.evaluation.problems import labels_of
-from paceline.apps.evaluation.problems import solved
-from paceline.apps.evaluation.statistics import Floats
-from paceline.apps.evaluation.statistics import bootstrap_gap
-from paceline.apps.evaluation.statistics import consensus
-from paceline.apps.evaluation.statistics import estimate
-from paceline.apps.evaluation.statistics import pass_at_k
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.advantages import Rewards
+from paceline.apps.evaluation.problems import AskedModel, Problem, labels_of, solved
+from paceline.apps.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.data.preparation.filters import text_of
-from paceline.data.prompts import PromptSource
-from paceline.data.prompts import open_prompts
+from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import InvalidInput
 from paceline.models.evaluation_results import problem_id
-from paceline.reward.builtin.votes import same_vote
-from paceline.reward.builtin.votes import votes_of
+from paceline.reward.builtin.votes import same_vote, votes_of
 from paceline.reward.runner import RewardRunner
-from paceline.rewards import Rewards
 from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.spec import RunSpec
-from typing import Any
-from typing import NamedTuple
-import asyncio
-import numpy as np
 
 Json = dict[str, Any]
 MAX_GROUPS = 200

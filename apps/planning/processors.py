@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidInput
-from paceline.models.shape import ModelShape
-from paceline.models.work import training_flops
+from paceline.models.shape import ModelShape, training_flops
 
 Terms = dict[str, float]
 

@@ -6,32 +6,27 @@ checked and served; it is removed at the end.
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from paceline.apps.registry.facts import model_facts
-from paceline.apps.registry.facts import stage_fault
-from paceline.errors import Conflict
-from paceline.errors import DataError
-from paceline.errors import PacelineError
-from paceline.files.names import STATEMENT
-from paceline.files.spool import spool_folder
-from paceline.files.storage import Folder
-from paceline.files.storage import unavailable
-from paceline.models.registered import read_reference
-from paceline.services.cli.recorded.source import models_of
-from paceline.services.cli.recorded.source import registered_model
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.render import FILE
-from paceline.services.cli.render import PATH
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
-from pathlib import Path
-from typing import TYPE_CHECKING
-import click
+
 import contextlib
 import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.apps.registry.facts import model_facts, stage_fault
+from paceline.errors import Conflict, DataError, PacelineError
+from paceline.files.bounded_cache import spool_folder
+from paceline.files.names import STATEMENT
+from paceline.files.storage import Folder, unavailable
+from paceline.models.registered import read_reference
+from paceline.services.cli.recorded.source import models_of, registered_model, source_options
+from paceline.services.cli.render import FILE, PATH
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.v1.registry_pb2 import RegisteredModel

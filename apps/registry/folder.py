@@ -12,40 +12,30 @@ Promise: `verify_folder` refuses a folder in which any file was changed, added o
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from paceline.apps.registry.statement import Lineage
-from paceline.apps.registry.statement import files_digest
-from paceline.apps.registry.statement import make_statement
-from paceline.apps.registry.statement import read_statement
-from paceline.apps.registry.statement import sign
-from paceline.apps.registry.statement import subjects
-from paceline.apps.registry.statement import verify
-from paceline.errors import Conflict
-from paceline.errors import DataError
-from paceline.errors import NotFound
-from paceline.files.names import CARD
-from paceline.files.names import EVALUATIONS
-from paceline.files.names import SIGNATURE
-from paceline.files.names import SPEC
-from paceline.files.names import STATEMENT
-from paceline.files.names import VERDICTS
-from paceline.files.storage import CHUNK_BYTES
-from paceline.files.storage import Folder
-from paceline.files.whole_file import write_whole
-from paceline.host.regular_file import read_regular
-from paceline.models.evaluation_results import RESULT
-from paceline.models.evaluation_results import SAMPLES
-from paceline.models.evaluation_results import check_evidence
-from paceline.models.evaluation_results import read_result
-from paceline.models.evidence import outcome_of
-from pathlib import Path
-from typing import Any
+
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.apps.registry.statement import (
+    Lineage,
+    files_digest,
+    make_statement,
+    read_statement,
+    sign,
+    subjects,
+    verify,
+)
+from paceline.errors import Conflict, DataError, NotFound
+from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
+from paceline.files.storage import CHUNK_BYTES, Folder
+from paceline.files.whole_file import write_whole
+from paceline.host.regular_file import read_regular
+from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
 """A model folder has one of these files."""

@@ -1,27 +1,20 @@
 """`paceline models`: registered models with their lineage, stage and aliases."""
 
 from __future__ import annotations
-from paceline.apps.registry.facts import change_facts
-from paceline.apps.registry.facts import change_line
-from paceline.apps.registry.facts import model_facts
-from paceline.apps.registry.facts import model_lines
-from paceline.apps.registry.fetch import MODEL
-from paceline.apps.registry.fetch import fetch
-from paceline.apps.registry.fetch import push
+
+from pathlib import Path
+
+import click
+
+from paceline.apps.registry.facts import change_facts, change_line, model_facts, model_lines
+from paceline.apps.registry.fetch import MODEL, fetch, push
 from paceline.apps.registry.register import register
 from paceline.errors import Conflict
-from paceline.models.registered import CHAMPION
-from paceline.models.registered import Reference
-from paceline.models.registered import read_reference
+from paceline.models.registered import CHAMPION, Reference, read_reference
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import changing_models_of
-from paceline.services.cli.recorded.source import models_of
-from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.recorded.source import changing_models_of, models_of, source_options
 from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
-from pathlib import Path
-import click
+from paceline.services.common.options import json_option, print_json
 
 alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias that moves.")
 

@@ -2,36 +2,33 @@
 its place, and record it."""
 
 from __future__ import annotations
-from paceline.apps.registry.facts import model_facts
-from paceline.apps.registry.statement import Lineage
-from paceline.errors import AccessDenied
-from paceline.errors import Busy
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import NotPermitted
-from paceline.files.storage import Folder
-from paceline.models.export_origin import Origin
-from paceline.models.export_origin import check_origin
-from paceline.models.export_origin import origin_of
-from paceline.models.registered import check_name
-from paceline.services.cli import render
-from paceline.services.cli.recorded.source import Source
-from paceline.services.cli.recorded.source import changing_models_of
-from paceline.services.cli.recorded.source import models_of
-from paceline.services.cli.recorded.source import records_of_run
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option
-from paceline.spec.reading import spec_of_run
-from paceline.spec.reading import spec_to_yaml
-from pathlib import Path
-from typing import TYPE_CHECKING
-import click
+
 import hashlib
 import json
 import re
 import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.apps.registry.facts import model_facts
+from paceline.apps.registry.statement import Lineage
+from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
+from paceline.files.storage import Folder
+from paceline.models.export_origin import Origin, check_origin, origin_of
+from paceline.models.registered import check_name
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import (
+    Source,
+    changing_models_of,
+    models_of,
+    records_of_run,
+    source_options,
+)
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option
+from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 if TYPE_CHECKING:
     from paceline.apps.registry.folder import Contents

@@ -6,30 +6,25 @@ both; every trace is counted as used or by the reason for which it was left out.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import defaultdict
+
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import field
-from paceline.apps.evaluation.gate_command import decision_options
-from paceline.apps.evaluation.gate_command import end
-from paceline.data.rows import Rows
-from paceline.data.traces import Trace
-from paceline.data.traces import TraceKeys
-from paceline.data.traces import prompt_digest
-from paceline.data.traces import read_trace
-from paceline.errors import DataError
-from paceline.services.cli import render
-from paceline.services.cli.recorded.source import records_of_run
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import click
-import json
+
+from paceline.apps.evaluation.gate_command import decision_options, end
+from paceline.data.rows import Rows
+from paceline.data.traces import Trace, TraceKeys, prompt_digest, read_trace
+from paceline.errors import DataError
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option, print_json
 
 
 @click.command()
@@ -72,7 +67,7 @@ class _Side:
 def _rewards(place: str) -> _Side:
     """Return the rewards of the traces at a place. Raises DataError, NotFound."""
     from paceline.data.rows import open_rows
-    from paceline.data.traces.rows import TraceKeys, prompt_digest, read_trace
+    from paceline.data.traces import TraceKeys, prompt_digest, read_trace
 
     folder = Path(place)
     side = _Side(place)

@@ -8,31 +8,7 @@ Promise: one process at a time sends a run to a tracker, and after any death it 
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from paceline.apps.tracking.names import Style
-from paceline.apps.tracking.tracker import Entry
-from paceline.apps.tracking.tracker import Refused
-from paceline.apps.tracking.tracker import TrackedRun
-from paceline.apps.tracking.tracker import Tracker
-from paceline.apps.tracking.tracker import entries
-from paceline.calls.backoff import ExponentialBackoff
-from paceline.client import ENDED_STATES
-from paceline.encryption.storage_key import storage_key
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import Unreadable
-from paceline.files.whole_file import write_whole
-from paceline.rate_limited_log import RateLimitedLog
-from paceline.records import Records
-from paceline.spec.sections.alerts import WebhookSection
-from paceline.spec.sections.system import LoggerSection
-from paceline.spec.sections.system import TrackerSection
-from pathlib import Path
-from typing import Any
-from typing import IO
-from typing import NamedTuple
+
 import fcntl
 import hashlib
 import json
@@ -40,6 +16,21 @@ import logging
 import os
 import threading
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from paceline.apps.tracking.names import Style
+from paceline.apps.tracking.tracker import Entry, Refused, TrackedRun, Tracker, entries
+from paceline.calls.backoff import ExponentialBackoff
+from paceline.client import ENDED_STATES
+from paceline.encryption.storage_key import storage_key
+from paceline.errors import Conflict, InvalidInput, NotFound, Unreadable
+from paceline.files.whole_file import write_whole
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.records import Records
+from paceline.spec.sections.system import LoggerSection, TrackerSection, WebhookSection
 
 POLL_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0

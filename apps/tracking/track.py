@@ -24,12 +24,11 @@ import click
 from pydantic import ValidationError
 
 from paceline.apps.tracking.follower import Follower, Setting, Target, is_done, named
-from paceline.client import Client
+from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import InvalidInput, NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
-from paceline.run_states import ENDED_STATES, state_name
 from paceline.services.cli.recorded.source import (
     Source,
     ledger_source,

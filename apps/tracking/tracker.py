@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from paceline.apps.tracking.names import Style, renamed
 from paceline.errors import InvalidInput, NotFound
 from paceline.records import RecordedEvent, Records
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.terminal import visible
 
 Row = dict[str, Any]
 """One completion: the row of a samples table."""

@@ -9,31 +9,23 @@ with the last of them. When its process dies, a new slot takes its place.
 """
 
 from __future__ import annotations
-from collections.abc import Coroutine
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from paceline.environment.hosting.classes import ClassFacts
-from paceline.environment.protocols import EnvironmentFailed
-from paceline.environment.protocols import EnvironmentLost
-from paceline.environment.protocols import ServiceAway
-from paceline.environment.protocols import TimeIsUp
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import Unavailable
-from paceline.errors import Unreadable
-from paceline.host.memory import usable_cores
-from paceline.spec.reading import file_of
-from paceline.spec.sections.user_code import EnvironmentSection
-from paceline.user_code.ends import ProcessDied
-from paceline.user_code.ends import ProcessTimeout
-from paceline.user_code.ends import starved_seconds
-from paceline.user_code.ends import usage
-from paceline.user_code.process import SharedProcess
-from paceline.user_code.surroundings import Surroundings
-from typing import Any
+
 import asyncio
 import itertools
 import logging
+from collections.abc import Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from paceline.environment.hosting.classes import ClassFacts
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
+from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
+from paceline.host.memory import usable_cores
+from paceline.spec.reading import file_of
+from paceline.spec.sections.user_code import EnvironmentSection
+from paceline.user_code.ends import ProcessDied, ProcessTimeout, starved_seconds, usage
+from paceline.user_code.process import SharedProcess
+from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 300.0
 MAX_DEATHS = 3

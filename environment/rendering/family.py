@@ -4,27 +4,21 @@ Promise: a bridge of the package counts only where it begins with exactly the to
 """
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
 from paceline.chat.answer_reader import AnswerReader
-from paceline.chat.call_formats import MalformedCall
-from paceline.chat.call_formats import read_marked_call
+from paceline.chat.call_formats import MalformedCall, read_marked_call
 from paceline.chat.messages import Json
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Call
-from paceline.environment.rendering.protocol import Conversation
-from paceline.environment.rendering.protocol import Parsed
-from paceline.environment.rendering.protocol import Rendering
-from paceline.environment.rendering.protocol import read_turn
-from paceline.errors import InvalidInput
-from paceline.errors import error_text
-from paceline.errors import is_about_input
+from paceline.environment.rendering.protocol import Call, Conversation, Parsed, Rendering, read_turn
+from paceline.errors import InvalidInput, error_text, is_about_input
 from paceline.groups import IntArray
-from typing import Any
-import json
-import numpy as np
 
 MISSING = (
     "the package 'renderers' (with httpx) is not installed; install paceline[environments], or set environment.renderer to "

@@ -28,7 +28,7 @@ from paceline.learner.weights.stream import TensorRun, Weight, export_weights, p
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import LoraSection, PolicySection
-from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
+from paceline.weights.format.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
 
 def export_pretrained(
@@ -55,7 +55,7 @@ def export_pretrained(
 
 def _write(
     directory: Location,
-    stream: Iterator[Piece],
+    stream: Iterator[TensorRun],
     weights: Mapping[str, Weight],
     policy: PolicySection,
     dtype: torch.dtype | None,

@@ -6,40 +6,38 @@ that are stored in another layout than they are trained in (experts) wait in mem
 """
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from paceline.data.tokens import padding_token_id
-from paceline.errors import InvalidInput
-from paceline.files.model_source import model_source
-from paceline.files.model_source import tokenizer_source
-from paceline.learner.checkpoints.manifest import write_export_manifest
-from paceline.learner.checkpoints.other_files import copy_files_of_policy
-from paceline.learner.weights.stream import TensorRun
-from paceline.learner.weights.stream import Weight
-from paceline.models.export_origin import Origin
-from paceline.models.pretrained import skeleton
-from paceline.models.weight_files import DTYPES
-from paceline.models.weight_files import INDEX
-from paceline.models.weight_files import SINGLE
-from paceline.models.weight_files import torch_dtype
-from paceline.spec import PolicySection
-from pathlib import Path
-from torch import Tensor
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
-from transformers import AutoModelForSequenceClassification
-from transformers import AutoTokenizer
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from types import TracebackType
-from typing import Any
-from typing import Self
+
 import json
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
 import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from paceline.data.tokens import padding_token_id
+from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source, tokenizer_source
+from paceline.learner.checkpoints.manifest import write_export_manifest
+from paceline.learner.checkpoints.other_files import copy_files_of_policy
+from paceline.learner.weights.stream import TensorRun, Weight
+from paceline.models.export_origin import Origin
+from paceline.models.pretrained import skeleton
+from paceline.models.weight_files import DTYPES, INDEX, SINGLE, torch_dtype
+from paceline.spec import PolicySection
 
 MAX_FILE_BYTES = 5 << 30
 NAMES = {torch_dtype(name): name for name in DTYPES}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
-from paceline.data.traces.rows import Trace
+from paceline.data.traces import Trace
 from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, completion_sums

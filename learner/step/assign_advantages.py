@@ -10,36 +10,31 @@ Suffixes: M states of the value model, N tokens, S sequences, C samples, F rewar
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-from paceline.advantages import Episode
-from paceline.advantages import Float64Array
-from paceline.advantages import IndexArray
-from paceline.advantages import group_totals
-from paceline.advantages import totals
-from paceline.advantages import turn_advantages
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.advantages import Episode, Float64Array, IndexArray, group_totals, totals, turn_advantages
 from paceline.errors import InvalidInput
-from paceline.learner.advantages import ScoredBatch
-from paceline.learner.advantages import TOKEN_WHITENED
-from paceline.learner.advantages import batch_advantages
-from paceline.learner.advantages import gae
-from paceline.learner.advantages import whitened
-from paceline.learner.advantages import whitened_token_advantages
+from paceline.learner.advantages import (
+    TOKEN_WHITENED,
+    ScoredBatch,
+    batch_advantages,
+    gae,
+    whitened,
+    whitened_token_advantages,
+)
 from paceline.learner.batch.samples import TrainingSample
-from paceline.learner.collectives import max_over_ranks
-from paceline.learner.collectives import rows_of_all_ranks
-from paceline.learner.collectives import sum_over_ranks
+from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks
 from paceline.learner.objectives.corrections import per_sequence
 from paceline.learner.objectives.policy import kl_to_reference
 from paceline.learner.step.critic import Critic
-from paceline.learner.step.plan import MicroBatch
-from paceline.learner.step.plan import States
-from paceline.learner.step.plan import Update
-from paceline.learner.step.plan import given
+from paceline.learner.step.plan import MicroBatch, States, Update, given
 from paceline.spec import RunSpec
-from torch import Tensor
-import numpy as np
-import torch
 
 
 def with_advantages(

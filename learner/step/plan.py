@@ -11,23 +11,19 @@ micro-batches of one, N the tokens.
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from paceline.learner.batch.samples import PackedBatch
-from paceline.learner.batch.samples import TrainingSample
-from paceline.learner.batch.samples import pack_samples
-from paceline.learner.collectives import max_over_ranks
-from paceline.learner.collectives import sum_over_ranks
-from paceline.learner.collectives import union_over_ranks
-from paceline.learner.collectives import world_size
-from paceline.learner.objectives.base import Denominators
-from paceline.learner.objectives.base import Objective
-from paceline.models.shape import ModelShape
-from paceline.models.shape import training_flops
-from paceline.spec import RunSpec
-from torch import Tensor
+
 import numpy as np
 import torch
+from torch import Tensor
+
+from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
+from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from paceline.learner.objectives.base import Denominators, Objective
+from paceline.models.shape import ModelShape, training_flops
+from paceline.spec import RunSpec
 
 
 @dataclass(frozen=True)

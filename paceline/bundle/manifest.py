@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, file_of, with_code_paths
+from paceline.spec.reading import code_paths, file_of, with_code_paths
 
 Kind = Literal["code", "data", "include"]
 FORMAT = 1

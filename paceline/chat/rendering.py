@@ -8,36 +8,30 @@ A probe is a short chat made for the purpose. A template may refuse it; then not
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from functools import partial
-from paceline.chat.call_formats import CLOSE
-from paceline.chat.call_formats import CallFormat
-from paceline.chat.call_formats import MalformedCall
-from paceline.chat.call_formats import NoCall
-from paceline.chat.call_formats import OPEN
-from paceline.chat.call_formats import read_json_calls
-from paceline.chat.call_formats import read_marked_call
-from paceline.chat.completion_texts import END_THINK
-from paceline.chat.completion_texts import THINK
-from paceline.chat.completion_texts import opens_reasoning
-from paceline.chat.completion_texts import special_tokens
-from paceline.chat.messages import Json
-from paceline.chat.messages import Unsupported
-from paceline.data.messages import NotRendered
-from paceline.data.messages import in_order_of_calls
-from paceline.data.tokens import NO_KWARGS
-from paceline.data.tokens import encode_prompt
-from paceline.data.tokens import render_chat
-from paceline.errors import InvalidInput
-from paceline.groups import IntArray
-from typing import Any
-from weakref import WeakKeyDictionary
+
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from paceline.chat.call_formats import (
+    CLOSE,
+    OPEN,
+    CallFormat,
+    MalformedCall,
+    NoCall,
+    read_json_calls,
+    read_marked_call,
+)
+from paceline.chat.completion_texts import END_THINK, THINK, opens_reasoning, special_tokens
+from paceline.chat.messages import Json, Unsupported
+from paceline.data.messages import NotRendered, in_order_of_calls
+from paceline.data.tokens import NO_KWARGS, encode_prompt, render_chat
+from paceline.errors import InvalidInput
+from paceline.groups import IntArray
 
 BY_ORDER = ("tool_call_id", "name")
 """Fields that name the call of a tool's result. A template that writes results may rely on their order instead."""

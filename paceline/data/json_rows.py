@@ -21,8 +21,7 @@ import xxhash
 
 from paceline.data.json_schemas import without_added_nulls
 from paceline.data.row_checks import Check, check_row
-from paceline.encryption.encrypted_file import WrongKey, open_data
-from paceline.encryption.records import RecordCipher
+from paceline.encryption.encrypted_file import RecordCipher, WrongKey, open_data
 from paceline.encryption.storage_key import KEY_BYTES, StorageKey, storage_key
 from paceline.errors import DataError, Unreadable
 from paceline.files.line_file import LineReader

@@ -37,9 +37,8 @@ from paceline.data.written import number_of
 from paceline.encryption.encrypted_file import open_data
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, PacelineError, Unreadable
-from paceline.files.bounded_cache import CacheKind
+from paceline.files.bounded_cache import CacheKind, open_copies
 from paceline.files.storage import is_local, is_url, open_url
-from paceline.files.url_copies import open_copies
 from paceline.spec.sections.data import DataSource
 
 

@@ -4,31 +4,24 @@ Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.data.messages import for_template
-from paceline.data.messages import plain
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.errors import Unreadable
-from paceline.errors import error_text
-from paceline.errors import is_about_input
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from paceline.data.messages import for_template, plain
+from paceline.errors import InvalidInput, PacelineError, Unreadable, error_text, is_about_input
 from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
 from paceline.models.loading import fault_of_load
-from paceline.spec import DataSection
-from paceline.spec import PolicySection
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
-import contextlib
-import json
-import numpy as np
-import re
+from paceline.spec import DataSection, PolicySection
 
 Kwargs = Mapping[str, Any]
 """Arguments of the chat template (`data.chat_template_kwargs`)."""

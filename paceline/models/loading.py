@@ -1,12 +1,11 @@
 """Facts about models that every role must know alike: supported LM heads, the type that "auto" stands for, faults and sizes of files."""
 
 from __future__ import annotations
-from paceline.errors import InvalidInput
-from paceline.errors import Unreadable
-from paceline.errors import error_text
-from paceline.errors import is_about_input
+
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import InvalidInput, Unreadable, error_text, is_about_input
 
 FOLDERS = {
     "checkpoints", "ckpt", "data", "datasets", "export", "home", "mnt", "model", "models", "out", "output",

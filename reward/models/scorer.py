@@ -27,8 +27,8 @@ from paceline.data.tokens import (
 )
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files.model_source import model_source
-from paceline.files.stamps import stamp
 from paceline.files.storage import Folder, is_url
+from paceline.files.whole_file import stamp
 from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings

@@ -13,58 +13,50 @@ pause ends the engine, because its weights are then unknown.
 """
 
 from __future__ import annotations
-from collections.abc import Coroutine
-from collections.abc import Mapping
-from dataclasses import dataclass
-from paceline.errors import EngineDied
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.errors import Unavailable
-from paceline.files.model_source import model_source
-from paceline.groups import Completion
-from paceline.groups import IntArray
-from paceline.groups import Version
-from paceline.models.pretrained import check_model
-from paceline.models.pretrained import load_pretrained
-from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.engine import PromptLogprobs
-from paceline.rollout.engine import check_scored_ids
-from paceline.rollout.engine import empty_completion
-from paceline.rollout.vllm.arguments import engine_arguments
-from paceline.rollout.vllm.arguments import engine_config
-from paceline.rollout.vllm.concurrency import ConcurrencyLimit
-from paceline.rollout.vllm.concurrency import StepReport
-from paceline.rollout.vllm.engine_thread import EngineThread
-from paceline.rollout.vllm.engine_thread import died
-from paceline.rollout.vllm.process_guard import ProcessGuard
-from paceline.rollout.vllm.requests import completion
-from paceline.rollout.vllm.requests import label_of
-from paceline.rollout.vllm.requests import progress
-from paceline.rollout.vllm.requests import reported_spans
-from paceline.rollout.vllm.requests import sampling_params
-from paceline.rollout.vllm.requests import scored
-from paceline.rollout.vllm.requests import scoring_params
-from paceline.rollout.vllm.requests import spans_so_far
-from paceline.rollout.vllm.requests import stopped
-from paceline.rollout.vllm.requests import version_of
-from paceline.rollout.vllm.update import WeightUpdates
-from paceline.spec import PolicySection
-from paceline.spec import RunSpec
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.model_layout import AdapterSlot
-from paceline.weights.model_layout import WeightLayout
-from paceline.weights.model_layout import end_token_ids
-from paceline.weights.model_layout import generation_dtype
-from paceline.weights.model_layout import meta_layout
-from paceline.weights.model_layout import read_config
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from typing import Any
-from typing import TYPE_CHECKING
+
 import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
+from paceline.files.model_source import model_source
+from paceline.groups import Completion, IntArray, Version
+from paceline.models.pretrained import check_model, load_pretrained
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
+from paceline.rollout.vllm.arguments import engine_arguments, engine_config
+from paceline.rollout.vllm.concurrency import ConcurrencyLimit, StepReport
+from paceline.rollout.vllm.engine_thread import EngineThread, died
+from paceline.rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.requests import (
+    completion,
+    label_of,
+    progress,
+    reported_spans,
+    sampling_params,
+    scored,
+    scoring_params,
+    spans_so_far,
+    stopped,
+    version_of,
+)
+from paceline.rollout.vllm.update import WeightUpdates
+from paceline.spec import PolicySection, RunSpec
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.model_layout import (
+    AdapterSlot,
+    WeightLayout,
+    end_token_ids,
+    generation_dtype,
+    meta_layout,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports

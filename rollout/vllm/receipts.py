@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
-from paceline.weights.host_segment import HostSegment, identity_of
-from paceline.weights.manifest import WeightManifest
-from paceline.weights.packing import views
-from paceline.weights.segment_pair import MAX_SEGMENTS
-from paceline.weights.format.verification import verify, pieces_of, share_of
+from paceline.weights.format.manifest import WeightManifest
+from paceline.weights.format.packing import views
+from paceline.weights.format.verification import pieces_of, share_of, verify
+from paceline.weights.hosts.host_weights import MAX_SEGMENTS
+from paceline.weights.hosts.segment import HostSegment, identity_of
 
 SLOT = struct.Struct("<32sQQBxH204s")
 """The receipt, the order's number, the bytes that the reader has verified; of an error its kind, length and text."""

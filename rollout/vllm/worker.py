@@ -8,25 +8,20 @@ the model has parts of two versions.
 """
 
 from __future__ import annotations
+
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from paceline.rollout.vllm.receipts import ReadOrder
-from paceline.rollout.vllm.receipts import ReadWeights
-from paceline.rollout.vllm.receipts import SegmentReader
-from paceline.weights.format.manifest import WeightManifest
-from paceline.weights.format.packing import views
-from paceline.weights.format.verification import pieces_of
-from paceline.weights.format.verification import share_of
-from paceline.weights.format.verification import verify
-from paceline.weights.hosts.host_weights import MAX_SEGMENTS
-from paceline.weights.hosts.segment import HostSegment
-from paceline.weights.hosts.segment import identity_of
 from typing import Any
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-import threading
+
+from paceline.rollout.vllm.receipts import ReadOrder, ReadWeights, SegmentReader
 
 BACKEND = "paceline"
 """Name of the transfer within vLLM."""

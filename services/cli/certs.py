@@ -1,27 +1,27 @@
 """`paceline certs`: a certificate authority for one cluster, and the short-lived certificates of its processes and people."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
 from paceline.services.cli import render
 from paceline.services.cli.render import FOLDER
-from paceline.services.common.access.token_table import REVOKED_NAME
-from paceline.services.common.access.token_table import revoke_certificate
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import json_option
-from paceline.tls.authority import AUTHORITY
-from paceline.tls.authority import AUTHORITY_DAYS
-from paceline.tls.authority import CERTIFICATE_DAYS
-from paceline.tls.authority import issue
-from paceline.tls.authority import issued
-from paceline.tls.authority import make_authority
-from paceline.tls.authority import renew
-from paceline.tls.certificates import Certificate
-from paceline.tls.certificates import ROLES
-from paceline.tls.certificates import read_certificate
-from pathlib import Path
-from typing import Any
-from typing import TypeVar
-import click
+from paceline.services.common.access.token_table import REVOKED_NAME, revoke_certificate
+from paceline.services.common.options import directory_option, json_option
+from paceline.tls.authority import (
+    AUTHORITY,
+    AUTHORITY_DAYS,
+    CERTIFICATE_DAYS,
+    issue,
+    issued,
+    make_authority,
+    renew,
+)
+from paceline.tls.certificates import ROLES, Certificate, read_certificate
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 COLUMNS = ("name", "role", "hosts", "valid until", "left")

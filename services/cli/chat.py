@@ -1,28 +1,29 @@
 """`paceline chat` and `paceline generate`: completions of a model in this process, without services, or of a rollout worker."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
 from paceline.client import Client
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import Unavailable
+from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import coordinator_option
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import find_run
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
+from paceline.services.common.options import (
+    coordinator_option,
+    directory_option,
+    find_run,
+    json_option,
+    print_json,
+)
 from paceline.services.common.processes.starting import quiet_libraries
 from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec
-from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
-import asyncio
-import click
 
 if TYPE_CHECKING:
     from paceline.groups import Completion

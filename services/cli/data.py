@@ -3,34 +3,26 @@ the training data as `data.preparation` makes them.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from itertools import groupby
-from itertools import islice
-from paceline.data.conversations import encode_conversation
-from paceline.data.example_rows import Demonstration
-from paceline.data.example_rows import is_whole
-from paceline.data.examples import exchange_of
-from paceline.data.messages import tools_of
-from paceline.data.messages import tools_of_prompt
-from paceline.data.tokens import changed_text
-from paceline.data.tokens import encode_exchange
-from paceline.data.tokens import encode_prompt
-from paceline.data.tokens import encode_text
-from paceline.data.tokens import load_tokenizer
-from paceline.errors import InvalidInput
-from paceline.services.cli.recorded.source import records_of_run
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
-from paceline.spec import RunSpec
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
 import click
 import numpy as np
-import shutil
+
+from paceline.data.conversations import encode_conversation
+from paceline.data.example_rows import Demonstration, is_whole
+from paceline.data.examples import exchange_of
+from paceline.data.messages import tools_of, tools_of_prompt
+from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text, load_tokenizer
+from paceline.errors import InvalidInput
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option, print_json
+from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
     from paceline.data.preparation.prepared import Prepared

@@ -5,20 +5,17 @@ table is printed.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.services.common.options import print_json
-from paceline.services.common.reporting.terminal import scaled
-from paceline.services.common.reporting.terminal import sparkline
-from paceline.services.common.reporting.terminal import visible
-from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
-import click
+
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.services.common.options import print_json
+from paceline.services.common.reporting.terminal import scaled, sparkline, visible
 
 if TYPE_CHECKING:
     from paceline.v1.run_pb2 import Run

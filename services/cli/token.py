@@ -1,26 +1,26 @@
 """`paceline token create|list|revoke`: the named tokens of the coordinator whose directory this is."""
 
 from __future__ import annotations
-from paceline.calls.token import TOKEN_NAME
-from paceline.calls.token import read_token
-from paceline.calls.token import token_path
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from paceline.calls.token import TOKEN_NAME, read_token, token_path
 from paceline.errors import Conflict
 from paceline.services.cli.render import PATH
 from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.token_table import BOOTSTRAP
-from paceline.services.common.access.token_table import DAY_S
-from paceline.services.common.access.token_table import FILE_NAME
+from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from paceline.services.common.access.token_table import create as create_token
-from paceline.services.common.access.token_table import read_table
 from paceline.services.common.access.token_table import revoke as revoke_token
-from paceline.services.common.options import caller_token_file_option
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
-from pathlib import Path
-import click
-import os
-import time
+from paceline.services.common.options import (
+    caller_token_file_option,
+    directory_option,
+    json_option,
+    print_json,
+)
 
 
 @click.group()

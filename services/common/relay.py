@@ -6,19 +6,22 @@ Hosts often have a slow network, by which they are named and found, and a fast o
 """
 
 from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+
+import click
+import psutil
+
 from paceline.errors import InvalidInput
 from paceline.services.common.access.insecure import check_host
 from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 from paceline.weights.hosts.client import RelayClient
 from paceline.weights.hosts.local_socket import socket_name
-import asyncio
-import click
-import ipaddress
-import logging
-import os
-import psutil
-import socket
 
 FABRIC_VARIABLE = "PACELINE_FABRIC"
 """Environment variable that stands for the option; a learner's ranks get the address by it."""

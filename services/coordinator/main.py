@@ -5,72 +5,69 @@ At the stop the coordinator first waits for workers that stop too, then ends all
 """
 
 from __future__ import annotations
-from collections.abc import Sequence
-from dataclasses import dataclass
-from paceline.calls.token import TOKEN_NAME
-from paceline.calls.token import make_token
-from paceline.calls.token import token_path
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.files.names import BLOBS_NAME
-from paceline.files.names import LEDGER_NAME
-from paceline.files.storage import store_root
-from paceline.host.memory import keep_freed_memory
-from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.insecure import check_host
-from paceline.services.common.access.insecure import insecure_option
-from paceline.services.common.access.token_guard import TokenGuard
-from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
-from paceline.services.common.options import directory_option
-from paceline.services.common.options import functions_from_option
-from paceline.services.common.options import make_directory
-from paceline.services.common.options import store_option
-from paceline.services.common.options import token_file_option
-from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.processes.starting import Capacity
-from paceline.services.common.processes.starting import raise_file_limit
-from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.common.serving.grpc_server import STOP_GRACE_S
-from paceline.services.common.serving.grpc_server import run_service
-from paceline.services.common.serving.scrape import metrics_endpoint
-from paceline.services.common.serving.zmq_keepalive import in_brackets
-from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.blobs import BlobStore
-from paceline.services.coordinator.bundle_servicer import BundleServicer
-from paceline.services.coordinator.ledger.connection import WalCheckpointer
-from paceline.services.coordinator.ledger.file_check import damage_in
-from paceline.services.coordinator.ledger.file_check import sentence
-from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.coordinator import Coordinator
-from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.model_servicer import ModelServicer
-from paceline.services.coordinator.records.servicer import RecordsServicer
-from paceline.services.coordinator.scaling.policy import PoolConfig
-from paceline.services.coordinator.scaling.policy import read_pools
-from paceline.services.coordinator.scaling.scaler import PERIOD_S
-from paceline.services.coordinator.servicers import AccessServicer
-from paceline.services.coordinator.servicers import RunServicer
-from paceline.services.coordinator.servicers import StatusServicer
-from paceline.services.coordinator.servicers import WorkerServicer
-from paceline.tracing import set_up_metrics
-from paceline.tracing import set_up_tracing
-from paceline.v1 import access_pb2_grpc
-from paceline.v1 import bundle_pb2_grpc
-from paceline.v1 import records_pb2_grpc
-from paceline.v1 import registry_pb2_grpc
-from paceline.v1 import run_pb2_grpc
-from paceline.v1 import status_pb2_grpc
-from paceline.v1 import worker_pb2_grpc
-from pathlib import Path
-from typing import Any
+
 import asyncio
-import click
 import contextlib
 import errno
 import gc
 import logging
 import shutil
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.calls.token import TOKEN_NAME, make_token, token_path
+from paceline.errors import InvalidInput, PacelineError
+from paceline.files.names import BLOBS_NAME, LEDGER_NAME
+from paceline.files.storage import store_root
+from paceline.host.memory import keep_freed_memory
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.insecure import check_host, insecure_option
+from paceline.services.common.access.token_guard import TokenGuard
+from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
+from paceline.services.common.options import (
+    directory_option,
+    functions_from_option,
+    make_directory,
+    store_option,
+    token_file_option,
+)
+from paceline.services.common.processes.starting import Capacity, announce, raise_file_limit
+from paceline.services.common.serving.endpoints import in_brackets
+from paceline.services.common.serving.grpc_server import STOP_GRACE_S, GrpcServer, run_service
+from paceline.services.common.serving.scrape import metrics_endpoint
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.blobs import BlobStore
+from paceline.services.coordinator.bundle_servicer import BundleServicer
+from paceline.services.coordinator.ledger.connection import WalCheckpointer
+from paceline.services.coordinator.ledger.file_check import damage_in, sentence
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.model_servicer import ModelServicer
+from paceline.services.coordinator.records.servicer import RecordsServicer
+from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
+from paceline.services.coordinator.scaling.scaler import PERIOD_S
+from paceline.services.coordinator.servicers import (
+    AccessServicer,
+    RunServicer,
+    StatusServicer,
+    WorkerServicer,
+)
+from paceline.tracing import set_up_metrics, set_up_tracing
+from paceline.v1 import (
+    access_pb2_grpc,
+    bundle_pb2_grpc,
+    records_pb2_grpc,
+    registry_pb2_grpc,
+    run_pb2_grpc,
+    status_pb2_grpc,
+    worker_pb2_grpc,
+)
 
 log = logging.getLogger(__name__)
 NEEDED_BYTES = 4 << 20

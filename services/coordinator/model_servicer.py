@@ -6,33 +6,26 @@ recorded reason. Every call may be repeated: the second one changes nothing.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.models.evidence import check_evidence
-from paceline.models.evidence import has_passed
-from paceline.models.evidence import outcome_of
-from paceline.models.references import check_alias
-from paceline.models.references import check_name
-from paceline.models.references import read_reference
-from paceline.models.registered import CHAMPION
-from paceline.models.registered import Reference
-from paceline.services.common.access.rights import current_caller
-from paceline.services.common.serving.grpc_server import with_status
-from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.tables.models import ModelChange
-from paceline.services.coordinator.ledger.tables.models import ModelVersion
-from paceline.v1 import registry_pb2 as pb
-from paceline.v1 import registry_pb2_grpc
-from typing import Any
+
 import asyncio
-import grpc
 import hashlib
 import json
 import re
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.models.evaluation_results import check_evidence, has_passed, outcome_of
+from paceline.models.registered import CHAMPION, Reference, check_alias, check_name, read_reference
+from paceline.services.common.access.rights import current_caller
+from paceline.services.common.serving.grpc_server import with_status
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.models import ModelChange, ModelVersion
+from paceline.v1 import registry_pb2 as pb
+from paceline.v1 import registry_pb2_grpc
 
 MAX_EVIDENCE = 64
 """Evaluations, and verdicts, of one version."""

@@ -1,38 +1,36 @@
 """The control plane's services for people and workers: runs, members, what limits the run, callers of the workers' services."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from paceline.errors import AccessDenied
-from paceline.errors import InvalidInput
-from paceline.errors import Unavailable
-from paceline.services.common.access.caller import current_caller
-from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.token_guard import Call
-from paceline.services.common.processes.starting import Capacity
-from paceline.services.common.serving.grpc_server import with_status
-from paceline.services.common.serving.grpc_server import with_stream_status
-from paceline.services.coordinator.lifecycle.coordinator import Coordinator
-from paceline.services.coordinator.members.introduction import check_certificate
-from paceline.services.coordinator.members.introduction import check_hello
-from paceline.services.coordinator.members.introduction import check_key
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.records.lists import page
-from paceline.services.coordinator.records.lists import run_message
-from paceline.services.coordinator.scaling.scaler import Sized
-from paceline.v1 import access_pb2
-from paceline.v1 import access_pb2_grpc
-from paceline.v1 import run_pb2
-from paceline.v1 import run_pb2_grpc
-from paceline.v1 import status_pb2
-from paceline.v1 import status_pb2_grpc
-from paceline.v1 import worker_pb2
-from paceline.v1 import worker_pb2_grpc
-from typing import Any
+
 import asyncio
 import contextlib
-import grpc
 import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from paceline.errors import AccessDenied, InvalidInput, Unavailable
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import current_caller
+from paceline.services.common.access.token_guard import Call
+from paceline.services.common.processes.starting import Capacity
+from paceline.services.common.serving.grpc_server import with_status, with_stream_status
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.introduction import check_certificate, check_hello, check_key
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.records.lists import page, run_message
+from paceline.services.coordinator.scaling.scaler import Sized
+from paceline.v1 import (
+    access_pb2,
+    access_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from paceline.errors import NotFound
 from paceline.files.names import CHECKPOINT_MANIFEST
-from paceline.files.run_folders import checkpoint_folder
-from paceline.files.storage import Folder
+from paceline.files.storage import Folder, checkpoint_folder
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -13,37 +13,28 @@ version that is new enough and has not just failed. A new session goes to the wo
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from dataclasses import dataclass
-from paceline.calls.token import metadata
-from paceline.calls.token import read_token
-from paceline.calls.token import token_path
-from paceline.environment.protocols import LeaseLost
-from paceline.environment.protocols import SampledTurn
-from paceline.environment.protocols import TurnRequest
-from paceline.errors import InvalidInput
-from paceline.groups import Version
-from paceline.groups import VersionSpan
-from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
-from paceline.services.common.serving.grpc_server import was_accepted
-from paceline.tls.certificates import WORKER_HOST
-from paceline.tls.channels import RenewedChannel
-from paceline.tls.channels import open_aio_channel
-from paceline.v1 import common_pb2
-from paceline.v1 import rollout_pb2
-from paceline.v1 import rollout_pb2_grpc
-from paceline.v1 import worker_pb2
-from typing import Any
-from typing import NamedTuple
+
 import asyncio
 import contextlib
-import grpc
 import logging
-import numpy as np
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from paceline.calls.token import metadata, read_token, token_path
+from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
+from paceline.errors import InvalidInput
+from paceline.groups import Version, VersionSpan
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
+from paceline.tls.certificates import WORKER_HOST
+from paceline.tls.channels import RenewedChannel, open_aio_channel
+from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 
 class Wanted(NamedTuple):

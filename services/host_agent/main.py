@@ -4,27 +4,29 @@ Workers start one by themselves where there is none; the command is for those wh
 """
 
 from __future__ import annotations
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import Unavailable
-from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.access.insecure import check_host
-from paceline.services.common.access.insecure import insecure_option
-from paceline.services.common.access.insecure import insecurity
-from paceline.services.common.host_agent import fabric_option
-from paceline.services.common.processes.starting import raise_file_limit
-from paceline.services.common.serving.grpc_server import REMIND_S
-from paceline.weights.hosts.local_socket import listen
-from paceline.weights.hosts.local_socket import socket_name
-from paceline.weights.hosts.relay import Relay
-from paceline.weights.hosts.transport import transport_of
-import click
+
 import logging
 import math
 import os
 import signal
 import threading
 import time
+
+import click
+
+from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.services.common.access.insecure import (
+    check_coordinator,
+    check_host,
+    insecure_option,
+    insecurity,
+)
+from paceline.services.common.processes.starting import raise_file_limit
+from paceline.services.common.relay import fabric_option
+from paceline.services.common.serving.grpc_server import REMIND_S
+from paceline.weights.hosts.local_socket import listen, socket_name
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import transport_of
 
 FIRST_CLIENT_S = 20.0
 """Seconds after its start in which the first worker has to come."""

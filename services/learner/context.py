@@ -2,26 +2,22 @@
 the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from dataclasses import field
-from paceline.errors import Busy
-from paceline.errors import Conflict
-from paceline.services.common.relay import RelayConnection
-from paceline.services.common.worker.membership import Membership
-from paceline.v1 import worker_pb2
-from typing import Any
-from typing import NamedTuple
-from typing import Protocol
-from typing import TypeVar
+
 import asyncio
 import concurrent.futures
 import threading
 import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
 import torch
+
+from paceline.errors import Busy, Conflict
+from paceline.services.common.relay import RelayConnection
+from paceline.services.common.worker.membership import Membership
+from paceline.v1 import worker_pb2
 
 ResultT = TypeVar("ResultT")
 

@@ -7,25 +7,21 @@ this service with the same --nodes, and they find each other again by themselves
 """
 
 from __future__ import annotations
-from paceline.errors import PacelineError
-from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.host_agent import fabric_option
-from paceline.services.common.options import device_option
-from paceline.services.common.options import token_file_option
-from paceline.services.common.options import worker_options
-from paceline.services.common.processes.starting import die_with_starter
-from paceline.services.common.processes.starting import quiet_libraries
-from paceline.services.common.relay import zone_option
-from paceline.services.learner.launcher import end_as
-from paceline.services.learner.launcher import run_ranks
-from paceline.services.learner.nodes.settings import is_rank
-from paceline.services.learner.nodes.settings import node_settings
-from paceline.services.learner.nodes.settings import ranks_of_node
-from pathlib import Path
-import click
+
 import logging
 import os
 import socket
+from pathlib import Path
+
+import click
+
+from paceline.errors import PacelineError
+from paceline.services.common.access.insecure import check_coordinator
+from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.processes.starting import die_with_starter, quiet_libraries
+from paceline.services.common.relay import fabric_option, zone_option
+from paceline.services.learner.launcher import end_as, run_ranks
+from paceline.services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
 
 
 @click.command(context_settings={"show_default": True})

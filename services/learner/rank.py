@@ -5,15 +5,28 @@ rank has a connection to the exchange, for its parts of batches and its receipts
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import grpc
+import torch
+import torch.distributed as dist
+
 from paceline.calls.connection import checked_address
-from paceline.errors import Busy
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.errors import Unavailable
+from paceline.errors import Busy, Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
@@ -21,50 +34,20 @@ from paceline.learner.checkpoints.export import check_has_adapter
 from paceline.learner.checkpoints.export_folder import NAME
 from paceline.learner.collectives import broadcast_bytes
 from paceline.services.common.access.token_guard import worker_guard
-from paceline.services.common.host_agent import fabric_option
-from paceline.services.common.options import device_option
-from paceline.services.common.options import worker_options
-from paceline.services.common.processes.starting import announce
-from paceline.services.common.processes.starting import die_with_starter
-from paceline.services.common.processes.starting import raise_file_limit
-from paceline.services.common.relay import RelayConnection
-from paceline.services.common.relay import zone_option
+from paceline.services.common.options import device_option, worker_options
+from paceline.services.common.processes.starting import announce, die_with_starter, raise_file_limit
+from paceline.services.common.relay import RelayConnection, fabric_option, zone_option
 from paceline.services.common.serving.endpoints import advertised_host
-from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.common.serving.grpc_server import with_status
+from paceline.services.common.serving.grpc_server import GrpcServer, with_status
 from paceline.services.common.worker.assigned_run import failed_set_up
 from paceline.services.common.worker.member_metrics import member_metrics
-from paceline.services.common.worker.membership import LEAVE_WAIT_S
-from paceline.services.common.worker.membership import Membership
-from paceline.services.learner.context import BackgroundLoop
-from paceline.services.learner.context import ExportOrder
-from paceline.services.learner.context import Orders
-from paceline.services.learner.context import RankContext
+from paceline.services.common.worker.membership import LEAVE_WAIT_S, Membership
+from paceline.services.learner.context import BackgroundLoop, ExportOrder, Orders, RankContext
 from paceline.services.learner.rank_group import set_up_device
 from paceline.services.learner.training.run import LearnerRun
-from paceline.tracing import set_up_tracing
-from paceline.tracing import shut_down_tracing
-from paceline.v1 import common_pb2
-from paceline.v1 import learner_pb2
-from paceline.v1 import learner_pb2_grpc
-from paceline.v1 import worker_pb2
+from paceline.tracing import set_up_tracing, shut_down_tracing
+from paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from paceline.wire import PROTOCOL
-from pathlib import Path
-from typing import Any
-from typing import TypeVar
-import asyncio
-import click
-import contextlib
-import grpc
-import itertools
-import logging
-import queue
-import signal
-import threading
-import time
-import torch
-import torch.distributed as dist
-import uuid
 
 ASSIGNMENT_POLL_S = 2.0
 OUTBOX_SIZE = 8

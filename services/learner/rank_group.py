@@ -8,22 +8,25 @@ launcher started meet as torch's environment variables say.
 """
 
 from __future__ import annotations
+
+import logging
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
 from paceline.errors import Unavailable
 from paceline.learner.model.determinism import reserve_workspace
 from paceline.learner.model.mesh import mesh_groups
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.learner.launcher import MEETING_VARIABLE
-from typing import Any
-import logging
-import os
-import psutil
-import socket
-import torch
-import torch.distributed as dist
 
 STORE_VARIABLE = "PACELINE_RANKS_STORE"
 """Environment variable with HOST:PORT of the store in which ranks on several hosts meet."""

@@ -13,30 +13,7 @@ taken before anything there is touched. The services themselves ensure that losi
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.calls.token import TOKEN_NAME
-from paceline.calls.token import VARIABLE
-from paceline.calls.token import token_path
-from paceline.errors import NotFound
-from paceline.errors import PacelineError
-from paceline.host.memory import THREADS_VARIABLE
-from paceline.host.memory import threads_beside
-from paceline.services.common.access.page_keys import Access
-from paceline.services.common.access.page_keys import Role
-from paceline.services.common.gpus import for_cuda
-from paceline.services.common.gpus import learner_gpus
-from paceline.services.common.gpus import named_in
-from paceline.services.common.gpus import share_gpus
-from paceline.services.common.gpus import visible_gpus
-from paceline.services.common.processes.supervisor import MAX_BACKOFF_S
-from paceline.services.common.processes.supervisor import Service
-from paceline.services.common.processes.supervisor import last_lines
-from paceline.services.local.folder_lock import FolderLock
-from paceline.spec import ClusterSection
-from pathlib import Path
-from types import MappingProxyType
+
 import logging
 import os
 import signal
@@ -44,6 +21,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
+from paceline.errors import NotFound, PacelineError
+from paceline.host.memory import THREADS_VARIABLE, threads_beside
+from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
+from paceline.services.common.processes.supervisor import MAX_BACKOFF_S, Service, last_lines
+from paceline.services.local.folder_lock import FolderLock
+from paceline.spec import ClusterSection
 
 LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080

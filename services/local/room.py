@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.data.files import names_files
+from paceline.data.rows import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.host.memory import available_bytes
@@ -15,9 +15,8 @@ from paceline.models.memory_plan import Room, planned, refusal
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus
 from paceline.spec import ClusterSection, RewardFunctionSection, RunSpec
-from paceline.spec.code_paths import code_paths, file_of
-from paceline.spec.explaining.nearest import nearest
-from paceline.spec.reading import MODEL_FIELDS
+from paceline.spec.faults import nearest
+from paceline.spec.reading import MODEL_FIELDS, code_paths, file_of
 
 
 def room_here() -> Room:

@@ -9,14 +9,22 @@ Rank 0 prints one JSON object on a line for each step, and one for the checkpoin
 """
 
 from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.files.names import BLOBS_NAME
 from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
-from paceline.learner.batch.samples import TrainingSample
-from paceline.learner.batch.samples import sequences_from_groups
+from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
@@ -25,16 +33,9 @@ from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.services.learner.rank_group import set_up_device
-from paceline.services.replay.plan import plan_replay
-from paceline.services.replay.plan import read_part
+from paceline.services.replay.plan import plan_replay, read_part
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
-from pathlib import Path
-import click
-import json
-import logging
-import torch
-import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 

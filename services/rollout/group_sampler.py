@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt, load_tokenizer
 from paceline.errors import InvalidInput, WireError
-from paceline.files.stamps import stamp
+from paceline.files.whole_file import stamp
 from paceline.groups import Completion, IntArray
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from paceline.rollout.stop_strings import StopStrings

@@ -1,35 +1,34 @@
 """`paceline serve rollout` (also `paceline-rollout`): parse, wire, run."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
 from functools import partial
+from pathlib import Path
+
+import click
+
 from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
-from paceline.services.common.host_agent import fabric_option
-from paceline.services.common.options import device_option
-from paceline.services.common.options import token_file_option
-from paceline.services.common.options import worker_options
-from paceline.services.common.processes.starting import announce
-from paceline.services.common.processes.starting import die_with_starter
-from paceline.services.common.processes.starting import quiet_libraries
-from paceline.services.common.processes.starting import raise_file_limit
-from paceline.services.common.relay import zone_option
+from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.processes.starting import (
+    announce,
+    die_with_starter,
+    quiet_libraries,
+    raise_file_limit,
+)
+from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.common.serving.endpoints import advertised_host
-from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.common.serving.grpc_server import run_service
+from paceline.services.common.serving.grpc_server import GrpcServer, run_service
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.rollout.servicer import RolloutServicer
-from paceline.services.rollout.worker import RolloutWorker
-from paceline.services.rollout.worker import engine_option
-from paceline.tracing import set_up_tracing
-from paceline.tracing import shut_down_tracing
+from paceline.services.rollout.worker import RolloutWorker, engine_option
+from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.v1 import rollout_pb2_grpc
-from pathlib import Path
-import asyncio
-import click
-import logging
-import uuid
 
 log = logging.getLogger(__name__)
 

@@ -7,33 +7,24 @@ answered with the finish reason `abort`, and another worker goes on from there (
 """
 
 from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
 from paceline.data.tokens import encode_prompt
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.groups import Completion
-from paceline.groups import IntArray
-from paceline.groups import Version
-from paceline.groups import VersionSpan
-from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.engine import MAX_ID
-from paceline.rollout.engine import MAX_STOP_IDS
-from paceline.rollout.engine import SamplingParams
-from paceline.rollout.engine import sample_seed
-from paceline.services.common.serving.grpc_server import ACCEPTED
-from paceline.services.common.serving.grpc_server import with_status
+from paceline.errors import Conflict, InvalidInput
+from paceline.groups import Completion, IntArray, Version, VersionSpan
+from paceline.rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
+from paceline.services.common.serving.grpc_server import ACCEPTED, with_status
 from paceline.services.openai.requests import MAX_CHOICES
 from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from paceline.services.rollout.run import RolloutRun
-from paceline.v1 import common_pb2
-from paceline.v1 import rollout_pb2
-from paceline.v1 import rollout_pb2_grpc
-from typing import Any
-from typing import TYPE_CHECKING
-import asyncio
-import grpc
-import numpy as np
-import uuid
+from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 if TYPE_CHECKING:
     from paceline.services.rollout.worker import RolloutWorker

@@ -7,28 +7,25 @@ samples from is the run's.
 """
 
 from __future__ import annotations
+
+import asyncio
+import logging
 from collections.abc import Sequence
+
+import click
+
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.errors import EngineDied
-from paceline.errors import InvalidInput
-from paceline.errors import SpecError
+from paceline.errors import EngineDied, InvalidInput, SpecError
 from paceline.services.common.gpus import refuse_cpu
-from paceline.services.common.relay import RelayConnection
-from paceline.services.common.relay import goes_by_host
-from paceline.services.common.worker.assigned_run import AssignedRun
-from paceline.services.common.worker.assigned_run import spec_of
+from paceline.services.common.relay import RelayConnection, goes_by_host
+from paceline.services.common.worker.assigned_run import AssignedRun, spec_of
 from paceline.services.common.worker.membership import Membership
 from paceline.services.rollout.openai.server import Endpoint
 from paceline.services.rollout.run import RolloutRun
 from paceline.spec import RunSpec
-from paceline.spec.reading import apply_override
-from paceline.spec.reading import parse_spec
-from paceline.v1 import common_pb2
-from paceline.v1 import worker_pb2
+from paceline.spec.reading import apply_override, parse_spec
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-import asyncio
-import click
-import logging
 
 log = logging.getLogger(__name__)
 

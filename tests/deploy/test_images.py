@@ -2,7 +2,25 @@
 services' own options; what the options and the health check promise is tried with real processes.
 """
 
+import ast
+import importlib.util
+import json
+import py_compile
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
 from paceline.services.cli.main import serve
@@ -12,22 +30,6 @@ from paceline.services.environment.main import main as environment_main
 from paceline.services.learner.main import main as learner_main
 from paceline.services.reward.main import main as reward_main
 from paceline.services.rollout.main import main as rollout_main
-from pathlib import Path
-from typing import Any
-import ast
-import click
-import importlib.util
-import json
-import py_compile
-import pytest
-import re
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import tomllib
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

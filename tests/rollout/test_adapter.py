@@ -1,31 +1,25 @@
 """Engines under a LoRA run: what they sample from is the merged model, version by version."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from paceline.errors import InvalidInput
-from paceline.groups import Version
-from paceline.rollout.engine import Engine
-from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.engine import SamplingParams
-from paceline.rollout.engines import create_engine
-from paceline.rollout.vllm.engine import MergedAdapter
-from paceline.spec import LoraSection
-from paceline.spec import RunSpec
-from paceline.weights.format.lora_names import FINGERPRINT
-from paceline.weights.format.lora_names import fingerprint
-from paceline.weights.model_layout import meta_layout
-from paceline.weights.model_layout import read_config
-from pathlib import Path
-from peft import LoraConfig
-from peft import PeftModel
-from peft import get_peft_model
-from typing import Any
+
 import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from paceline.errors import InvalidInput
+from paceline.groups import Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
+from paceline.rollout.vllm.engine import MergedAdapter
+from paceline.spec import LoraSection, RunSpec
+from paceline.weights.format.lora_names import FINGERPRINT, fingerprint
+from paceline.weights.model_layout import meta_layout, read_config
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -3,26 +3,22 @@ every reply. Each message is handled in a transaction of its own, as the server 
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
 from paceline.data.prompts import open_prompts
-from paceline.groups import Completion
-from paceline.groups import Group
-from paceline.groups import IntArray
-from paceline.groups import Version
-from paceline.groups import VersionSpan
+from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.leases import revoke_from_member
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.state import Notice
-from paceline.services.coordinator.exchange.state import Outcome
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.exchange.uploads.intake import Limits
-from paceline.services.coordinator.exchange.uploads.intake import store
-from paceline.services.coordinator.exchange.uploads.intake import validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Member
@@ -30,15 +26,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import PROTOCOL
-from paceline.wire import decode_completions
-from paceline.wire import decode_result
-from paceline.wire import encode_completions
-from paceline.wire import encode_result
-from pathlib import Path
-from typing import Any
-import json
-import numpy as np
+from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID

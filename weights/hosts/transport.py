@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.calls.address import is_loopback
+from paceline.calls.connection import is_loopback
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.tls.folder import tls_folder

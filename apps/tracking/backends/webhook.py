@@ -5,16 +5,7 @@ between the answer and the cursor repeats a delivery; its id, which is the same 
 """
 
 from __future__ import annotations
-from paceline.apps.tracking.tracker import AlertKind
-from paceline.apps.tracking.tracker import Refused
-from paceline.apps.tracking.tracker import Step
-from paceline.apps.tracking.tracker import TITLES
-from paceline.apps.tracking.tracker import TrackedRun
-from paceline.apps.tracking.tracker import Tracker
-from paceline.client import ENDED_STATES
-from paceline.errors import InvalidInput
-from paceline.spec.sections.system import WebhookSection
-from typing import IO
+
 import hashlib
 import hmac
 import http.client
@@ -22,6 +13,12 @@ import json
 import os
 import urllib.error
 import urllib.request
+from typing import IO
+
+from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Step, TrackedRun, Tracker
+from paceline.client import ENDED_STATES
+from paceline.errors import InvalidInput
+from paceline.spec.sections.system import WebhookSection
 
 TIMEOUT_S = 10.0
 SECRET = "PACELINE_WEBHOOK_SECRET"

@@ -3,26 +3,23 @@ and takes one.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from paceline.errors import NotFound
-from paceline.records import Records
-from paceline.records import missing_samples
-from paceline.services.cli import render
-from paceline.services.cli.recorded.source import Source
-from paceline.services.cli.recorded.source import records_of_run
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option
-from paceline.services.common.options import print_json
-from pathlib import Path
-from typing import Any
-from typing import TypeVar
-import click
+
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.errors import NotFound
+from paceline.records import Records, missing_samples
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import Source, records_of_run, source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option, print_json
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (
@@ -86,6 +83,7 @@ class SampleChoice:
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
         """Write the completions as a table; return the number of rows. Raises NotFound."""
+        from paceline.data.table_rows import need_table_packages
         from paceline.services.cli.recorded.metrics import write_parquet
 
         need_table_packages("a Parquet file")

@@ -25,8 +25,7 @@ import click
 from paceline.client import Client, Event
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.names import LEDGER_NAME
-from paceline.models.references import REFERENCE, read_reference
-from paceline.models.registered import Models
+from paceline.models.registered import REFERENCE, Models, read_reference
 from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import caller_token_file_option, directory_option, find_run
 

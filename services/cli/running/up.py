@@ -393,7 +393,7 @@ class LeftRuns:
 
 def left_runs(ledger_path: Path) -> LeftRuns:
     """Return the runs in the ledger; none without a ledger. Raises LedgerFault."""
-    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
     from paceline.spec.reading import spec_of_run
 
@@ -406,7 +406,7 @@ def left_runs(ledger_path: Path) -> LeftRuns:
         for row in ledger.runs():
             run_id = row["run_id"]
             if row["state"] == "failed" or row["state"] not in ENDED_STATES:
-                left.events[run_id] = ledger.last_event(run_id)
+                left.events[run_id] = ledger.last_sequence(run_id)
             if row["state"] == "failed":
                 left.failed[run_id] = Failed(row["message"], row["spec_yaml"])
             elif row["state"] not in ENDED_STATES:

@@ -8,36 +8,34 @@ API send their key and Prometheus its credentials. On loopback it needs none, no
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
 from aiohttp import web
-from collections.abc import Callable
-from collections.abc import Sequence
+
 from paceline.calls.backoff import to_header
 from paceline.calls.connection import is_loopback
-from paceline.chat.messages import Json
-from paceline.chat.messages import Unsupported
-from paceline.errors import AccessDenied
-from paceline.errors import Busy
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import NotPermitted
-from paceline.errors import PacelineError
-from paceline.errors import USUAL_S
-from paceline.errors import Unavailable
-from paceline.rate_limited_log import RateLimitedLog
-from paceline.rate_limited_log import unforeseen
+from paceline.chat.messages import Json, Unsupported
+from paceline.errors import (
+    USUAL_S,
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.access.callers import Callers
 from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.token_guard import Call
-from paceline.services.common.access.token_guard import check_roles
-from paceline.services.common.access.token_guard import status_of
-from paceline.services.common.serving.http_listener import Handler
-from paceline.services.common.serving.http_listener import HttpListener
-from paceline.services.common.serving.http_listener import MAX_BODY_BYTES
+from paceline.services.common.access.token_guard import Call, check_roles, status_of
+from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
 from paceline.tls.folder import tls_folder
-from typing import Any
-import grpc
-import json
 
 SCHEME = "Bearer "
 MAX_TOKEN = 512

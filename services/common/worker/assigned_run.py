@@ -16,8 +16,7 @@ from paceline.calls.token import open_channel
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths
-from paceline.spec.reading import spec_from_ledger
+from paceline.spec.reading import code_paths, spec_from_ledger
 from paceline.user_code.surroundings import isolation_is_required
 from paceline.v1 import worker_pb2
 

@@ -14,15 +14,14 @@ from zlib import crc32
 import numpy as np
 
 from paceline.array_frames import Buffer
-from paceline.episodes import TurnArrays
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, Version, scores_digest
-from paceline.services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
+from paceline.services.coordinator.exchange.uploads.intake import context_digest, turn_digest
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
-from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
+from paceline.wire import CompletionArrays, TurnArrays, decode_reference, decode_result, split_rows
 
 
 @dataclass(frozen=True)

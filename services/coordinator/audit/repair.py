@@ -7,25 +7,21 @@ coordinator must be stopped; it makes the same changes by itself when it meets s
 """
 
 from __future__ import annotations
+
+import contextlib
 from collections.abc import Callable
-from paceline.errors import LedgerFault
-from paceline.errors import NotFound
+from pathlib import Path
+
+from paceline.errors import LedgerFault, NotFound
 from paceline.services.coordinator.audit import side_records
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.ledger.file_check import UNREADABLE
-from paceline.services.coordinator.ledger.file_check import VerifyReport
-from paceline.services.coordinator.ledger.file_check import check_file
-from paceline.services.coordinator.ledger.file_check import sentence
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.file_check import UNREADABLE, VerifyReport, check_file, sentence
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
-from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.sessions import mark_damaged
 from paceline.spec.reading import spec_from_ledger
-from pathlib import Path
-import contextlib
 
 Say = Callable[[str], None]
 

@@ -3,19 +3,18 @@
 """
 
 from __future__ import annotations
-from paceline.files.names import CHECKPOINT_MANIFEST
-from paceline.files.names import EXPORT_MANIFEST
+
+import hashlib
+import json
+from typing import Any
+
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.models.evaluation_results import check_evidence
-from paceline.models.evaluation_results import has_passed
-from paceline.models.export_origin import Origin
-from paceline.models.export_origin import origin_of
+from paceline.models.evaluation_results import check_evidence, has_passed
+from paceline.models.export_origin import Origin, origin_of
 from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
-from typing import Any
-import hashlib
-import json
 
 
 def prompts(record: Record, report: VerifyReport) -> None:

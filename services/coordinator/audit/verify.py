@@ -26,7 +26,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import NotFound, PacelineError
-from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.coordinator.audit import evidence, side_records
 from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.audit_log.verification import check_end

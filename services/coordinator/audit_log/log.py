@@ -12,28 +12,27 @@ a spec's values, so the log has their status alone.
 """
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import replace
-from paceline.calls.connection import FORM
-from paceline.errors import LedgerFault
-from paceline.files.names import AUDIT_NAME
-from paceline.services.common.access.tls import address_of
-from paceline.services.common.access.token_guard import Call
-from paceline.services.common.access.token_guard import OF_GUARD
-from paceline.services.coordinator.audit_log.records import AuditFiles
-from paceline.services.coordinator.audit_log.records import Entry
-from paceline.services.coordinator.audit_log.records import OK
-from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
-from pathlib import Path
-from typing import Any
+
 import asyncio
-import grpc
 import hashlib
 import logging
 import os
 import threading
 import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline.calls.connection import FORM
+from paceline.errors import LedgerFault
+from paceline.files.names import AUDIT_NAME
+from paceline.services.common.access.tls import address_of
+from paceline.services.common.access.token_guard import OF_GUARD, Call
+from paceline.services.coordinator.audit_log.records import OK, AuditFiles, Entry
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 
 SYNC_S = 0.5
 WINDOW_S = 60.0

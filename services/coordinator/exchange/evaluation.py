@@ -9,24 +9,22 @@ Suffixes: G groups (prompts), C completions of a group, F reward functions.
 """
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.advantages import Rewards
-from paceline.advantages import totals
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.advantages import Rewards, totals
 from paceline.errors import Unreadable
-from paceline.groups import FloatArray
-from paceline.groups import Version
+from paceline.groups import FloatArray, Version
 from paceline.services.coordinator.exchange.admission import Engine
-from paceline.services.coordinator.exchange.batches.selection import rewards_by_source
-from paceline.services.coordinator.exchange.batches.selection import sources_of
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
-from typing import Any
-import math
-import numpy as np
-import sqlite3
 
 FIRST_EVALUATION_GROUP = 1 << 40
 """First group id of evaluations, far from those of groups that are trained."""

@@ -13,41 +13,41 @@ count of a worker that returns is removed. Generating and scoring are counted ap
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
-from paceline.data.messages import tools_of_prompt
-from paceline.data.prompts import PromptSource
-from paceline.errors import Unreadable
-from paceline.groups import Version
-from paceline.groups import with_holder
-from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange import journals
-from paceline.services.coordinator.exchange.admission import admissible
-from paceline.services.coordinator.exchange.admission import holds_leases
-from paceline.services.coordinator.exchange.admission import reach_of
-from paceline.services.coordinator.exchange.admission import serving
-from paceline.services.coordinator.exchange.admission import step_of_group
-from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.state import Outcome
-from paceline.services.coordinator.ledger.groups import NewLease
-from paceline.services.coordinator.ledger.segments import DamagedRecord
-from paceline.services.coordinator.ledger.segments import Frame
-from paceline.services.coordinator.ledger.segments import Payload
-from paceline.services.coordinator.ledger.segments import UnopenedSegment
-from paceline.services.coordinator.ledger.segments import read_frame
-from paceline.spec import GenerationSection
-from paceline.tracing import group_traceparent
-from paceline.tracing import span
-from paceline.v1 import common_pb2
-from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import parse_message
+
 import hashlib
 import itertools
 import json
 import sqlite3
+from collections.abc import Iterable, Sequence
+
+from paceline.data.messages import tools_of_prompt
+from paceline.data.prompts import PromptSource
+from paceline.errors import Unreadable
+from paceline.groups import Version, with_holder
+from paceline.services.coordinator.exchange import evaluation, journals
+from paceline.services.coordinator.exchange.admission import (
+    admissible,
+    holds_leases,
+    reach_of,
+    serving,
+    step_of_group,
+)
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.ledger.groups import NewLease
+from paceline.services.coordinator.ledger.segments import (
+    DamagedRecord,
+    Frame,
+    Payload,
+    UnopenedSegment,
+    read_frame,
+)
+from paceline.spec import GenerationSection
+from paceline.tracing import group_traceparent, span
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
 """Crashes at which a group was present among others before it is quarantined."""

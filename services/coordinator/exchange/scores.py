@@ -1,42 +1,27 @@
 """Score tasks out, rewards in: from generated to scored. A failed score is never a zero."""
 
 from __future__ import annotations
-from paceline.advantages import has_advantage
-from paceline.advantages import totals
-from paceline.advantages import turn_rewards
-from paceline.errors import ALIKE
-from paceline.errors import LedgerFault
-from paceline.errors import WireError
-from paceline.groups import FloatArray
-from paceline.groups import held_attempt
-from paceline.groups import scores_digest
-from paceline.groups import with_holder
-from paceline.services.common.worker.score_extras import extra_line
-from paceline.services.common.worker.score_extras import trainer_state
-from paceline.services.common.worker.score_extras import with_trainer_state
-from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange import leases
+
+import json
+import sqlite3
+
+import numpy as np
+
+from paceline.advantages import has_advantage, totals, turn_rewards
+from paceline.errors import ALIKE, LedgerFault, WireError
+from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
+from paceline.services.common.worker.score_extras import extra_line, trainer_state, with_trainer_state
+from paceline.services.coordinator.exchange import evaluation, leases
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import BATCH_DUE
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.state import Outcome
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.ledger.groups import Scored
-from paceline.services.coordinator.ledger.groups import State
-from paceline.services.coordinator.ledger.segments import DamagedRecord
-from paceline.services.coordinator.ledger.segments import Frame
-from paceline.services.coordinator.ledger.segments import UnopenedSegment
-from paceline.services.coordinator.ledger.segments import frame_size
+from paceline.services.coordinator.ledger.groups import Scored, State
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
 from paceline.services.coordinator.text_limits import cut
 from paceline.tracing import group_traceparent
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import CompletionArrays
-from paceline.wire import decode_rewards
-import json
-import numpy as np
-import sqlite3
+from paceline.wire import CompletionArrays, decode_rewards
 
 MAX_ROOM = 1024
 """Most tasks in one answer, whatever room a worker states."""

@@ -12,32 +12,27 @@ groups to workers, `submissions.py` takes them back, `scores.py` has them scored
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Collection
-from dataclasses import dataclass
-from dataclasses import field
+
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
 from paceline.array_frames import Buffer
 from paceline.data.prompts import PromptSource
 from paceline.groups import Version
-from paceline.services.coordinator.exchange.failure_causes import DropsInARow
-from paceline.services.coordinator.exchange.failure_causes import FailureCounts
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.lease_durations import Throughput
+from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Throughput
 from paceline.services.coordinator.exchange.spot_check import SpotCheck
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.segments import Frame
-from paceline.services.coordinator.ledger.segments import StoredFrame
-from paceline.services.coordinator.ledger.segments import UnopenedSegment
+from paceline.services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
 from paceline.services.coordinator.ledger.tables.batches import Splits
 from paceline.services.coordinator.members.registry import Senders
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from typing import Any
-from typing import NamedTuple
-import math
-import sqlite3
-import time
 
 MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""

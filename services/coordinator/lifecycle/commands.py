@@ -6,36 +6,30 @@ the functions' files are taken where they are on this machine; the coordinator n
 """
 
 from __future__ import annotations
+
+import asyncio
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import Unavailable
-from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.batches import session_faults
+from pathlib import Path
+
+import xxhash
+
+from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
+from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.lifecycle.run_data import Openings
-from paceline.services.coordinator.lifecycle.run_data import RunBundles
-from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
-from paceline.services.coordinator.lifecycle.run_states import RunContext
-from paceline.services.coordinator.lifecycle.run_states import RunStates
-from paceline.services.coordinator.lifecycle.run_states import set_state
+from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.v1 import worker_pb2
-from pathlib import Path
-import asyncio
-import json
-import time
-import xxhash
 
 MAX_GRACE_S = 86_400.0
 

@@ -14,8 +14,14 @@ the runs. Everything runs on one event loop; `lock` serialises transactions with
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
@@ -23,24 +29,17 @@ from paceline.services.common.access.insecure import insecurity
 from paceline.services.common.access.rights import Caller
 from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle import run_start
-from paceline.services.coordinator.lifecycle.commands import Commands
-from paceline.services.coordinator.lifecycle.commands import Resumption
-from paceline.services.coordinator.lifecycle.preemption import Hours
-from paceline.services.coordinator.lifecycle.preemption import Preemption
-from paceline.services.coordinator.lifecycle.preemption import explain
+from paceline.services.coordinator.lifecycle.commands import Commands, Resumption
+from paceline.services.coordinator.lifecycle.preemption import Hours, Preemption, explain
 from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.services.coordinator.lifecycle.run_queue import RunQueue
 from paceline.services.coordinator.lifecycle.run_start import RunStarter
-from paceline.services.coordinator.lifecycle.run_states import RunContext
-from paceline.services.coordinator.lifecycle.run_states import RunStates
-from paceline.services.coordinator.lifecycle.run_states import Watchers
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, Watchers
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.pool import Pool
@@ -49,15 +48,9 @@ from paceline.services.coordinator.reporting.otel import StateMeters
 from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.services.coordinator.reporting.watchdog import Watchdog
 from paceline.services.coordinator.scaling.policy import PoolConfig
-from paceline.services.coordinator.scaling.scaler import PERIOD_S
-from paceline.services.coordinator.scaling.scaler import Scaler
+from paceline.services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tls.folder import tls_folder
-from pathlib import Path
-import asyncio
-import logging
-import sqlite3
-import time
 
 TICK_S = 0.5
 LAST_VERSION_S = 30.0

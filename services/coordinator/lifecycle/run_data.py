@@ -6,39 +6,24 @@ bundles: its spec's paths are those of this machine.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from paceline.bundle.allowed import refusal_of_bundle
-from paceline.bundle.cache import BundleCache
-from paceline.bundle.layout import REPORT
-from paceline.bundle.layout import localized
-from paceline.bundle.layout import with_original_paths
-from paceline.bundle.manifest import Kind
-from paceline.data.examples import exchange_of
-from paceline.data.examples import open_examples
-from paceline.data.examples import report_of
-from paceline.data.prompts import PromptSource
-from paceline.data.prompts import open_prompts
-from paceline.errors import Busy
-from paceline.errors import DataError
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import SpecError
-from paceline.errors import Unreadable
-from paceline.files import function_files
-from paceline.services.coordinator.blobs import BlobStore
-from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES
-from paceline.services.coordinator.text_limits import one_line
-from paceline.spec import RunSpec
-from pathlib import Path
-from typing import Any
-from typing import NamedTuple
-from typing import TypeVar
+
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from paceline.bundle.allowed import refusal_of_bundle, refusal_of_files
+from paceline.bundle.cache import BundleCache
+from paceline.bundle.manifest import REPORT, Kind, localized, with_original_paths
+from paceline.data.examples import exchange_of, open_examples, report_of
+from paceline.data.prompts import PromptSource, open_prompts
+from paceline.errors import Busy, DataError, InvalidInput, NotFound, SpecError, Unreadable
+from paceline.services.coordinator.blobs import BlobStore
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
+from paceline.spec import RunSpec
 
 NUM_FIRST = 8
 """Rows whose texts are looked at when a run is submitted."""
@@ -143,7 +128,7 @@ class RunBundles:
     def check(self, spec: RunSpec, bundle: str) -> None:
         """Check that the functions may be used and that the whole bundle is here. Raises SpecError, InvalidInput."""
         allowed = () if bundle else self._functions_from
-        if why := function_files.refusal(spec, allowed) if not (bundle and self._functions_from) else "":
+        if why := refusal_of_files(spec, allowed) if not (bundle and self._functions_from) else "":
             raise SpecError(why)
         if not bundle:
             return

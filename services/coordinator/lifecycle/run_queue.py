@@ -6,48 +6,33 @@ may be named so too, and as `run:ID/newest`: the folder of the exports, in which
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from paceline.encryption.storage_key import storage_key
-from paceline.errors import Busy
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import NotPermitted
-from paceline.errors import SpecError
-from paceline.files.names import EXPORTS
-from paceline.files.storage import Folder
-from paceline.files.storage import refusal_of_store
-from paceline.models.memory_plan import Room
-from paceline.models.memory_plan import is_open
-from paceline.models.memory_plan import planned
-from paceline.models.shape import read_shape
-from paceline.services.common.access.rights import Caller
-from paceline.services.common.access.rights import current_caller
-from paceline.services.coordinator.exchange.submissions import refuse_large_groups
-from paceline.services.coordinator.ledger.database import free_name
-from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.run_data import Openings
-from paceline.services.coordinator.lifecycle.run_data import RunBundles
-from paceline.services.coordinator.lifecycle.run_data import RunData
-from paceline.services.coordinator.lifecycle.run_states import Watchers
-from paceline.services.coordinator.lifecycle.submission_checks import check_network
-from paceline.services.coordinator.lifecycle.submission_checks import checked_data
-from paceline.spec import RewardFunctionSection
-from paceline.spec import RunSpec
-from paceline.spec.reading import MODEL_FIELDS
-from paceline.spec.reading import parse_spec
-from paceline.spec.reading import spec_of_run
-from paceline.spec.reading import spec_to_yaml
-from paceline.spec.reading import submitted_spec
-from pathlib import Path
-from typing import Any
+
 import asyncio
 import contextlib
 import logging
 import re
 import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.encryption.storage_key import storage_key
+from paceline.errors import Busy, InvalidInput, NotFound, NotPermitted, SpecError
+from paceline.files.names import EXPORTS
+from paceline.files.storage import Folder, refusal_of_store
+from paceline.models.memory_plan import Room, is_open, planned
+from paceline.models.shape import read_shape
+from paceline.services.common.access.rights import Caller, current_caller
+from paceline.services.coordinator.exchange.submissions import refuse_large_groups
+from paceline.services.coordinator.ledger.database import free_name
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, RunData
+from paceline.services.coordinator.lifecycle.run_states import Watchers
+from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
+from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec
 
 MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0

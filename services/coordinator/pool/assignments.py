@@ -5,31 +5,26 @@ none and the samples before are gone.
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
 from paceline.services.coordinator import sessions
-from paceline.services.coordinator.exchange import admission
-from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange import admission, evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.host_plans import HostPlans
-from paceline.services.coordinator.sessions import SessionNumbers
-from paceline.services.coordinator.sessions import scan_checkpoints
+from paceline.services.coordinator.sessions import SessionNumbers, scan_checkpoints
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tracing import step_traceparent
-from paceline.v1 import common_pb2
-from paceline.v1 import worker_pb2
-from typing import Any
-import asyncio
-import logging
-import sqlite3
+from paceline.v1 import common_pb2, worker_pb2
 
 NAMED = 16
 """Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""

@@ -7,13 +7,16 @@ it a learner's rank is lost, and the others are told.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from paceline.errors import AccessDenied
-from paceline.errors import LedgerFault
+from dataclasses import dataclass, field
+
+from paceline.errors import AccessDenied, LedgerFault
 from paceline.groups import Version
 from paceline.models.loading import named_size
 from paceline.rate_limited_log import unforeseen
@@ -22,22 +25,12 @@ from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.members.introduction import check_place
-from paceline.services.coordinator.members.introduction import checked_host
-from paceline.services.coordinator.members.registry import LoopLag
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.members.introduction import check_place, checked_host
+from paceline.services.coordinator.members.registry import LoopLag, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.pool.reports import Reports
-from paceline.services.coordinator.pool.reports import RunEvents
-from paceline.services.coordinator.text_limits import cut
-from paceline.services.coordinator.text_limits import one_line
-from paceline.v1 import common_pb2
-from paceline.v1 import worker_pb2
-import asyncio
-import logging
-import sqlite3
-import time
+from paceline.services.coordinator.pool.reports import Reports, RunEvents
+from paceline.services.coordinator.text_limits import cut, one_line
+from paceline.v1 import common_pb2, worker_pb2
 
 LOGGED_PAUSE_S = 1.0
 """Shortest pause of the coordinator that is logged."""

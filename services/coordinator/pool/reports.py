@@ -6,42 +6,31 @@ member that is confused or lies: it is ignored, and the run goes on.
 """
 
 from __future__ import annotations
+
+import asyncio
+import logging
+import time
 from collections import deque
-from collections.abc import Awaitable
-from collections.abc import Callable
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import Exchange
-from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
-from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.ledger.tables.checkpoints import stored
 from paceline.services.coordinator.members.introduction import checked_host
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.members.registry import WARNINGS_KEPT
+from paceline.services.coordinator.members.registry import WARNINGS_KEPT, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.reporting.member_files import TokenFiles
+from paceline.services.coordinator.reporting.member_files import TokenFiles, fault_of
 from paceline.services.coordinator.reporting.run_log import RunLog
-from paceline.services.coordinator.reporting.token_files import fault_of
-from paceline.services.coordinator.text_limits import cut
-from paceline.services.coordinator.text_limits import finite_gauges
-from paceline.services.coordinator.text_limits import one_line
-from paceline.services.coordinator.text_limits import seconds
-from paceline.v1 import common_pb2
-from paceline.v1 import worker_pb2
-from typing import Any
-from typing import Protocol
-import asyncio
-import logging
-import time
+from paceline.services.coordinator.text_limits import cut, finite_gauges, one_line, seconds
+from paceline.v1 import common_pb2, worker_pb2
 
 
 class WorkerFaults(Protocol):

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from paceline.advantages import totals
 from paceline.errors import InvalidInput, NotFound
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.rewards import totals
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.records import page_tokens
 from paceline.spec import RunSpec

@@ -5,34 +5,28 @@ many calls, and none of them takes long. Of a group with an environment there ar
 """
 
 from __future__ import annotations
+
+import json
+import math
+import sqlite3
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
 from paceline.advantages import group_totals
 from paceline.array_frames import Buffer
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import WireError
-from paceline.groups import Completion
-from paceline.groups import Rows
-from paceline.services.common.worker.score_extras import EXTRA_NAME
-from paceline.services.common.worker.score_extras import read_extra
+from paceline.errors import InvalidInput, NotFound, WireError
+from paceline.groups import Completion, Rows
+from paceline.services.common.worker.score_extras import EXTRA_NAME, read_extra
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.records import page_tokens
-from paceline.spec import RewardFunctionSection
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.v1 import exchange_pb2
 from paceline.v1 import records_pb2 as pb
-from paceline.wire import CompletionArrays
-from paceline.wire import decode_result
-from paceline.wire import decode_rewards
-from paceline.wire import parse_message
-from paceline.wire import split_rows
-from typing import Any
-import json
-import math
-import numpy as np
-import sqlite3
+from paceline.wire import CompletionArrays, decode_result, decode_rewards, parse_message, split_rows
 
 GROUPS = 64
 """Groups that a call reads."""

@@ -5,18 +5,15 @@ hold. A step without the metric changes nothing.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.spec import RunSpec
-from paceline.spec.sections.system import DEFAULT_RULES
-from paceline.spec.sections.system import LoggerSection
-from paceline.spec.sections.system import Rule
-from paceline.spec.sections.system import parsed_rule
-from typing import NamedTuple
+
 import fnmatch
 import math
 import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.spec import RunSpec
+from paceline.spec.sections.system import DEFAULT_RULES, LoggerSection, Rule, parsed_rule
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 ROUNDING = 1e-7

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.error_texts import first_line
-from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.errors import Conflict, InvalidInput, Unavailable, first_line
 from paceline.services.learner.launcher import EndAll, Ranks, at_signals
 from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from paceline.services.learner.nodes.settings import NodeSettings

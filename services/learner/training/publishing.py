@@ -12,36 +12,35 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.calls.address import is_loopback
+from paceline.calls.connection import is_loopback
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.host.cores import threads_beside
+from paceline.host.memory import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from paceline.learner.weights.hosts.channel import (
+from paceline.learner.weights.host_channel import (
     HostChannel,
     Hosts,
     Rank0HostChannel,
     agree_on_hosts,
     piece_algorithm,
 )
-from paceline.learner.weights.hosts.members import PATIENCE, HostMembers
-from paceline.learner.weights.hosts.shard_writer import ShardWriter
-from paceline.learner.weights.publish_result import PublishResult
-from paceline.learner.weights.rank_board import RankBoard, make_board
-from paceline.learner.weights.store.offers import StoreOffers
-from paceline.learner.weights.store.writer import StoreWriter
+from paceline.learner.weights.shard_writer import ShardWriter
 from paceline.models.loading import resolved_dtype
-from paceline.services.common.host_agent import WAIT_S
+from paceline.services.common.relay import WAIT_S
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.rank_group import meeting_host
 from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
-from paceline.weights.manifest import Algorithm
-from paceline.weights.object_store import WeightStore
-from paceline.weights.offers import StoreOffer
-from paceline.weights.store_format import run_store
+from paceline.weights.format.manifest import Algorithm
+from paceline.weights.hosts.members import PATIENCE, HostMembers
+from paceline.weights.progress import PublishResult
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import StoreOffers
+from paceline.weights.store.rank_board import RankBoard, make_board
+from paceline.weights.store.store_format import StoreOffer, run_store
+from paceline.weights.store.writer import StoreWriter
 
 Warn = Callable[[str], None]
 

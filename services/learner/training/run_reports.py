@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.groups import Group
 from paceline.learner.collectives import rows_of_all_ranks
 from paceline.learner.step.token_statistics import TokenNumbers, TokenStatistics
-from paceline.models.work import peak_flops
+from paceline.models.shape import peak_flops
 from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 

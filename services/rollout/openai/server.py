@@ -7,61 +7,34 @@ Training comes first: leases enter the engine as they come, external requests th
 """
 
 from __future__ import annotations
-from aiohttp import web
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from functools import partial
-from paceline.chat.completion_texts import text_of
-from paceline.chat.messages import Json
-from paceline.chat.messages import Unsupported
-from paceline.errors import Busy
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.errors import Unavailable
-from paceline.groups import Version
-from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.callers import WorkerCallers
-from paceline.services.common.access.rights import COMPLETIONS
-from paceline.services.common.serving.json_http import HttpGuard
-from paceline.services.common.serving.json_http import JsonListener
-from paceline.services.common.serving.json_http import event_stream
-from paceline.services.common.serving.json_http import send_event
-from paceline.services.openai.answers import Answer
-from paceline.services.openai.frames import Choice
-from paceline.services.openai.frames import Delta
-from paceline.services.openai.frames import Event
-from paceline.services.openai.frames import Frame
-from paceline.services.openai.frames import model_name
-from paceline.services.openai.requests import ChatAsk
-from paceline.services.openai.requests import CompletionAsk
-from paceline.services.openai.requests import read_ask
-from paceline.services.openai.responses import ResponseAnswer
-from paceline.services.openai.responses import fields_of_responses
-from paceline.services.openai.responses import read_responses_ask
-from paceline.services.openai.token_route import TokenAnswer
-from paceline.services.openai.token_route import TokenAsk
-from paceline.services.rollout.group_sampler import gather_or_cancel
-from paceline.services.rollout.openai.engine_requests import EngineAsk
-from paceline.services.rollout.openai.engine_requests import num_prompts
-from paceline.services.rollout.openai.engine_requests import samplers_of
-from paceline.services.rollout.openai.sampling import Sampler
-from paceline.services.rollout.openai.sampling import Served
-from paceline.services.rollout.openai.sampling import decode_all
-from paceline.services.rollout.openai.sampling import no_weights
-from paceline.services.rollout.openai.sampling import resolve
-from pydantic import BaseModel
-from pydantic import ConfigDict
-from pydantic import Field
-from typing import Annotated
-from typing import Any
-from typing import Protocol
+
 import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.chat.completion_texts import text_of
+from paceline.chat.messages import Json, Unsupported
+from paceline.errors import Busy, InvalidInput, PacelineError, Unavailable
+from paceline.groups import Version
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.callers import WorkerCallers
+from paceline.services.common.access.rights import COMPLETIONS
+from paceline.services.common.serving.json_http import HttpGuard, JsonListener, event_stream, send_event
+from paceline.services.openai.answers import Answer
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name
+from paceline.services.openai.requests import ChatAsk, CompletionAsk, read_ask
+from paceline.services.openai.responses import ResponseAnswer, fields_of_responses, read_responses_ask
+from paceline.services.openai.token_route import TokenAnswer, TokenAsk
+from paceline.services.rollout.group_sampler import gather_or_cancel
+from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
+from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 SHARE = 8
 """External requests get one in so many of the engine's places (at least one)."""

@@ -3,23 +3,22 @@ cancelled, hostile text, accessibility, the content security policy. Skipped whe
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from paceline.client import Client
-from paceline.client import RunState
-from paceline.services.coordinator.reporting.member_files import path_of
-from paceline.services.local.cluster import LocalCluster
-from paceline.services.local.cluster import start_page
-from paceline.spec import ClusterSection
-from paceline.v1 import worker_pb2
-from pathlib import Path
-from trained_ledger import RUN_ID
-from trained_ledger import Writer
-from typing import Any
+
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import pytest
+from trained_ledger import RUN_ID, Writer
+
+from paceline.client import Client, RunState
+from paceline.services.coordinator.reporting.member_files import path_of
+from paceline.services.local.cluster import LocalCluster, start_page
+from paceline.spec import ClusterSection
+from paceline.v1 import worker_pb2
 
 HOSTILE = (
     '<img src=x onerror="document.title=1"><script>document.title="owned"</script>'

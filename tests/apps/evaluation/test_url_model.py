@@ -1,44 +1,35 @@
 """A model behind a URL gives what it gives in this process; a broken, refusing or absent service is told apart from its answers."""
 
 from __future__ import annotations
+
+import json
 from dataclasses import replace
-from judge_server import JudgeServer
-from judge_server import by_body
-from judge_server import raw
-from judge_server import says
-from judge_server import status
+from pathlib import Path
+from typing import Any
+
+import chat_templates
+import numpy as np
+import pytest
+from judge_server import JudgeServer, by_body, raw, says, status
+from transformers import AddedToken
+
 from paceline.apps.evaluation.engine_model import EngineModel
-from paceline.apps.evaluation.evaluate import evaluation_spec
-from paceline.apps.evaluation.evaluate import spec_of_endpoint
+from paceline.apps.evaluation.evaluate import evaluation_spec, spec_of_endpoint
 from paceline.apps.evaluation.runner import evaluate
 from paceline.apps.evaluation.url_model import opened_url
-from paceline.apps.model_server.serving import ServedModel
-from paceline.apps.model_server.serving import endpoint_of
-from paceline.apps.model_server.serving import opened_model
+from paceline.apps.model_server.serving import ServedModel, endpoint_of, opened_model
 from paceline.chat.messages import Unsupported
-from paceline.errors import InvalidInput
-from paceline.errors import Unavailable
-from paceline.groups import Completion
-from paceline.groups import Version
-from paceline.groups import VersionSpan
+from paceline.errors import InvalidInput, Unavailable
+from paceline.groups import Completion, Version, VersionSpan
 from paceline.reward.endpoints.settings import EndpointSettings
-from paceline.rollout.engine import GenerationRequest
-from paceline.rollout.engine import SamplingParams
+from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import cut
 from paceline.services.cli.chat import spec_of_model
 from paceline.services.coordinator.exchange.leases import params_message
-from paceline.services.openai.requests import ChatAsk
-from paceline.services.openai.requests import read_ask
+from paceline.services.openai.requests import ChatAsk, read_ask
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from pathlib import Path
-from transformers import AddedToken
-from typing import Any
-import chat_templates
-import json
-import numpy as np
-import pytest
 
 SAMPLE = """
 policy: {generation: {max_new_tokens: 6, temperature: 1.0e-4}}

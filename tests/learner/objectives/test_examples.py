@@ -1,18 +1,19 @@
 """Examples by step: a row that does not fit is named before the training, and the pairs for the reference are complete."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_policy import CPU
+
 from paceline.errors import InvalidInput
 from paceline.learner.objectives import objective_of
-from paceline.learner.objectives.examples import ExampleSource
-from paceline.learner.objectives.examples import RowPair
-from paceline.learner.objectives.examples import check_rows
+from paceline.learner.objectives.examples import ExampleSource, RowPair, check_rows
 from paceline.services.demo.task import make_tokenizer
 from paceline.spec import RunSpec
-from pathlib import Path
-from tiny_policy import CPU
-from typing import Any
-import json
-import pytest
 
 LENGTHS = (1, 4, 2, 9, 3)
 """Characters of each row's completion; the prompt has two, and an end of sequence follows."""

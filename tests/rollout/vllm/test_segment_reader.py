@@ -1,25 +1,20 @@
 """Readers of a segment in the workers' processes: mapped once, each its part, nothing that was overwritten."""
 
 from __future__ import annotations
-from paceline.errors import InvalidInput
-from paceline.errors import PacelineError
-from paceline.errors import Unavailable
-from paceline.errors import WireError
-from paceline.rollout.vllm.receipts import LoadRecord
-from paceline.rollout.vllm.receipts import ReadOrder
-from paceline.rollout.vllm.receipts import ReadWeights
-from paceline.rollout.vllm.receipts import Receipts
-from paceline.rollout.vllm.receipts import SegmentReader
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.hosts.host_weights import SegmentPair
-from typing import Any
+
 import asyncio
 import dataclasses
 import json
-import pytest
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 import torch
+
+from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
+from paceline.rollout.vllm.receipts import LoadRecord, ReadOrder, ReadWeights, Receipts, SegmentReader
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 CPU = torch.device("cpu")
 READER = """

@@ -1,14 +1,19 @@
 """ModelService over real gRPC: versions and aliases by their client, repeated calls, pages, bad requests, roles."""
 
 from __future__ import annotations
+
+import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
 from paceline.client import Client
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.errors import NotFound
-from paceline.errors import NotPermitted
-from paceline.models.evaluation_results import FORMAT
-from paceline.models.evaluation_results import digest_of
+from paceline.errors import Conflict, InvalidInput, NotFound, NotPermitted
+from paceline.models.evaluation_results import FORMAT, digest_of
 from paceline.models.registered import Reference
 from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.rights import CallerRole
@@ -20,12 +25,6 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.model_servicer import ModelServicer
 from paceline.v1 import registry_pb2_grpc
 from paceline.v1.registry_pb2 import RegisteredModel
-from pathlib import Path
-from typing import Any
-import asyncio
-import json
-import pytest
-import pytest_asyncio
 
 EXPORT = "e" * 64
 

@@ -1,21 +1,21 @@
 """Pools of one host that get the sizes of the status, with a small server in the coordinator's place."""
 
 from __future__ import annotations
+
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from paceline.host.memory import usable_cores
-from paceline.services.coordinator.scaling.policy import PoolConfig
-from paceline.services.coordinator.scaling.policy import read_pools
-from paceline.services.local.scaling import LocalScaler
-from paceline.services.local.scaling import scaled_pools
-from paceline.spec import ClusterSection
-from paceline.v1 import status_pb2
-from paceline.v1 import status_pb2_grpc
 from pathlib import Path
 from typing import Any
+
 import grpc
 import pytest
-import threading
+
+from paceline.host.memory import usable_cores
+from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
+from paceline.services.local.scaling import LocalScaler, scaled_pools
+from paceline.spec import ClusterSection
+from paceline.v1 import status_pb2, status_pb2_grpc
 
 DEADLINE_S = 60.0
 

@@ -1,12 +1,14 @@
 """The chat template on the disk: a corrected one is taken, a damaged one is not."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+
 from paceline.data.tokens import load_tokenizer
 from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.group_sampler import TemplateFile
 from paceline.spec import PolicySection
-from pathlib import Path
-import json
 
 
 def test_a_template_that_was_corrected_is_read_anew(tmp_path: Path) -> None:

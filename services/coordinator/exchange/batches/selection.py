@@ -12,36 +12,28 @@ Suffixes: G groups, C completions of a group, F reward functions.
 """
 
 from __future__ import annotations
+
+import re
+import sqlite3
 from collections import Counter
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from paceline.advantages import closed_gates
-from paceline.advantages import group_totals
-from paceline.advantages import has_advantage
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.advantages import Rewards, closed_gates, group_totals, has_advantage
+from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
-from paceline.rewards import Rewards
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.journals import end_life
-from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.exchange.state import BATCH_DUE
-from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
-from paceline.services.coordinator.ledger.tables.batches import NewBatch
-from paceline.services.coordinator.ledger.tables.batches import batch_digest
-from paceline.services.coordinator.ledger.tables.batches import extend_chain
+from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_digest, extend_chain
 from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
-from paceline.spec import RewardFunctionSection
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from typing import Any
-import numpy as np
-import re
-import sqlite3
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:

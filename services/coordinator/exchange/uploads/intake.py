@@ -22,16 +22,22 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from paceline.array_frames import Buffer
-from paceline.episodes import MAX_NOTE_BYTES, TurnArrays
+from paceline.array_frames import Buffer, RowArrays
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
 from paceline.rate_limited_log import unforeseen
-from paceline.row_arrays import RowArrays
 from paceline.services.coordinator.ledger.segments import Location, PayloadStore, Record
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import CompletionArrays, decode_reference, parse_message, split_completions, split_rows
+from paceline.wire import (
+    MAX_NOTE_BYTES,
+    CompletionArrays,
+    TurnArrays,
+    decode_reference,
+    parse_message,
+    split_completions,
+    split_rows,
+)
 
 
 @dataclass

@@ -1,19 +1,27 @@
 """The table of rights: a row for every method of every proto, and real servers that permit what it says."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
+
+import asyncio
+import importlib
+import pkgutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+import pytest_asyncio
 from episode_drivers import ENVIRONMENT
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
+
+import paceline.v1
 from paceline.calls.token import metadata
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.rights import EXCHANGE
-from paceline.services.common.access.rights import RPCS
-from paceline.services.common.access.token_guard import Call
-from paceline.services.common.access.token_guard import TokenGuard
-from paceline.services.common.access.token_guard import worker_guard
+from paceline.services.common.access.rights import EXCHANGE, RPCS, CallerRole
+from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.access.token_table import create
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -25,22 +33,8 @@ from paceline.services.coordinator.servicers import AccessServicer
 from paceline.services.learner.rank import LearnerServicer
 from paceline.services.reward.main import RewardServicer
 from paceline.services.rollout.servicer import RolloutServicer
-from paceline.v1 import common_pb2
-from paceline.v1 import exchange_pb2
-from paceline.v1 import learner_pb2_grpc
-from paceline.v1 import reward_pb2_grpc
+from paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
 from paceline.v1 import rollout_pb2_grpc as rollout_grpc
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from typing import cast
-import asyncio
-import grpc
-import importlib
-import paceline.v1
-import pkgutil
-import pytest
-import pytest_asyncio
 
 DEADLINE_S = 60.0
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

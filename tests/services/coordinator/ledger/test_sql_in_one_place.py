@@ -2,12 +2,15 @@
 have SQL beside it. A database of another purpose is one module's, which knows none of the ledger's tables."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from paceline.services.coordinator.ledger.groups import State
-from pathlib import Path
+
 import ast
-import pytest
 import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.services.coordinator.ledger.groups import State
 
 ROOT = Path(__file__).resolve().parents[4]
 PACKAGES = ("paceline", "apps", "services", "rollout", "reward", "learner", "weights", "protos")

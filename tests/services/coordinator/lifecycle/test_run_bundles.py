@@ -1,12 +1,21 @@
 """Runs with bundles: they start without the submitter's files, and go on with corrected ones after `resume`."""
 
 from __future__ import annotations
-from control_plane import Plane
-from control_plane import refusal
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from control_plane import Plane, refusal
 from exchange_drivers import write_prompts
-from paceline.bundle.collecting import Bundle
-from paceline.bundle.collecting import collect
-from paceline.bundle.collecting import collect_again
+from paused_runs import state_of
+
+from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.calls.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
@@ -16,19 +25,8 @@ from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.spec import RunSpec
-from paceline.spec.reading import parse_spec
-from paceline.spec.reading import spec_to_yaml
-from paceline.v1 import run_pb2
-from paceline.v1 import worker_pb2
-from pathlib import Path
-from paused_runs import state_of
-from typing import Any
-import asyncio
-import grpc
-import json
-import os
-import pytest
-import shutil
+from paceline.spec.reading import parse_spec, spec_to_yaml
+from paceline.v1 import run_pb2, worker_pb2
 
 
 def spec_in(folder: Path, **sections: Any) -> RunSpec:

@@ -1,8 +1,16 @@
 """The learner's weight channel and the control plane's messages: what hosts are told, what members are offered, and the reports."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
 from paceline.groups import Version
 from paceline.learner.weights.channel import WeightChannel
 from paceline.services.common.relay import RelayConnection
@@ -12,13 +20,6 @@ from paceline.spec.reading import spec_from_yaml
 from paceline.v1 import worker_pb2
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE
 from paceline.weights.hosts.members import PATIENCE
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from typing import cast
-import pytest
-import queue
-import torch
 
 DEADLINE_S = 60.0
 MODEL = torch.nn.Linear(2, 2)

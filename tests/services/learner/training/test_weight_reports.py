@@ -1,14 +1,14 @@
 """Reports on staged versions, offers and results."""
 
 from __future__ import annotations
+
+import pytest
+
 from paceline.groups import Version
-from paceline.services.learner.training.publishing import FAILURES
-from paceline.services.learner.training.publishing import WeightReports
+from paceline.services.learner.training.publishing import FAILURES, WeightReports
 from paceline.v1 import worker_pb2
 from paceline.weights.progress import PublishResult
-from paceline.weights.store.store_format import StoreOffer
-from paceline.weights.store.store_format import StoredObject
-import pytest
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 V2 = Version(3, 2)
 

@@ -1,20 +1,15 @@
 """`paceline drop`: groups leave the batch that is due, which gets a further link of the chain."""
 
 from __future__ import annotations
-from exchange_drivers import INVALID
-from exchange_drivers import Learner
-from exchange_drivers import MakeWorld
-from exchange_drivers import Reward
-from exchange_drivers import Rollout
-from exchange_drivers import World
-from exchange_drivers import fill
-from paceline.errors import Conflict
-from paceline.errors import InvalidInput
-from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.ledger.tables.batches import batch_digest
-from paceline.services.coordinator.ledger.tables.batches import extend_chain
+
 import json
+
 import pytest
+from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
+
+from paceline.errors import Conflict, InvalidInput
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 
 
 def drop(world: World, *group_ids: int) -> None:
