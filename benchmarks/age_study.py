@@ -78,9 +78,7 @@ PLOTTED = {
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results, one line of JSON a run; added to")
     parser.add_argument("--work", type=Path, help="models and runs; default <out>.files")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")

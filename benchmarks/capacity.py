@@ -168,9 +168,7 @@ def in_a_process(name: str, shape: Shape, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure all shapes; compare, or find the rates that explain them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=list(SHAPES))
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
@@ -246,9 +244,7 @@ def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
             assert sizes is not None
             work = work_of(shape, Work, values["completion_tokens"])
             counts = (
-                terms(sizes, work, shape.groups * shape.completions)
-                if kind == "generation"
-                else terms(sizes, work)
+                terms(sizes, work, shape.groups * shape.completions) if kind == "generation" else terms(sizes, work)
             )
             rows.append(counts)
             seconds.append(values[f"{kind}_s"])
@@ -256,9 +252,7 @@ def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
         matrix = np.array([[row[name] / s for name in names] for row, s in zip(rows, seconds, strict=True)])
         weights = non_negative(matrix / matrix.max(axis=0)) / matrix.max(axis=0)
         found[kind] = {name: float(weight) for name, weight in zip(names, weights, strict=True)}
-        found[f"{kind}_ratio"] = {
-            name: float(ratio) for name, ratio in zip(measured, matrix @ weights, strict=True)
-        }
+        found[f"{kind}_ratio"] = {name: float(ratio) for name, ratio in zip(measured, matrix @ weights, strict=True)}
     return found
 
 

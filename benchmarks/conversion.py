@@ -31,9 +31,7 @@ print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmH
 
 def main() -> None:
     """Make the model, convert it both ways, and print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=3.0, help="size of the model, about")
     parser.add_argument("--shard-gb", type=float, default=1.0, help="size of its files")
     options = parser.parse_args()

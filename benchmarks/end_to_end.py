@@ -30,9 +30,7 @@ TRL_WARM_UP_STEPS = 1
 
 def main() -> None:
     """Parses, measures both sides, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="steps of Paceline that are measured")
     parser.add_argument("--trl-steps", type=int, default=6, help="steps of TRL that are measured")
     parser.add_argument("--skip-trl", action="store_true")

@@ -106,9 +106,7 @@ def make_requests(prompts: np.ndarray, lengths: list[int], round_: int) -> list[
     ]
 
 
-async def time_pauses(
-    engine: Engine, model: Any, prompts: np.ndarray, num_tokens: int
-) -> tuple[float, float]:
+async def time_pauses(engine: Engine, model: Any, prompts: np.ndarray, num_tokens: int) -> tuple[float, float]:
     """Median seconds without a token of three updates: with nothing running, and with everything in flight."""
     versions = itertools.count(1)
     weights = model.state_dict()
@@ -187,9 +185,7 @@ async def measure(name: str, engines: list[str], rounds: int) -> list[dict[str, 
 
 def main() -> None:
     """Parses, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
     parser.add_argument("--engines", default="native", help="native, vllm, or both with a comma")
     parser.add_argument("--rounds", type=int, default=3)

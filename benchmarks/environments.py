@@ -130,9 +130,7 @@ def make_spec(
     )
 
 
-def measure(
-    cluster: LocalCluster, client: Client, spec: RunSpec, warm_turns: int, seconds: float
-) -> dict[str, float]:
+def measure(cluster: LocalCluster, client: Client, spec: RunSpec, warm_turns: int, seconds: float) -> dict[str, float]:
     """Run a spec until `seconds` after its first `warm_turns` turns; return turns and tokens per second of that time.
 
     The books count a group's tokens from its first turn to its end, while its journal goes when the group is whole. All turns
@@ -151,9 +149,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--seconds", type=float, default=90.0, help="measured seconds of each arm")
     parser.add_argument("--tool-s", type=float, default=5.0, help="mean seconds of a tool")
@@ -190,9 +186,7 @@ def main() -> None:
                 # A whole wave of turns and tools has to have passed, or the beginning would count, when no tool runs yet.
                 result[arm] = measure(cluster, client, spec, 2 * IN_FLIGHT, chosen.seconds)
             print("turns of one token …", file=sys.stderr)
-            spec = make_spec(
-                folder, small, chosen.engine, tokens=1, turns=ONE_TOKEN_TURNS, tool_s=0.0, batches=250
-            )
+            spec = make_spec(folder, small, chosen.engine, tokens=1, turns=ONE_TOKEN_TURNS, tool_s=0.0, batches=250)
             result["one_token"] = measure(cluster, client, spec, 2 * IN_FLIGHT, min(20.0, chosen.seconds))
     result["tokens_ratio_with_slow_tools"] = (
         result["with_slow_tools"]["tokens_per_s"] / result["without_tools"]["tokens_per_s"]

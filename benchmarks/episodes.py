@@ -71,9 +71,7 @@ class CountingJournal:
     def __init__(self) -> None:
         self.turns = self.size_bytes = 0
 
-    async def turn(
-        self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
-    ) -> None:
+    async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         """Encode a turn."""
         self.turns += 1
         self.size_bytes += len(arrays.encode()) + len(note.SerializeToString())
@@ -121,9 +119,7 @@ async def measure(sessions: int, turns: int, folder: Path) -> dict[str, float]:
         ]
         started_s, used_s = time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(run_episodes(setting, lease, engine, journal, code)) for lease in leases
-            ]
+            running = [tasks.create_task(run_episodes(setting, lease, engine, journal, code)) for lease in leases]
         wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - used_s
     for task in running:
         rows = task.result()
@@ -141,9 +137,7 @@ async def measure(sessions: int, turns: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     """Measure on one core, and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000, help="episodes at a time")
     parser.add_argument("--turns", type=int, default=10, help="turns of each")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -57,16 +57,12 @@ REWARD_FILE = Path(share_of_small_digits.__code__.co_filename)
 
 def main() -> None:
     """Run the pairs and print, or run one side of a pair."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--evaluations", type=int, default=3, help="evaluations that are measured in a run")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--room", type=float, default=1.5, help="places in engines by what is needed")
-    parser.add_argument(
-        "--longest", type=int, default=LONGEST, help="tokens of the longest completion, 20 ms each"
-    )
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest completion, 20 ms each")
     parser.add_argument("--native", action="store_true", help="real arithmetic in place of the clock")
     parser.add_argument("--side", choices=["with", "without"], help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -87,8 +83,7 @@ def main() -> None:
         "delays": [round(delay, 4) for delay in delays],
         "delay": round(statistics.median(delays), 4),
         "learner_wait_share": {
-            side: statistics.median(pair[side]["wait_share"] for pair in pairs)
-            for side in ("without", "with")
+            side: statistics.median(pair[side]["wait_share"] for pair in pairs) for side in ("without", "with")
         },
         "versions": max(pair["with"]["versions"] for pair in pairs),
     }

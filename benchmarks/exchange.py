@@ -126,9 +126,7 @@ def run(load: Load, coordinator: psutil.Process, seconds: float) -> dict[str, An
         "lease_p50_ms": float(np.percentile(load.lease_s, 50)) * 1e3,
         "lease_p99_ms": float(np.percentile(load.lease_s, 99)) * 1e3,
         "lease_requests": len(load.lease_s),
-        "coordinator_cpu_ms_per_group": (after.user + after.system - before.user - before.system)
-        / groups
-        * 1e3,
+        "coordinator_cpu_ms_per_group": (after.user + after.system - before.user - before.system) / groups * 1e3,
         "load_cpu_ms_per_group": (time.process_time() - own) / groups * 1e3,
         "rss_mb": coordinator.memory_info().rss / 1e6,
     }
@@ -190,15 +188,11 @@ def make_spec(folder: Path, max_age: int) -> RunSpec:
 
 def main() -> None:
     """All loads, then the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load, after the warm-up")
     parser.add_argument("--workers", type=int, default=200, help="simulated rollout workers")
     parser.add_argument("--directory", type=Path, help="where the ledger lies; a temporary folder by default")
-    parser.add_argument(
-        "--secure", action="store_true", help="with TLS and CURVE, beside the same loads without"
-    )
+    parser.add_argument("--secure", action="store_true", help="with TLS and CURVE, beside the same loads without")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()

@@ -82,9 +82,7 @@ class Members:
         """Return whether the coordinator has offered version `step` to every rollout worker. May be called from any
         thread."""
         return all(
-            self._held.get(name, -1) >= step
-            for name, role in self._names.items()
-            if role == common_pb2.ROLE_ROLLOUT
+            self._held.get(name, -1) >= step for name, role in self._names.items() if role == common_pb2.ROLE_ROLLOUT
         )
 
     def stop(self) -> None:
@@ -214,9 +212,7 @@ class Load:
         self._published, self._publish_s = 0, time.perf_counter()
         self._switch(0)
         self._poller = zmq.Poller()
-        self._on_reply: dict[
-            zmq.Socket[bytes], Callable[[zmq.Socket[bytes], pb.ExchangeReply, Any], None]
-        ] = {}
+        self._on_reply: dict[zmq.Socket[bytes], Callable[[zmq.Socket[bytes], pb.ExchangeReply, Any], None]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._asked_s: dict[zmq.Socket[bytes], float] = {}
         self._arrived_s = 0.0

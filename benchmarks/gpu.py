@@ -104,12 +104,8 @@ def rehearsal() -> Iterator[Case]:
     yield _train("tiny", 128, {"activation_checkpointing": "full"}, packed=True)
     yield Case("attention", "kernels.attention", {"tokens": 64})
     yield Case("head", "kernels.head", {"tokens": 64, "hidden": 32, "vocabulary": 512})
-    yield Case(
-        "mismatch native", "engines.mismatch", {**tiny, "backend": "native", "sequences": 4, "new_tokens": 8}
-    )
-    yield Case(
-        "engine native", "engines.pace", {**tiny, "backend": "native", "sequences": [2, 4], "new_tokens": 8}
-    )
+    yield Case("mismatch native", "engines.mismatch", {**tiny, "backend": "native", "sequences": 4, "new_tokens": 8})
+    yield Case("engine native", "engines.pace", {**tiny, "backend": "native", "sequences": [2, 4], "new_tokens": 8})
     yield Case("swap native tiny", "engines.swap", {**tiny, "backend": "native"})
     yield Case("profile tiny", "training.profiled", {**tiny, "tokens": 128, "policy": SELECTIVE})
     yield Case("checkpoint tiny", "weights.save_and_load", {**tiny, "tokens": 128})
@@ -233,9 +229,7 @@ class Results:
 
     def of(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the results of a machine by case, to be changed."""
-        card = self.by_card.setdefault(
-            f"{found['gpu']}, torch {found['torch']}", {"machine": found, "cases": {}}
-        )
+        card = self.by_card.setdefault(f"{found['gpu']}, torch {found['torch']}", {"machine": found, "cases": {}})
         known: dict[str, Any] = card["cases"]
         return known
 
@@ -310,9 +304,7 @@ def _row(name: str, row: dict[str, Any]) -> str:
         reason = (row.get("does_not_fit") or row.get("error", ""))[:120].replace("\n", " ")
         return f"| {shape} | {tokens} | {' '.join(words)} | {reason} | | | | | | |"
     settings = ["packed"] if "packed" in words else []
-    settings += [
-        f"{key} {value}" for key, value in row["settings"].items() if value not in (False, "float32")
-    ]
+    settings += [f"{key} {value}" for key, value in row["settings"].items() if value not in (False, "float32")]
     utilisation = f"{row['mfu']:.2f}" if "mfu" in row else ""
     memory = " | | "
     if "ratio" in row:
@@ -335,15 +327,9 @@ def _rounded(value: Any) -> Any:
 def main() -> int:
     """Measure, or print the tables; exit status 1 when a case has no result."""
     started_s = time.monotonic()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="most minutes, with the tests (default: 30)"
-    )
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="a case, or the first word of several"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="most minutes, with the tests (default: 30)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="a case, or the first word of several")
     parser.add_argument("--results", type=Path, default=Path("gpu-results.json"))
     parser.add_argument("--again", action="store_true", help="measure what has a result, too")
     parser.add_argument("--model", default="", help="a folder with real weights for the engines")

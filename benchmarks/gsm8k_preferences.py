@@ -49,9 +49,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         row = json.loads(line)
         solutions = [value for value in row.values() if isinstance(value, dict)]
         right = sorted({s["solution"][:MAX_CHARACTERS] for s in solutions if s["is_correct"]})
-        wrong = sorted(
-            {s["solution"][:MAX_CHARACTERS] for s in solutions if not s["is_correct"]} - set(right)
-        )
+        wrong = sorted({s["solution"][:MAX_CHARACTERS] for s in solutions if not s["is_correct"]} - set(right))
         if right and wrong:
             questions.append({"prompt": row["question"] + "\n", "right": right, "wrong": wrong})
     return questions
@@ -84,9 +82,7 @@ def write_fold(questions: list[dict[str, Any]], fold: int, folds: int, folder: P
             if number % folds == fold:
                 chosen = right[number // folds % len(right)]
                 rejected = wrong[number // (folds * len(right)) % len(wrong)]
-                validation.write(
-                    json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n"
-                )
+                validation.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
                 trace(validation_traces, prompt, chosen, 1.0)
                 trace(validation_traces, prompt, rejected, 0.0)
                 continue
@@ -189,9 +185,7 @@ def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return (centre - half) / (1 + zz), (centre + half) / (1 + zz)
 
 
-def run_fold(
-    questions: list[dict[str, Any]], fold: int, folder: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+def run_fold(questions: list[dict[str, Any]], fold: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Imitates the right solutions of the training questions, then trains each algorithm from there."""
     write_fold(questions, fold, options.folds, folder / "data")
     rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]

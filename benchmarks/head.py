@@ -31,9 +31,7 @@ Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def tiled(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies as the learner does."""
-    return chunked_logprobs(
-        hidden_NH, weight_VH, targets_N, temperature=1.0, chunk_tokens=1024, entropy_gradient=True
-    )
+    return chunked_logprobs(hidden_NH, weight_VH, targets_N, temperature=1.0, chunk_tokens=1024, entropy_gradient=True)
 
 
 def plain(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,9 +77,7 @@ def status_bytes(name: str) -> int:
 
 def main() -> None:
     """Parses, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", default="16384,65536,151936")
     parser.add_argument("--tokens", default="1024,4096,16384")
     parser.add_argument("--hidden", type=int, default=64)

@@ -208,9 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument(
-        "--s3", action="store_true", help="load from an S3 server too; needs s3fs and moto[server]"
-    )
+    parser.add_argument("--s3", action="store_true", help="load from an S3 server too; needs s3fs and moto[server]")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compare", nargs=2, help=argparse.SUPPRESS)

@@ -58,12 +58,8 @@ class Side:
 
 def main() -> None:
     """Run both sides, one after the other, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--steps", type=int, default=40, help="steps of the asynchronous run that are measured"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="steps of the asynchronous run that are measured")
     parser.add_argument("--age", type=int, default=4, help="max_trajectory_age_steps of the asynchronous run")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
@@ -128,9 +124,7 @@ def measure(directory: Path, side: Side) -> dict[str, Any]:
     spec = make_spec(directory, side)
     launcher = [sys.executable, str(Path(service.__file__))]
     os.environ[VARIABLE] = str(side.tokens_per_s)
-    cluster = LocalCluster(
-        directory / side.name, spec.cluster, launchers={"rollout": launcher, "learner": launcher}
-    )
+    cluster = LocalCluster(directory / side.name, spec.cluster, launchers={"rollout": launcher, "learner": launcher})
     with cluster, Client(cluster.address) as client:
         run = client.wait(client.submit(spec).run_id)
         if state_name(run) != "succeeded":

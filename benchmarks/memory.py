@@ -79,9 +79,7 @@ def make_spec(folder: Path, groups: int) -> RunSpec:
 
 def main() -> None:
     """Parses, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=2_000, help="groups between two measurements")
     parser.add_argument("--json", action="store_true")

@@ -159,9 +159,7 @@ def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str)
         dice = np.random.default_rng(0)
         length = tokens // 4
         for step in range(STEPS):
-            ids = [
-                dice.integers(0, shape.vocabulary, 2 * length + 1, dtype=np.int32) for _ in range(SEQUENCES)
-            ]
+            ids = [dice.integers(0, shape.vocabulary, 2 * length + 1, dtype=np.int32) for _ in range(SEQUENCES)]
             batch = [
                 TrainingSample(number, prompt_ids=row[: length + 1], completion_ids=row[length + 1 :])
                 for number, row in enumerate(ids)
@@ -176,9 +174,7 @@ def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str)
 
 def main() -> None:
     """Measure every shape in a process of its own."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=list(SHAPES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")

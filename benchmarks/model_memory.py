@@ -71,9 +71,7 @@ def make_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(folder)
     config = Qwen2Config(**SHAPE, eos_token_id=1, pad_token_id=2, bos_token_id=None, dtype="bfloat16")
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
@@ -145,9 +143,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="model-memory-") as name:
         folder = Path(name)
         model = keep or folder / "model"
-        subprocess.run(
-            [sys.executable, __file__, "--make", str(folder), str(prompt_tokens), str(model)], check=True
-        )
+        subprocess.run([sys.executable, __file__, "--make", str(folder), str(prompt_tokens), str(model)], check=True)
         started_s = time.monotonic()
         up = [
             sys.executable,

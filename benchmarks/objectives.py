@@ -29,9 +29,7 @@ FAMILIES = ("policy", "examples", "distillation")
 
 def main() -> None:
     """Runs the objectives asked for and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
     parser.add_argument("--only", default="", help="objectives, comma-separated; default all of the families")
     parser.add_argument("--steps", type=int, default=40, help="steps of each objective")
@@ -44,9 +42,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    modules = {
-        name: importlib.import_module(f"objective_runs.{name}") for name in options.families.split(",")
-    }
+    modules = {name: importlib.import_module(f"objective_runs.{name}") for name in options.families.split(",")}
     chosen = {
         name: family
         for family, module in modules.items()

@@ -48,9 +48,7 @@ def lengths_of_ranks(rng: np.random.Generator, sigma: float, ranks: int) -> list
 
 def slowest(lengths: Sequence[Sequence[int]], packed: Sequence[Sequence[Sequence[int]]]) -> float:
     """Return the work of the slowest rank of each pass, summed, by the mean work of a rank."""
-    costs = [
-        [sum(work(own[i]) for i in row) for row in rows] for own, rows in zip(lengths, packed, strict=True)
-    ]
+    costs = [[sum(work(own[i]) for i in row) for row in rows] for own, rows in zip(lengths, packed, strict=True)]
     passes = max(map(len, costs))
     padded = [row + [0.0] * (passes - len(row)) for row in costs]
     return sum(map(max, zip(*padded, strict=True))) / (sum(map(sum, padded)) / len(padded))
@@ -73,9 +71,7 @@ def compare(sigma: float, ranks: int, budget: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a line for each setting."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     wants_json = parser.parse_args().json
     rows = [

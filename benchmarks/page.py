@@ -68,9 +68,7 @@ def make_ledger(folder: Path, steps: int, groups: int) -> Path:
         (RUN, spec_to_yaml(spec), RUN, time.time(), steps, steps),
     )
     rng = np.random.default_rng(0)
-    db.executemany(
-        "INSERT INTO events (run_id, sequence, kind, json) VALUES (?, ?, 'step', ?)", events(steps, rng)
-    )
+    db.executemany("INSERT INTO events (run_id, sequence, kind, json) VALUES (?, ?, 'step', ?)", events(steps, rng))
     a_step, first_stored = groups // steps, steps - STORED_STEPS
     ids = np.arange(8, dtype=np.int32)
     completions = [
@@ -197,9 +195,7 @@ def interact(page: Any, base: str) -> Iterator[float]:
 
 def main() -> None:
     """Make the ledger, start the page, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--keep", type=Path, help="folder for the ledger; one that is there is used again")

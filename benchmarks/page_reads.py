@@ -224,15 +224,11 @@ def page_of(ready_file: Path) -> str:
 
 def main() -> None:
     """Measure both, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--workers", type=int, default=WORKERS)
-    parser.add_argument(
-        "--keep", type=Path, help="folder for the long ledger; one that is there is used again"
-    )
+    parser.add_argument("--keep", type=Path, help="folder for the long ledger; one that is there is used again")
     parser.add_argument("--only", choices=["throughput", "memory"])
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")

@@ -90,9 +90,7 @@ def measure(folder: Path, texts: int, tokens: int, budget: int, device: str) -> 
 
 def main() -> None:
     """Make the model, measure, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--texts", type=int, default=512)

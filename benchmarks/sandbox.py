@@ -102,9 +102,7 @@ def _most_on_disk(sandbox: Sandbox) -> float | None:
 
 def main() -> None:
     """Print the figures of one backend."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="auto", choices=[name for name in NAMES if name != "remote"])
     parser.add_argument("--runs", type=int, default=400)
     parser.add_argument("--parallel", type=int, default=2, help="programs at a time")

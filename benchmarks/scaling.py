@@ -142,9 +142,7 @@ def simulate(load: Load, cold_start_s: float, seed: int) -> dict[str, object]:
     }
 
 
-def pool(
-    name: str, slots: int, cold_start_s: float, price: float, duration_s: Callable[[], float]
-) -> SimulatedPool:
+def pool(name: str, slots: int, cold_start_s: float, price: float, duration_s: Callable[[], float]) -> SimulatedPool:
     """Return a pool without workers."""
     return SimulatedPool(name, slots, cold_start_s, price, duration_s)
 
@@ -160,9 +158,7 @@ def fixed_cost(load: Load) -> float:
 def direction_changes(sizes: list[tuple[float, int]]) -> int:
     """Return how often a size that had grown shrank, or the other way round; the first direction is none."""
     directions = [
-        1 if after > before else -1
-        for (_, before), (_, after) in itertools.pairwise(sizes)
-        if after != before
+        1 if after > before else -1 for (_, before), (_, after) in itertools.pairwise(sizes) if after != before
     ]
     return sum(a != b for a, b in itertools.pairwise(directions))
 

@@ -79,17 +79,11 @@ def missed(size: Mapping[str, Any]) -> list[str]:
         ("lines of apps", size["packages"].get("apps", [0, 0])[1], MAX_APPS),
         ("modules", size["modules"], MAX_MODULES),
     ]
-    found = [
-        f"{number:,} {what}, the goal is at most {most:,}" for what, number, most in goals if number > most
-    ]
+    found = [f"{number:,} {what}, the goal is at most {most:,}" for what, number, most in goals if number > most]
     if size["median_file"] < MIN_MEDIAN:
         found.append(f"a median module of {size['median_file']} lines, the goal is at least {MIN_MEDIAN}")
-    found += [
-        f"{name}: {number} modules, at most {MAX_IN_FOLDER}" for name, number in size["full_folders"].items()
-    ]
-    return found + [
-        f"{name}: {number} lines, at most {MAX_FILE}" for name, number in size["long_files"].items()
-    ]
+    found += [f"{name}: {number} modules, at most {MAX_IN_FOLDER}" for name, number in size["full_folders"].items()]
+    return found + [f"{name}: {number} lines, at most {MAX_FILE}" for name, number in size["long_files"].items()]
 
 
 def table(size: Mapping[str, Any]) -> str:

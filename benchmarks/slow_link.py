@@ -32,9 +32,7 @@ WARM_UP_STEPS = 3
 
 def main() -> None:
     """Parses, measures both places, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--round-trip-ms", type=float, default=20.0)
     parser.add_argument("--mbit", type=float, default=200.0, help="of each direction")
     parser.add_argument("--steps", type=int, default=8, help="steps that are measured, of each run")
@@ -66,9 +64,7 @@ def _measure(directory: Path, sites: site.Sites, url: str, options: argparse.Nam
     for number in range(options.rounds):
         for place in ("near", "far"):
             folder = directory / f"{place}-{number}"
-            arm = measure(
-                folder, workload, sites, url, place, WARM_UP_STEPS, options.steps, options.overrides
-            )
+            arm = measure(folder, workload, sites, url, place, WARM_UP_STEPS, options.steps, options.overrides)
             arms.append(arm)
             print(
                 f"{place:>4}: {arm['tokens_per_s']:.0f} tokens/s, {arm['samples_per_s']:.2f} samples/s, {arm['step_s']:.2f} s "

@@ -33,9 +33,7 @@ from weight_cases.models import SHAPES
 
 def main() -> None:
     """Parses, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--delta-sizes",
@@ -67,9 +65,7 @@ def _by_host(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     if options.hosts and (lacking := shaped_hosts.missing()):
         print(f"the chain of hosts: skipped, {lacking}", file=sys.stderr)
     elif options.hosts:
-        row = chain.measure(
-            directory, options.chain_bytes, options.hosts, options.mbit, min(options.rounds, 2)
-        )
+        row = chain.measure(directory, options.chain_bytes, options.hosts, options.mbit, min(options.rounds, 2))
         print(
             f"{row['bytes'] / 1e6:.0f} MB over {row['mbit']:.0f} Mbit/s: one host {row['one_s']:.2f} s, a chain of "
             f"{row['hosts']} {row['chain_s']:.2f} s ({row['chain_time_over_one_host']:.2f} ×), from the learner to each "

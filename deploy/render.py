@@ -62,9 +62,7 @@ def _stage(target: str, image: str, role: Role) -> str:
     ]
     if role["ports"]:
         port = _port(role)
-        address = (
-            f"127.0.0.1:{port}" if "grpc" in role["ports"] else f"http://127.0.0.1:{port}{role['health']}"
-        )
+        address = f"127.0.0.1:{port}" if "grpc" in role["ports"] else f"http://127.0.0.1:{port}{role['health']}"
         health = ["python", "-m", "paceline.services.common.serving.healthcheck", address]
         lines += [
             "EXPOSE " + " ".join(str(number) for number in role["ports"].values()),

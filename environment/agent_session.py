@@ -75,9 +75,7 @@ class History:
         end = _link(chain, asked.answer)
         self._by_end.setdefault(end, []).append(asked)
 
-    def parent(
-        self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
-    ) -> tuple[Asked, int] | None:
+    def parent(self, sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> tuple[Asked, int] | None:
         """Return the request that this one goes on from, and the number of messages up to its answer; None where there is
         none, or where several with different tokens could be meant."""
         chains = _chains(sent, conversation)
@@ -123,8 +121,7 @@ def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> li
 def _link(chain: str, message: Mapping[str, Any]) -> str:
     read = read_message(message)
     calls = [
-        [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
-        for call in read.get("tool_calls", ())
+        [call.get("id"), call["function"]["name"], call["function"]["arguments"]] for call in read.get("tool_calls", ())
     ]
     return digest([chain, [read["role"], read["content"], calls, read.get("tool_call_id")]])
 
@@ -221,9 +218,7 @@ class AgentTurns:
             raise Conflict(f"the episode is over: {error}") from error
 
     async def _take(self, request: AgentRequest) -> tuple[AgentAnswer, Asked]:
-        conversation = Conversation(
-            read_messages(request.messages), list(request.tools), request.template_kwargs
-        )
+        conversation = Conversation(read_messages(request.messages), list(request.tools), request.template_kwargs)
         key = digest_of(request)
         if recorded := self._find_recorded(key):
             return await self._answer_again(recorded, request, conversation)
@@ -345,9 +340,7 @@ class AgentTurns:
         note = pb.TurnNote(messages_json="[]", text=clean(turn.text), finish_reason=turn.finish_reason)
         return TakenTurn(None, note, last.prompt_ids, turn)
 
-    def _text(
-        self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str
-    ) -> pb.SampleText:
+    def _text(self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str) -> pb.SampleText:
         """Return the texts of the sample: the longest conversation that trains, the newest of equal ones."""
         asked = [each.asked for each in taken if each.asked is not None and each.counts]
         main = max(asked, key=lambda each: len(each.conversation.messages))
@@ -355,9 +348,7 @@ class AgentTurns:
             if len(each.conversation.messages) == len(main.conversation.messages):
                 main = each
         messages = [*main.conversation.messages, main.answer]
-        begins = next(
-            (i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
-        )
+        begins = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         return sample_text(
             messages[begins:], ending, detail, reward, prompt=messages[:begins], tools=main.conversation.tools
         )

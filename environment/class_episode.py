@@ -117,11 +117,7 @@ class ClassEpisode:
         )
         if acted.reward is not None:
             note.reward = acted.reward
-        limit = (
-            over
-            or self._limit_of(number, acted, turn)
-            or self._extend(turn, answer, acted.messages, acted.done)
-        )
+        limit = over or self._limit_of(number, acted, turn) or self._extend(turn, answer, acted.messages, acted.done)
         if last := bool(limit) or acted.done:
             reward = None if over else await self._reward(instance)
             note.sample.CopyFrom(self._text(note, limit, reward, instance))
@@ -237,9 +233,7 @@ class ClassEpisode:
         self._watch = Stopwatch(self._setting.environment.timeout_s)
         try:
             with self._watch.running():
-                instance = await self._context.code.restore(
-                    self._name(), saved, self._watch.left_s, self._deaths
-                )
+                instance = await self._context.code.restore(self._name(), saved, self._watch.left_s, self._deaths)
         except (EnvironmentFailed, TimeIsUp) as error:
             raise CannotGoOn(f"its state could not be loaded: {error}") from None
         self._instance = instance

@@ -66,9 +66,7 @@ async def run_episodes(
 
 def _group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
     built = [
-        build_rows(
-            sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated"
-        )
+        build_rows(sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated")
         for sample in finished
     ]
     completions, owners, turns = joined(built)
@@ -76,9 +74,7 @@ def _group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> 
     prompt_ids: IntArray = np.empty(0, np.int32)
     if completions and completions[0].prompt_ids is not None:
         prompt_ids = completions[0].prompt_ids
-    return GroupRows(
-        prompt_ids, completions, Rows(len(finished), owners, turns), [sample.text for sample in finished]
-    )
+    return GroupRows(prompt_ids, completions, Rows(len(finished), owners, turns), [sample.text for sample in finished])
 
 
 async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
@@ -118,9 +114,7 @@ async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
             failures += 1
             counts.failures += 1
             give_up = failures >= environment.max_failures
-            log.warning(
-                "%s failed (%d of %d): %s", _name(life, context), failures, environment.max_failures, fault
-            )
+            log.warning("%s failed (%d of %d): %s", _name(life, context), failures, environment.max_failures, fault)
             await context.journal.end(sample, life.number, FAILED, str(fault), give_up)
             if give_up:
                 return _failed(str(fault))
@@ -177,9 +171,7 @@ class AgentEpisode:
         self._context.setting.counts.replayed += replays
         return finished
 
-    async def _until_over(
-        self, session: AgentTurns, address: SessionAddress
-    ) -> tuple[float | None, str, str]:
+    async def _until_over(self, session: AgentTurns, address: SessionAddress) -> tuple[float | None, str, str]:
         program = asyncio.create_task(self._program(address), name="agent")
         clock = asyncio.create_task(self._until_time_is_up(session), name="agent's time")
         try:

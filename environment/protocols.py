@@ -80,9 +80,7 @@ class TokenSource(Protocol):
 class Journal(Protocol):
     """The exchange's record of the group's turns. Calls of different samples overlap; those of one sample do not."""
 
-    async def turn(
-        self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
-    ) -> None:
+    async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         """Record a finished turn; return when it is committed. Raises LeaseLost."""
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:

@@ -69,9 +69,7 @@ def choose_renderings(spec: RunSpec, tokenizer: Any) -> Renderings:
         chat = FamilyRendering(tokenizer, name, kwargs)
     else:
         chat = TemplateRendering(tokenizer, kwargs, calls)
-    return Renderings(
-        chat, TextRendering(tokenizer, calls or "none"), spec.data.apply_chat_template == "always"
-    )
+    return Renderings(chat, TextRendering(tokenizer, calls or "none"), spec.data.apply_chat_template == "always")
 
 
 def _automatic(spec: RunSpec, tokenizer: Any, calls: CallFormat | None) -> Rendering:

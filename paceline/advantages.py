@@ -129,9 +129,7 @@ class Episode(NamedTuple):
     """Reward of each turn, NaN for a turn without one."""
 
 
-def has_advantage(
-    rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None
-) -> bool:
+def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
     """Return whether a group's rewards give anything to train on: False only where every advantage is 0 at `step`.
 
     Args:

@@ -72,9 +72,7 @@ def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) 
     if array is None:
         raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
     if array.dtype.str[1:] != kind or array.ndim != ndim:
-        raise WireError(
-            f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}"
-        )
+        raise WireError(f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}")
     return array
 
 
@@ -117,9 +115,7 @@ class RowArrays(NamedTuple):
             return None
         num_samples = named_array(arrays, "num_samples", "i4", 1)
         if len(num_samples) != 1 or not 0 < num_samples[0] <= MAX_SAMPLES:
-            raise WireError(
-                f"num_samples is {num_samples[:4].tolist()}, has to be one number up to {MAX_SAMPLES}"
-            )
+            raise WireError(f"num_samples is {num_samples[:4].tolist()}, has to be one number up to {MAX_SAMPLES}")
         return cls(
             named_array(arrays, "prompt_lengths", "i4", 1),
             named_array(arrays, "row_samples", "i4", 1),
@@ -142,9 +138,7 @@ class RowArrays(NamedTuple):
             )
         samples = self.row_samples.tolist()
         if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:
-            raise WireError(
-                f"row_samples has to rise from 0 to below {self.num_samples}, and is {samples[:16]}"
-            )
+            raise WireError(f"row_samples has to rise from 0 to below {self.num_samples}, and is {samples[:16]}")
         if len(self.sampled) != sum(lengths):
             raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
@@ -178,9 +172,7 @@ def check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArra
     position = 0
     for span in spans:
         if span.start < position or span.end <= span.start or span.end > len(sampled_T):
-            raise WireError(
-                f"row {index}: span {tuple(span)} is not after token {position} and within the row"
-            )
+            raise WireError(f"row {index}: span {tuple(span)} is not after token {position} and within the row")
         covered[span.start : span.end] = True
         position = span.end
     if not np.array_equal(covered, sampled_T):

@@ -118,9 +118,7 @@ class Client(Connection):
 
     # Runs
 
-    def submit(
-        self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None
-    ) -> Run:
+    def submit(self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None) -> Run:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
         If the coordinator is away, the client tries again for `wait_s` seconds (default: the client's); repeated requests
@@ -313,9 +311,7 @@ class Client(Connection):
                 raise Unavailable(f"the client of {self.address} is closed")
             pause_s = min(2 * pause_s, 1.0)
 
-    def events(
-        self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5
-    ) -> list[Event]:
+    def events(self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5) -> list[Event]:
         """Return the events of a run so far, oldest first, of one `kind` or all.
 
         `watch` gives those to come as well. Of a run that goes on, the list ends when no event came for `quiet_s` seconds.
@@ -411,9 +407,7 @@ class Client(Connection):
         if max_new_tokens is not None:
             request.params.max_new_tokens = max_new_tokens
         stub = rollout_pb2_grpc.RolloutServiceStub
-        reply = self._ask_worker(
-            "rollout", worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s)
-        )
+        reply = self._ask_worker("rollout", worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s))
         return list(reply.completions)
 
     def score(
@@ -440,9 +434,7 @@ class Client(Connection):
             columns_json=json.dumps(columns or {}),
         )
         stub = reward_pb2_grpc.RewardServiceStub
-        reply = self._ask_worker(
-            "reward", worker, lambda channel: stub(channel).Score(request, timeout=timeout_s)
-        )
+        reply = self._ask_worker("reward", worker, lambda channel: stub(channel).Score(request, timeout=timeout_s))
         return {
             scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
             for scored in reply.scores

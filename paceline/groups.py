@@ -144,8 +144,7 @@ class Group:
     def num_sequence_tokens(self) -> int:
         """Tokens that the learner reads: prompts and completions, each prompt as often as it has completions."""
         return sum(
-            len(completion.token_ids)
-            + len(self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids)
+            len(completion.token_ids) + len(self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids)
             for completion in self.completions
         )
 
@@ -189,9 +188,7 @@ class Group:
             yield len(prompt_ids).to_bytes(8, "little")
             yield np.ascontiguousarray(prompt_ids, dtype="<i4").data
             sampled_T = (
-                np.ones(len(completion.token_ids), bool)
-                if completion.sampled_T is None
-                else completion.sampled_T
+                np.ones(len(completion.token_ids), bool) if completion.sampled_T is None else completion.sampled_T
             )
             yield np.packbits(sampled_T).tobytes()
 

@@ -62,9 +62,7 @@ class Records:
         """Return every metric of every step (or of each `evaluation`) as columns; None where a step has no value. `step` is the
         first column. Raises NotFound."""
         rows = [event.content for event in self.events(run_id, kinds=[kind])]
-        names = dict.fromkeys(
-            ["step", *(n for row in rows for n, v in row.items() if isinstance(v, int | float))]
-        )
+        names = dict.fromkeys(["step", *(n for row in rows for n, v in row.items() if isinstance(v, int | float))])
         return {name: [_number(row.get(name)) for row in rows] for name in names}
 
     def series(
@@ -279,9 +277,7 @@ def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
         batches = f"its batches are of steps 0 to {steps[-1]}" if steps else "it has none yet"
         return NotFound(f"step {step} of run {run_id} has no batch; {batches}")
     if spec_of_run(run_id, records.spec_yaml(run_id))[0].logger.keep_samples:
-        return NotFound(
-            f"the samples of step {step} cannot be read; `paceline ledger verify {run_id}` says why"
-        )
+        return NotFound(f"the samples of step {step} cannot be read; `paceline ledger verify {run_id}` says why")
     return NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
 
 

@@ -85,9 +85,7 @@ def span(name: str, traceparent: str = "", **attributes: str | int | float) -> I
         yield trace.INVALID_SPAN
         return
     context = extract({"traceparent": traceparent}) if traceparent else None
-    with trace.get_tracer("paceline").start_as_current_span(
-        name, context=context, attributes=attributes
-    ) as current:
+    with trace.get_tracer("paceline").start_as_current_span(name, context=context, attributes=attributes) as current:
         yield current
 
 

@@ -73,9 +73,7 @@ def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Comple
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
 
-def encode_completions(
-    prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None
-) -> bytes:
+def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None) -> bytes:
     """Payload frame of a group's arrays; `exchange.proto`, GroupResult, names them."""
     spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
     arrays = {
@@ -134,9 +132,7 @@ def split_completions(
     """Prompt tokens (of the first row) and completions, or rows, of arrays whose values were checked. Raises WireError when they do not fit together."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
-        raise WireError(
-            f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
-        )
+        raise WireError(f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
@@ -196,9 +192,7 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
     return rewards_CF
 
 
-def decode_group(
-    group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None
-) -> Group:
+def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None) -> Group:
     """Return a group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also
     what that says of the tokens. Finish reasons are `length` or `stop`. Raises WireError."""
     arrays = CompletionArrays.of(payload)
@@ -211,9 +205,7 @@ def decode_group(
     if reference is not None:
         completions = _with_reference(completions, decode_reference(reference))
     num_samples = count if rows is None else rows.num_samples
-    return Group(
-        group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, num_samples), rows=rows
-    )
+    return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, num_samples), rows=rows)
 
 
 def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -> tuple[Completion, ...]:

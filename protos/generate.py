@@ -41,11 +41,7 @@ def low_floors(requirements: Iterable[str], stubs: Iterable[str]) -> Mapping[str
     text = "\n".join(stubs)
     asked = {name: version for each in requirements for name, _, version in [each.partition(">=")] if version}
     needed = {name: max(re.findall(made, text), key=_numbers) for name, made in GENERATED_BY.items()}
-    return {
-        name: version
-        for name, version in needed.items()
-        if _numbers(asked.get(name, "0")) < _numbers(version)
-    }
+    return {name: version for name, version in needed.items() if _numbers(asked.get(name, "0")) < _numbers(version)}
 
 
 def _numbers(version: str) -> list[int]:

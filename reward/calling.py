@@ -32,9 +32,7 @@ def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> Rew
     Runs the user's module: call it only in a process that may run their code.
     """
     path, colon, name = function.rpartition(":")
-    loaded: RewardFunction = (
-        load_from_file(Path(path), name, "reward function") if colon else _builtin(function)
-    )
+    loaded: RewardFunction = load_from_file(Path(path), name, "reward function") if colon else _builtin(function)
     if not colon and function in _settings():
         _settings()[function](dict(kwargs or {})).check_host()
     else:
@@ -59,9 +57,7 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
     return SETTINGS
 
 
-def _check_kwargs(
-    function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool
-) -> None:
+def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
     """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is for columns, as of a built-in, so a
     misspelt setting is refused."""
     try:
@@ -133,9 +129,7 @@ def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
         tolist = getattr(result, "tolist", None)
         values = tolist() if tolist is not None else result
         if not isinstance(values, list):
-            raise InvalidRewards(
-                f"returned {_short(result)}, it has to be a list with one reward per completion"
-            )
+            raise InvalidRewards(f"returned {_short(result)}, it has to be a list with one reward per completion")
         result = values
     if len(result) != num_completions:
         raise InvalidRewards(f"returned {len(result)} values for {num_completions} completions")

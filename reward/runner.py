@@ -164,9 +164,7 @@ class RewardRunner:
                         if name in extra or len(extra) < MAX_COLUMNS:
                             extra[name] = values
             durations_s.append(time.monotonic() - started_s)
-        return RewardResult(
-            None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage
-        )
+        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
         """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""

@@ -62,9 +62,7 @@ def _serve(connection: socket.socket, loop: asyncio.Runner) -> None:
         if "group" in message:
             group = message["group"]
         else:
-            connection.sendall(
-                encode(_answer(functions[message["call"]], group, loop, load["num_processes"]))
-            )
+            connection.sendall(encode(_answer(functions[message["call"]], group, loop, load["num_processes"])))
 
 
 def _load(item: dict[str, Any]) -> LoadedFunction:
@@ -81,17 +79,13 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
     )
 
 
-def _answer(
-    loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int
-) -> dict[str, Any]:
+def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int) -> dict[str, Any]:
     """Return the reply to a call, with the sums of its requests to services also where it failed."""
     view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
     return {**_outcome(loaded, group, loop, view), "usage": view.usage}
 
 
-def _outcome(
-    loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, view: CallView
-) -> dict[str, Any]:
+def _outcome(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, view: CallView) -> dict[str, Any]:
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 

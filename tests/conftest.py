@@ -56,9 +56,7 @@ if "PACELINE_BUNDLE_CACHE" not in os.environ:
 
 # A busy machine must not fail a test, and a failure must be due to the change that meets it: no deadline, the same
 # examples every time.
-settings.register_profile(
-    "paceline", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("paceline", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
 
 

@@ -37,9 +37,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "environments"
 Say = Callable[[TurnRequest, int], str]
 
 
-async def group_of(
-    spec: RunSpec, say: Say, tokenizer: Any, prompt: Any, columns: dict[str, Any]
-) -> GroupRows:
+async def group_of(spec: RunSpec, say: Say, tokenizer: Any, prompt: Any, columns: dict[str, Any]) -> GroupRows:
     """Run a group of two samples with the example's code in its process, and real sessions."""
 
     def sampled(request: TurnRequest, number: int) -> tuple[list[int], str]:
@@ -75,9 +73,7 @@ def reward_function(path: Path, name: str) -> Any:
     return getattr(module, name)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}"
-)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_spec_loads(path: Path) -> None:
     spec = load_spec(path)
     assert spec.environment.is_used == (path.name == "grpo.yaml")

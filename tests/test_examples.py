@@ -54,9 +54,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
 
 
-async def score(
-    spec: RunSpec, prompt: Any, completions: list[Any], columns: dict[str, Any]
-) -> list[list[float]]:
+async def score(spec: RunSpec, prompt: Any, completions: list[Any], columns: dict[str, Any]) -> list[list[float]]:
     """Rewards [C][F] of the spec's functions, in their worker process."""
     count = len(completions)
     async with RewardRunner(spec.rewards) as runner:
@@ -98,9 +96,7 @@ def run_notebook(path: Path) -> dict[str, Any]:
     return names
 
 
-async def test_the_notebook_makes_a_run_whose_functions_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_notebook_makes_a_run_whose_functions_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[RunSpec] = []
 
     def train(*, rewards: Any, data: Any, directory: Path, **sections: Any) -> TrainedRun:
@@ -222,14 +218,10 @@ def gsm8k(tmp_path: Path) -> Path:
     return folder
 
 
-async def test_the_judge_example_scores_by_its_stand_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_judge_example_scores_by_its_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_ANSWER_CACHE", str(tmp_path))
     app = web.Application()
-    app.router.add_post(
-        "/v1/chat/completions", runpy.run_path(str(EXAMPLES / "judge" / "stand_in.py"))["complete"]
-    )
+    app.router.add_post("/v1/chat/completions", runpy.run_path(str(EXAMPLES / "judge" / "stand_in.py"))["complete"])
     server = web.AppRunner(app)
     await server.setup()
     await web.TCPSite(server, "127.0.0.1", 0).start()
@@ -368,9 +360,7 @@ async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:
     assert [row[0] for row in rewards] == pytest.approx([1.0, 2 / 3, 0.0])
 
 
-async def test_the_tutorials_files_make_both_of_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_tutorials_files_make_both_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "tutorial.md"
     for block in [*code_blocks(page, "python"), *code_blocks(page, "yaml")]:
         (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)

@@ -32,9 +32,7 @@ def sections() -> dict[str, tuple[str, str]]:
     """Diff and script by title."""
     found = {}
     for text in re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]:
-        (diff,), (script,) = (
-            re.findall(BLOCK.format(kind), text, re.M | re.S) for kind in ("diff", "python")
-        )
+        (diff,), (script,) = (re.findall(BLOCK.format(kind), text, re.M | re.S) for kind in ("diff", "python"))
         found[text.partition("\n")[0]] = diff, script
     return found
 

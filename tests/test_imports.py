@@ -112,9 +112,7 @@ def test_arrows_point_one_way(package: str) -> None:
 
 def test_ours_are_imported_by_the_one_name_that_is_installed() -> None:
     """A user's own `services/` or `reward.py` is another module than ours."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "*.py"], check=True, capture_output=True, text=True, cwd=ROOT
-    )
+    tracked = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True, cwd=ROOT)
     wrong = [
         f"{path} imports {name}"
         for path in tracked.stdout.splitlines()
@@ -141,9 +139,7 @@ def test_the_shared_core_imports_nothing_heavy_at_module_level() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "statement", ["import paceline", "import paceline.spec.reading", "import paceline.client"]
-)
+@pytest.mark.parametrize("statement", ["import paceline", "import paceline.spec.reading", "import paceline.client"])
 def test_importing_the_core_loads_nothing_heavy(statement: str) -> None:
     loaded = fresh_interpreter(f"{statement}; import sys; print(*sys.modules)").split()
     assert not {name.split(".")[0] for name in loaded} & HEAVY
@@ -156,19 +152,13 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
     assert not {name.split(".")[0] for name in loaded.split()} & HEAVY
 
 
-RUNS_CODE = re.compile(
-    r"exec|eval|__import__|(.*\.)?(exec_module|spec_from_file_location|run_path|run_module)"
-)
+RUNS_CODE = re.compile(r"exec|eval|__import__|(.*\.)?(exec_module|spec_from_file_location|run_path|run_module)")
 """Calls that run code which is no module of the packages."""
 
 
 def test_the_coordinator_reaches_nothing_that_runs_user_code() -> None:
-    modules = {
-        module_name(path).removesuffix(".__init__"): path for package in PACKAGES for path in sources(package)
-    }
-    reached = reachable(
-        [name for name in modules if name.startswith("paceline.services.coordinator")], modules
-    )
+    modules = {module_name(path).removesuffix(".__init__"): path for package in PACKAGES for path in sources(package)}
+    reached = reachable([name for name in modules if name.startswith("paceline.services.coordinator")], modules)
     assert "paceline.spec.reading" in reached
     assert not {name for name in reached if runs_code(modules[name])}
     assert runs_code(modules["paceline.user_code.loading"])
@@ -223,9 +213,7 @@ def unpickling_calls(path: Path) -> list[str]:
             continue
         name = dotted(node.func)
         arguments = {keyword.arg: keyword.value for keyword in node.keywords}
-        pickles = isinstance(arguments.get("allow_pickle"), ast.Constant) and ast.unparse(
-            arguments["allow_pickle"]
-        )
+        pickles = isinstance(arguments.get("allow_pickle"), ast.Constant) and ast.unparse(arguments["allow_pickle"])
         if (
             (name == "torch.load" and ast.unparse(arguments.get("weights_only", node)) != "True")
             or name == "torch.save"

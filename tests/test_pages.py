@@ -140,9 +140,7 @@ def test_the_names_of_a_library_mean_what_its_page_says(page: str) -> None:
     assert len(named) >= 25
     assert [(name, key) for name, key in named if table(FROM[page])[name].key != key] == []
     unknown = [
-        name
-        for name, _ in rows
-        if name not in table(FROM[page]) and not name.startswith(("uv ", "run_", "convert_"))
+        name for name, _ in rows if name not in table(FROM[page]) and not name.startswith(("uv ", "run_", "convert_"))
     ]
     assert [name for name in unknown if "overrides" not in name] == []
 
@@ -156,9 +154,7 @@ def test_the_names_of_a_library_mean_what_its_page_says(page: str) -> None:
         ("from_prime_rl.md", "prime-rl", "rl.toml"),
     ],
 )
-def test_a_librarys_file_and_the_spec_beside_it_are_one_run(
-    tmp_path: Path, page: str, library: str, name: str
-) -> None:
+def test_a_librarys_file_and_the_spec_beside_it_are_one_run(tmp_path: Path, page: str, library: str, name: str) -> None:
     """The file of the page is imported, and gives every value of the spec below it."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w+\n(# .*?)^```$", text, flags=re.M | re.S)
@@ -185,9 +181,7 @@ def test_every_block_of_code_of_a_page_is_code(page: Path) -> None:
     for block in re.findall(r"^```yaml\n(.*?)^```$", text, flags=re.M | re.S):
         list(yaml.safe_load_all(block))
     for block in re.findall(r"^```json\n(.*?)^```$", text, flags=re.M | re.S):
-        for part in (
-            [block] if block.lstrip().startswith(("{\n", "[")) else block.splitlines()
-        ):  # JSON, or JSON lines
+        for part in [block] if block.lstrip().startswith(("{\n", "[")) else block.splitlines():  # JSON, or JSON lines
             json.loads(part)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     shell = "\n".join(re.findall(r"^```(?:bash|console|sh)\n(.*?)^```$", text, flags=re.M | re.S))
@@ -211,7 +205,5 @@ def test_every_entry_of_the_changelog_is_whole() -> None:
 
 def flat(tree: object, prefix: str = "") -> dict[str, object]:
     if isinstance(tree, dict):
-        return {
-            key: value for name, each in tree.items() for key, value in flat(each, f"{prefix}{name}.").items()
-        }
+        return {key: value for name, each in tree.items() for key, value in flat(each, f"{prefix}{name}.").items()}
     return {prefix.rstrip("."): tree}

@@ -106,10 +106,7 @@ def test_every_checkpoint_loads(ledger: Ledger) -> None:
     policy = spec_of_run("recorded-1", ledger.run("recorded-1")["spec_yaml"])[0].policy
     rows = ledger.db.execute("SELECT * FROM checkpoints WHERE removed = 0 ORDER BY step").fetchall()
 
-    loaded = [
-        checkpoint_weights(known.path, known.sha256, policy)
-        for known in map(ledger.checkpoints.from_row, rows)
-    ]
+    loaded = [checkpoint_weights(known.path, known.sha256, policy) for known in map(ledger.checkpoints.from_row, rows)]
 
     assert [row["step"] for row in rows] == [4, 6]
     earlier, later = loaded
@@ -132,9 +129,7 @@ def test_a_new_coordinator_begins_the_next_term(folder: Path) -> None:
 
 def test_a_copy_is_judged_by_its_own_files(folder: Path) -> None:
     shutil.copytree(folder / "runs", folder / "copy")
-    newest = max(
-        (folder / "copy" / "recorded-1" / "checkpoints").iterdir(), key=lambda path: path.name.split("-")[1]
-    )
+    newest = max((folder / "copy" / "recorded-1" / "checkpoints").iterdir(), key=lambda path: path.name.split("-")[1])
     shutil.rmtree(newest)
     result, report = paceline("ledger", "verify", "recorded-1", "--directory", "copy")
     assert result.exit_code == 1

@@ -60,27 +60,19 @@ def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: 
     lacking = [path for path, key in keys().items() if key.section is None and f"{path} (" not in spec]
     lacking += [name for name in main.entries if f"paceline {name}" not in commands]
     lacking += [
-        call
-        for call in methods()
-        if not set(call.rpartition(".")[2].split("/")) <= set(re.findall(r"\w+", protos))
+        call for call in methods() if not set(call.rpartition(".")[2].split("/")) <= set(re.findall(r"\w+", protos))
     ]
-    lacking += [
-        metric.name for part in metric_table.PARTS for metric in part.metrics if metric.name not in metrics
-    ]
+    lacking += [metric.name for part in metric_table.PARTS for metric in part.metrics if metric.name not in metrics]
     assert lacking == []
 
 
 def test_the_generated_pages_of_interfaces_are_in_the_site(site: Path) -> None:
-    assert {f"{Path(name).stem}.html" for name in generated()} <= {
-        page.name for page in (site / "docs").glob("*.html")
-    }
+    assert {f"{Path(name).stem}.html" for name in generated()} <= {page.name for page in (site / "docs").glob("*.html")}
     assert "spec_difference" in text_of(site / "docs/client.html")
 
 
 def test_the_search_finds_a_key(site: Path) -> None:
-    assert "loss_fn.off_policy_mask_threshold" in (site / "search" / "search_index.json").read_text(
-        encoding="utf-8"
-    )
+    assert "loss_fn.off_policy_mask_threshold" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
 def test_what_leads_nowhere_and_a_page_in_no_menu_are_warnings_and_end_the_build(

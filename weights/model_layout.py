@@ -66,9 +66,7 @@ class WeightLayout:
                     f"{tuple(self.shapes[name])}; the old weights go on serving"
                 )
             if not isinstance(weights, HostWeights) and not is_finite(tensor):
-                raise InvalidInput(
-                    f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
-                )
+                raise InvalidInput(f"weight {name!r} has NaN or infinite elements; the old weights go on serving")
         for names in self.tied:
             first, *others = (name for name in names if name in weights)
             for other in others:
@@ -81,9 +79,7 @@ class WeightLayout:
     def completed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return checked `weights` under all names: tied ones that were left out are the same tensors."""
         sent = {
-            name: next(alias for alias in (name, *names) if alias in weights)
-            for names in self.tied
-            for name in names
+            name: next(alias for alias in (name, *names) if alias in weights) for names in self.tied for name in names
         }
         if isinstance(weights, HostWeights):
             return weights.under_names(sent)
@@ -111,9 +107,7 @@ def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
 
 def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
     """Return the type of the engine's weights, from policy.generation_precision."""
-    dtype: torch.dtype = getattr(
-        torch, resolved_dtype(policy.generation_precision, torch.device(device).type)
-    )
+    dtype: torch.dtype = getattr(torch, resolved_dtype(policy.generation_precision, torch.device(device).type))
     return dtype
 
 
@@ -124,9 +118,7 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
     folder = Path(model_source(policy.model_name))
     bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
     if policy.tokenizer_name is not None or not bare:
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_source(policy.tokenizer_name or policy.model_name)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(policy.tokenizer_name or policy.model_name))
         sources.append(tokenizer.eos_token_id)
     for ids in sources:
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])

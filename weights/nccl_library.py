@@ -84,15 +84,11 @@ class LoadedNccl:
         self._check(state.value)
         return state.value == SUCCESS
 
-    def send(
-        self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int
-    ) -> None:
+    def send(self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
         """Enqueue the bytes at `pointer` on a stream of the current device."""
         self._transfer(self._library.ncclSend, communicator, pointer, size_bytes, peer, stream)
 
-    def receive(
-        self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int
-    ) -> None:
+    def receive(self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
         """Enqueue receiving into the bytes at `pointer`."""
         self._transfer(self._library.ncclRecv, communicator, pointer, size_bytes, peer, stream)
 

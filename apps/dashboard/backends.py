@@ -129,9 +129,7 @@ def document() -> dict[str, Any]:
                 "summary": comments.get(f"{service.rpartition('.')[2]}.{name}", ""),
                 "requestBody": {
                     "content": {
-                        "application/json": {
-                            "schema": _reference(method.request.DESCRIPTOR, schemas, comments)
-                        }
+                        "application/json": {"schema": _reference(method.request.DESCRIPTOR, schemas, comments)}
                     }
                 },
                 "responses": {
@@ -167,9 +165,7 @@ def _reference(descriptor: Descriptor, schemas: dict[str, Any], comments: dict[s
     if name not in schemas:
         schema: dict[str, Any] = {"type": "object", "description": comments.get(descriptor.name, "")}
         schemas[name] = schema  # before its fields, because messages may refer to themselves
-        schema["properties"] = {
-            field.json_name: _field(field, schemas, comments) for field in descriptor.fields
-        }
+        schema["properties"] = {field.json_name: _field(field, schemas, comments) for field in descriptor.fields}
     return {"$ref": f"#/components/schemas/{name}"}
 
 

@@ -116,9 +116,7 @@ class Gateway:
         response = await self._backend.call(method, message, token)
         return web.Response(text=_json(response), content_type="application/json")
 
-    async def _stream(
-        self, request: web.Request, method: Method, message: Any, token: str
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, method: Method, message: Any, token: str) -> web.StreamResponse:
         if self._streams >= MAX_STREAMS:
             raise Refused("resource_exhausted", f"{self._streams} streams are open; close one, or try again")
         self._streams += 1
@@ -150,17 +148,13 @@ def _named_token(request: web.Request) -> str:
 async def _message(request: web.Request, method: Method, read: Read) -> Any:
     # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
     if request.content_type != "application/json":
-        raise Refused(
-            "invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'"
-        )
+        raise Refused("invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'")
     try:
         text = (await read(request)).decode()
         message = method.request()
         json_format.Parse(text or "{}", message, max_recursion_depth=32)
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(
-            "invalid_argument", f"the body is no {method.request.DESCRIPTOR.name}: {error}"
-        ) from None
+        raise Refused("invalid_argument", f"the body is no {method.request.DESCRIPTOR.name}: {error}") from None
     return message
 
 

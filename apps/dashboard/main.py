@@ -43,9 +43,7 @@ log = logging.getLogger(__name__)
     help="Show the runs of this coordinator, with its members. Default: read the ledger of --directory.",
 )
 @directory_option
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
-)
+@click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @click.option("--port", default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
 @click.option(
@@ -79,9 +77,7 @@ def main(
 
     async def serve(stop: asyncio.Event) -> None:
         backend: Backend = (
-            CoordinatorBackend(coordinator, token_path(directory / TOKEN_NAME))
-            if coordinator
-            else LedgerCalls(ledger)
+            CoordinatorBackend(coordinator, token_path(directory / TOKEN_NAME)) if coordinator else LedgerCalls(ledger)
         )
         dashboard = Dashboard(Gateway(backend, access), Pieces(backend))
         try:

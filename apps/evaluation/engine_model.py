@@ -31,9 +31,7 @@ class EngineModel:
         self.name = served.spec.policy.model_name
         self.concurrency = served.engine.max_batch_size
 
-    async def sample(
-        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
-    ) -> list[Completion]:
+    async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         served, generation = self._served, self._served.spec.policy.generation
         ids = self._encode(prompt, tools)
         stop = StopStrings.of(served.tokenizer, generation.stop_strings)
@@ -42,16 +40,13 @@ class EngineModel:
             for text in warnings_of_opening(served.spec):
                 log.warning(text)
         requests = [
-            GenerationRequest(
-                f"eval/{index}/{each}", ids, served.params, sample_seed(seed, index, each), stop=stop
-            )
+            GenerationRequest(f"eval/{index}/{each}", ids, served.params, sample_seed(seed, index, each), stop=stop)
             for each in range(served.spec.grpo.val_samples_per_prompt)
         ]
         done = await asyncio.gather(*(served.engine.generate(request) for request in requests))
         end_of = stop.end if stop is not None else None
         return [
-            replace(each, text=completion_text(served.tokenizer, each, end_of, in_reasoning=opened))
-            for each in done
+            replace(each, text=completion_text(served.tokenizer, each, end_of, in_reasoning=opened)) for each in done
         ]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
@@ -61,9 +56,7 @@ class EngineModel:
 
     def _encode(self, prompt: Any, tools: list[Any] | None = None) -> IntArray:
         data = self._served.spec.data
-        return encode_prompt(
-            self._served.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
-        )
+        return encode_prompt(self._served.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools)
 
     def _pair(self, prompt: Any, continuation: str) -> tuple[IntArray, int]:
         """Return the tokens of prompt and continuation, and the index of the continuation's first one. Where a token of the whole

@@ -63,9 +63,7 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
     help="Exported model of a run, a model folder or its URL, or a registered model of --directory; or the http(s) URL of an OpenAI-compatible endpoint, such as "
     "http://127.0.0.1:8000/v1.",
 )
-@click.option(
-    "--model-name", default="", help="Name of the model at an endpoint; default the only one there."
-)
+@click.option("--model-name", default="", help="Name of the model at an endpoint; default the only one there.")
 @click.option("--api-key-env", help="Environment variable with the endpoint's key; its name ends in API_KEY.")
 @click.option("--api-key-file", help="File with the endpoint's key; its name ends in api_key.")
 @click.option(
@@ -161,9 +159,7 @@ def _endpoint(
         given = {"--model-name": name, "--api-key-env": key_env, "--api-key-file": key_file}
         for option, value in given.items():
             if value:
-                raise click.UsageError(
-                    f"{option} is that of an endpoint, and --model is {model}, not its URL"
-                )
+                raise click.UsageError(f"{option} is that of an endpoint, and --model is {model}, not its URL")
         return None
     url = model.rstrip("/")
     values = {
@@ -229,9 +225,7 @@ def _by_harness(
     from paceline.apps.model_server.serving import model_label, opened_model
 
     if model is None or model.startswith(("http://", "https://")):
-        raise click.UsageError(
-            f"--with serves a model of files or a run, and --model is {model or 'missing'}"
-        )
+        raise click.UsageError(f"--with serves a model of files or a run, and --model is {model or 'missing'}")
     spec = with_generation(spec_of_model(model, directory), max_batch_size=BATCH_SIZE)
 
     async def run() -> HarnessRun:
@@ -248,9 +242,7 @@ def _training_sets(model: RunSpec, named: tuple[str, ...]) -> list[DataSource]:
     return [*own, *(DataSource("--trained-on", name, "train") for name in named)]
 
 
-def _compare(
-    result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str
-) -> list[str]:
+def _compare(result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str) -> list[str]:
     """Add the overlap with training data to the result, and return the warnings."""
     result["trained_on"] = compared(questions, sets, prompt_key)
     return warnings_of(result["trained_on"], len(questions))
@@ -271,9 +263,7 @@ def _print(whole: dict[str, Any], output: Path) -> None:
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
     for name, number in whole.get("unscored", {}).items():
-        click.echo(
-            f"  {number:,} completions got no number of {name}, and no metric of it counts them", err=True
-        )
+        click.echo(f"  {number:,} completions got no number of {name}, and no metric of it counts them", err=True)
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")
@@ -307,9 +297,7 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
     lines = []
     for each in found:
         if "not_compared" in each:
-            lines.append(
-                f"{each['training']} could not be compared with the questions: {each['not_compared']}"
-            )
+            lines.append(f"{each['training']} could not be compared with the questions: {each['not_compared']}")
         elif each["questions"]:
             lines.append(
                 f"{each['questions']:,} of {num_questions:,} questions have at least {OVERLAP:.0%} of their words in "

@@ -93,9 +93,7 @@ def judge(
         value = _value(candidate, name, f"--max {name}={most:g}")
         outcomes.append("failed" if below(most, value) else "passed")
         reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
-    outcome: Outcome = (
-        "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
-    )
+    outcome: Outcome = "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
     return {
         "outcome": outcome,
         "metric": metric,

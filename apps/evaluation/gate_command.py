@@ -51,9 +51,7 @@ def decision_options(command: CommandT) -> CommandT:
     return command
 
 
-def end(
-    report: dict[str, Any], outcome: str, lines: Sequence[str], output: Path | None, as_json: bool
-) -> NoReturn:
+def end(report: dict[str, Any], outcome: str, lines: Sequence[str], output: Path | None, as_json: bool) -> NoReturn:
     """Write the report to a file, if one is named, print it or its lines, and end with the outcome's exit status."""
     from paceline.files.whole_file import write_whole
 
@@ -72,9 +70,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
         except ValueError:
             name = ""
         if not name:
-            raise click.UsageError(
-                f"{option.opts[0]} {each!r} has to look like METRIC=VALUE, such as reward=0.4"
-            )
+            raise click.UsageError(f"{option.opts[0]} {each!r} has to look like METRIC=VALUE, such as reward=0.4")
     return found
 
 

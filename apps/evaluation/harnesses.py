@@ -58,17 +58,13 @@ CONCURRENT = 8
 """Requests at one time."""
 
 
-def lm_eval_command(
-    url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]
-) -> list[str]:
+def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
     """Return its arguments: those of the user, with the endpoint's. `tokenizer` is a folder, because log-probabilities are
     requested by token ids. With `--model local-chat-completions` among the user's arguments it asks for chats."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
     if kind and kind[0] not in (MODEL, CHAT):
-        raise InvalidInput(
-            f"--model {kind[0]} after -- is not the endpoint; leave it out, or name {MODEL} or {CHAT}"
-        )
+        raise InvalidInput(f"--model {kind[0]} after -- is not the endpoint; leave it out, or name {MODEL} or {CHAT}")
     settings = {
         "model": model,
         "base_url": f"{url}/{'chat/completions' if kind == [CHAT] else 'completions'}",
@@ -107,10 +103,7 @@ def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
         }
         first = rows[0]
         requests = [
-            each
-            for _, each in sorted(
-                first["arguments"].items(), key=lambda each: int(each[0].rpartition("_")[2])
-            )
+            each for _, each in sorted(first["arguments"].items(), key=lambda each: int(each[0].rpartition("_")[2]))
         ]
         choices = _choices(first["filtered_resps"])
         completion = (
@@ -134,9 +127,7 @@ LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 """Inspect's values for correct, incorrect, partial and no answer, as its own `accuracy` counts them."""
 
 
-def inspect_command(
-    url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]
-) -> list[str]:
+def inspect_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
     """Return its arguments: those of the user, with the endpoint's; the URL is in `variables`."""
     own = ["--model", f"openai-api/{SERVICE}/{model}", "--log-dir", str(folder), "--log-format", "json"]
     return ["eval", *arguments, *own, "--display", "plain"]

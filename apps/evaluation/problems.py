@@ -43,9 +43,7 @@ class AskedModel(Protocol):
     concurrency: int
     """Completions that it generates at a time; further requests wait."""
 
-    async def sample(
-        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
-    ) -> list[Completion]:
+    async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         """Return the completions of problem number `index`, `grpo.val_samples_per_prompt` of them, with their texts. The chat
         template gets `tools`.
 
@@ -150,8 +148,7 @@ async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, sp
     picks = [logprobs.argmax(), (logprobs / np.array([len(text) for text in texts])).argmax()]
     nothing = np.empty(0)
     completions = tuple(
-        Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", LETTERS[pick])
-        for pick in picks
+        Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", LETTERS[pick]) for pick in picks
     )
     rewards_2F = await _scored(problem, completions, rewards)
     return Problem(
@@ -174,9 +171,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
     keys = (data.chosen_key, data.rejected_key)
     texts = [_text(problem.columns, key) for key in (keys if preference < 0 else keys[::-1])]
     nothing = np.empty(0)
-    completions = [
-        Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", text) for text in texts
-    ]
+    completions = [Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", text) for text in texts]
     rewards_2F = await _scored(problem, completions, rewards)
     totals_2 = group_totals(rewards_2F, spec.rewards, 0)
     return Problem(

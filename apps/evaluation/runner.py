@@ -44,8 +44,7 @@ def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, f
     scored = [problem for problem in problems if problem.rewards_CL is not None]
     means = [_means(problem, labels_of(spec)) for problem in scored]
     metrics = {
-        name: estimate(values, seed)._asdict()
-        for name, values in (_by_name(means) | _of_k(spec, scored)).items()
+        name: estimate(values, seed)._asdict() for name, values in (_by_name(means) | _of_k(spec, scored)).items()
     }
     for column in grouping_columns(spec, [problem.columns for problem in problems]):
         metrics |= _of_groups(column, scored, means, seed)
@@ -89,9 +88,7 @@ def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
     """Return the completions of scored problems that got no number of a function, by its name, where there are any."""
     if not scored or spec.evaluation.method != "sample":
         return {}
-    counts = np.isnan(
-        np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])
-    ).sum(axis=0)
+    counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)
     return {label: int(count) for label, count in zip(labels_of(spec), counts, strict=True) if count}
 
 
@@ -119,9 +116,7 @@ def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
     return {name: found for name, found in values.items() if len(found)}
 
 
-def _of_groups(
-    column: str, scored: Sequence[Problem], means: Sequence[Mapping[str, float]], seed: int
-) -> Json:
+def _of_groups(column: str, scored: Sequence[Problem], means: Sequence[Mapping[str, float]], seed: int) -> Json:
     """Return each reward's metrics by the values of a column, and the gap between the best and the worst."""
     groups: dict[str, list[Mapping[str, float]]] = {}
     for problem, found in zip(scored, means, strict=True):
@@ -163,9 +158,7 @@ def samples_of(spec: RunSpec, problems: Sequence[Problem]) -> list[Json]:
                 "completion": completion.text,
                 "finish_reason": completion.finish_reason,
                 "reward": _number(problem.totals_C, index),
-                "rewards": {
-                    label: _number(problem.rewards_CL, (index, place)) for place, label in enumerate(labels)
-                },
+                "rewards": {label: _number(problem.rewards_CL, (index, place)) for place, label in enumerate(labels)},
             }
             if groups:
                 entry["groups"] = groups
@@ -191,9 +184,7 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
     measured. Raises InvalidInput without a set, DataError, Unreadable, and the errors of the model and of
     `RewardRunner.start`."""
     if spec.data.validation is None:
-        raise InvalidInput(
-            "data.validation is not set, and an evaluation needs its problems; name a data set"
-        )
+        raise InvalidInput("data.validation is not set, and an evaluation needs its problems; name a data set")
     prompts = await asyncio.to_thread(open_prompts, spec.data, seed, validation=True)
     _check(spec, prompts)
     number = min(len(prompts), spec.grpo.max_val_samples)

@@ -59,9 +59,7 @@ class UrlModel:
         """The chat template opens the reasoning, as the rewards say: nothing else does."""
         self._warned = False
 
-    async def sample(
-        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
-    ) -> list[Completion]:
+    async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         """See `AskedModel.sample`: one request for each completion, because not every service takes `n`."""
         route, body = self._body(prompt)
         if tools is not None:
@@ -119,16 +117,10 @@ class UrlModel:
             choice = answer["choices"][0]
             text = choice.get("completion")
             if not isinstance(text, str):
-                text = (
-                    choice["text"]
-                    if "text" in choice
-                    else message_text(choice["message"], in_reasoning=self._opens)
-                )
+                text = choice["text"] if "text" in choice else message_text(choice["message"], in_reasoning=self._opens)
                 text += self._stop_string(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise InvalidInput(
-                f"the service answers without a completion ({error!r}); is it OpenAI's API?"
-            ) from None
+            raise InvalidInput(f"the service answers without a completion ({error!r}); is it OpenAI's API?") from None
         nothing = np.empty(0)
         reason = str(choice.get("finish_reason") or "stop")
         return Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), reason, str(text or ""))
@@ -139,9 +131,7 @@ class UrlModel:
         named = [choice[name] for name in NAMES_OF_STOPS if name in choice]
         if strings and not named and choice.get("finish_reason") == "stop" and not self._warned:
             self._warned = True
-            log.warning(
-                "the service does not name the stop string that ended a completion: the texts end before it"
-            )
+            log.warning("the service does not name the stop string that ended a completion: the texts end before it")
         return next((each for each in named if each in strings), "")
 
     async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
@@ -222,14 +212,10 @@ async def _only_model(endpoint: Endpoint, url: str) -> str:
     try:
         names = [str(entry["id"]) for entry in (await endpoint.get("models"))["data"]]
     except (RequestRefused, BadAnswer, KeyError, TypeError) as error:
-        raise InvalidInput(
-            f"{url}/models does not list models ({error!r}); name one in --model-name"
-        ) from None
+        raise InvalidInput(f"{url}/models does not list models ({error!r}); name one in --model-name") from None
     own = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
     if len(own) != 1:
-        raise InvalidInput(
-            f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name"
-        )
+        raise InvalidInput(f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name")
     return own[0]
 
 

@@ -72,13 +72,9 @@ class Conversion:
             section = self.tree.get(self.algorithm if self.algorithm in EXAMPLES else "grpo", {})
             for name in ("val_period", "val_at_start", "val_at_end"):
                 if section.pop(name, None):
-                    self.left_out.append(
-                        f"{name}: there is no validation set; set data.validation and {name}"
-                    )
+                    self.left_out.append(f"{name}: there is no validation set; set data.validation and {name}")
         if "name" in self.tree:
-            self.tree["name"] = (
-                re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.tree["name"])).strip("-._")[:63] or "run"
-            )
+            self.tree["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.tree["name"])).strip("-._")[:63] or "run"
 
     def _carry_one(self, name: str, value: Any) -> None:
         if name in keys() and name not in table(self.library):

@@ -59,9 +59,7 @@ def import_spec(
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise SpecError(
-                f"cannot write {str(path)!r}: {error.strerror}; name another with --output"
-            ) from None
+            raise SpecError(f"cannot write {str(path)!r}: {error.strerror}; name another with --output") from None
     if as_json:
         written = [str(path) for path in texts]
         print_json({"written": written, "notes": done.notes, "left_out": done.left_out})
@@ -83,9 +81,7 @@ REQUIRED = {
 """Keys that a configuration may lack, and the override that gives them."""
 
 
-def import_config(
-    library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1
-) -> Conversion:
+def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1) -> Conversion:
     """Return the conversion of the file at `path`, one of LIBRARIES, with overrides of our keys on top; it loads.
 
     Raises SpecError: the file cannot be read, lacks a key that every spec needs, or has values that contradict each other.
@@ -190,9 +186,7 @@ def read_overrides(path: Path) -> dict[str, Any]:
             filled = re.sub(r"\$\{?(\w+)\}?", lambda each: variables.get(each[1], each[0]), match[2])
             found[match[1]] = _scalar(filled)
     if not found:
-        raise SpecError(
-            f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script"
-        )
+        raise SpecError(f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script")
     return found
 
 
@@ -212,9 +206,7 @@ def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
     below: dict[str, Any] = {}
     for name in listed(tree.pop("toml_files", None)):
         if files_left == 0:
-            raise SpecError(
-                f"{path}: toml_files chain more than {MAX_DEFAULTS} files; write the settings into one"
-            )
+            raise SpecError(f"{path}: toml_files chain more than {MAX_DEFAULTS} files; write the settings into one")
         below = _merged(below, _with_toml_files(path.parent / str(name), files_left - 1))
     return _merged(below, tree)
 
@@ -225,9 +217,7 @@ def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:
     above = tree.pop("defaults", None)
     if isinstance(above, str):
         if files_left == 0:
-            raise SpecError(
-                f"{path}: defaults chain more than {MAX_DEFAULTS} files; write the settings into one"
-            )
+            raise SpecError(f"{path}: defaults chain more than {MAX_DEFAULTS} files; write the settings into one")
         return _merged(_with_defaults(path.parent / above, files_left - 1), tree)
     return tree
 

@@ -39,9 +39,7 @@ def convert(settings: dict[str, Any]) -> Conversion:
         _batch(done)
         _environments(done)
         done.put("policy.generation.backend", "vllm")
-        done.notes.append(
-            "prime-rl samples with vLLM; policy.generation.backend: native needs no further package"
-        )
+        done.notes.append("prime-rl samples with vLLM; policy.generation.backend: native needs no further package")
     _lengths(done)
     _optimizer(done)
     _model(done)
@@ -103,11 +101,7 @@ def _lengths(done: Conversion) -> None:
         done.put("policy.train_mb_tokens", packed)
     if isinstance(total, int):
         done.put("policy.max_total_sequence_length", total)
-    given = [
-        done.take(f"{section}.{key}")
-        for section in SAMPLING
-        for key in ("max_tokens", "max_completion_tokens")
-    ]
+    given = [done.take(f"{section}.{key}") for section in SAMPLING for key in ("max_tokens", "max_completion_tokens")]
     new = next((tokens for tokens in given if isinstance(tokens, int)), None)
     if done.algorithm == "sft" or (new is None and not isinstance(total, int)):
         return
@@ -159,10 +153,7 @@ def _mathematics(done: Conversion, name: str, arguments: dict[str, Any]) -> None
     answer = arguments.get("answer_key", "answer")
     done.put(
         "rewards",
-        [
-            {"function": "math_accuracy"}
-            | ({"kwargs": {"answer_column": answer}} if answer != "answer" else {})
-        ],
+        [{"function": "math_accuracy"} | ({"kwargs": {"answer_column": answer}} if answer != "answer" else {})],
     )
     done.notes.append(
         f"the environment {name!r} is the built-in reward math_accuracy; check prompt, answer and data set"
@@ -208,9 +199,7 @@ def _gpus(done: Conversion) -> None:
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:
-    return (
-        [each for each in listed(value) if isinstance(each, dict)] if not isinstance(value, dict) else [value]
-    )
+    return [each for each in listed(value) if isinstance(each, dict)] if not isinstance(value, dict) else [value]
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -50,9 +50,7 @@ class Script:
 def read_script(path: Path) -> Script:
     """Return the settings of the script at `path`. Raises SpecError: no Python, no configuration of TRL in it."""
     if path.stat().st_size > MAX_BYTES:
-        raise SpecError(
-            f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration"
-        )
+        raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -68,9 +66,7 @@ class _Reader:
         self._tree = tree
         self._calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         self._values = self._assigned()
-        self._functions = {
-            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+        self._functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         self._rewards_file = f"{path.stem}_rewards.py"
         self._notes: list[str] = []
 
@@ -154,12 +150,8 @@ class _Reader:
         name = words.get("data_files", self._value(call.args[0]))
         found = {"dataset_name": name, "dataset_train_split": words.get("split", "train")}
         if len(call.args) > 1 or "name" in words:
-            found["dataset_config"] = words.get(
-                "name", self._value(call.args[1]) if len(call.args) > 1 else None
-            )
-        maps = [
-            each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")
-        ]
+            found["dataset_config"] = words.get("name", self._value(call.args[1]) if len(call.args) > 1 else None)
+        maps = [each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")]
         if maps:
             self._notes.append(
                 f"the script changes the rows ({', '.join(sorted({_name(each.func) for each in maps}))}); write the result with "
@@ -184,11 +176,7 @@ class _Reader:
         """Return the literals that one name each has in the whole script."""
         found: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self._tree):
-            if (
-                isinstance(node, ast.Assign)
-                and len(node.targets) == 1
-                and isinstance(node.targets[0], ast.Name)
-            ):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 found.setdefault(node.targets[0].id, []).append(node.value)
         values = {}
         for name, nodes in found.items():
@@ -293,9 +281,7 @@ def _names_read(node: ast.AST) -> list[str]:
 def _only(node: ast.Import | ast.ImportFrom, used: set[str]) -> ast.Import | ast.ImportFrom:
     """Return an import of those names alone that are used."""
     names = [
-        alias
-        for alias in node.names
-        if (alias.asname or alias.name.partition(".")[0]) in used or alias.name == "*"
+        alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) in used or alias.name == "*"
     ]
     if isinstance(node, ast.Import):
         return ast.Import(names=names)

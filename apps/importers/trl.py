@@ -64,9 +64,7 @@ def _batch(done: Conversion, processes: int) -> None:
     completions = done.take("generation_batch_size", each * processes * per_generation)
     group = done.take("num_generations", 8)
     if completions % group:
-        done.notes.append(
-            f"{completions} completions are no multiple of {group} per prompt; prompts were rounded up"
-        )
+        done.notes.append(f"{completions} completions are no multiple of {group} per prompt; prompts were rounded up")
     prompts = whole(completions, group)
     updates = min(prompts, whole(completions, each * processes * accumulated))
     done.put("grpo.num_generations_per_prompt", group)
@@ -74,9 +72,7 @@ def _batch(done: Conversion, processes: int) -> None:
     done.put("policy.num_updates_per_step", updates)
     repeats = done.take("num_iterations", 1)
     if repeats > 1:
-        done.leave_out(
-            "num_iterations", "every sample trains once; more updates are policy.num_updates_per_step"
-        )
+        done.leave_out("num_iterations", "every sample trains once; more updates are policy.num_updates_per_step")
     _steps(done, updates * repeats)
 
 
@@ -99,9 +95,7 @@ def _lengths(done: Conversion) -> None:
     done.put("policy.generation.max_new_tokens", completion)
     done.put("policy.max_total_sequence_length", max(total, completion + 1))
     if "max_prompt_length" not in done.settings:
-        done.notes.append(
-            f"prompts may have {total - completion} tokens (policy.max_total_sequence_length {total})"
-        )
+        done.notes.append(f"prompts may have {total - completion} tokens (policy.max_total_sequence_length {total})")
 
 
 def _optimizer(done: Conversion) -> None:

@@ -57,9 +57,7 @@ def reward(prompts, completions, reward_model, **columns):
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
     settings = {name: plain(value) for name, value in settings.items()}
-    done = Conversion(
-        "verl", settings, algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo")
-    )
+    done = Conversion("verl", settings, algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo"))
     if done.algorithm == "sft":
         done.put("algorithm", "sft")
     else:

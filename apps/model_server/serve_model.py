@@ -28,9 +28,7 @@ BATCH_SIZE = 32
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
 @click.option("--name", help="Name that clients ask for; default the run's id or the folder's name.")
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
-)
+@click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @click.option("--port", default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
 @click.option(
@@ -40,9 +38,7 @@ BATCH_SIZE = 32
     show_default=True,
     help="Engine that samples.",
 )
-@click.option(
-    "--max-new-tokens", type=int, help="Longest completion where a request names none; default the run's."
-)
+@click.option("--max-new-tokens", type=int, help="Longest completion where a request names none; default the run's.")
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1),

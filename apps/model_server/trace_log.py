@@ -58,9 +58,7 @@ class _Choice:
 class TraceLog:
     """The traces of one model in a folder; the caller sees to it that no other process writes there."""
 
-    def __init__(
-        self, folder: Path, model: str, max_bytes: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, model: str, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """`model` names the model in every row. `clock` gives seconds since 1970. Raises OSError, WrongKey for traces of another storage
         key."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,9 +83,7 @@ class TraceLog:
         try:
             is_duplicate = await self._run(lambda: self._rate(feedback))
         except OSError as error:
-            raise Unavailable(
-                f"the feedback cannot be written ({error.strerror}); send it again later"
-            ) from None
+            raise Unavailable(f"the feedback cannot be written ({error.strerror}); send it again later") from None
         return {"object": "feedback", **feedback.model_dump(), "duplicate": is_duplicate}
 
     def close(self) -> None:
@@ -106,9 +102,7 @@ class TraceLog:
             }
             line = _line(whole)
             if stored_size(len(line) + SCORE_BYTES, self._key) > self._file_room:
-                seldom.warning(
-                    "size", "a request of %d bytes is no trace: the folder is too small for it", len(line)
-                )
+                seldom.warning("size", "a request of %d bytes is no trace: the folder is too small for it", len(line))
                 continue
             file, offset = self._append(REQUESTS, line)
             self._note((answer_id, index), _Choice(file, offset))
@@ -163,9 +157,7 @@ class TraceLog:
         """Remove old files, requests first, until two new ones fit."""
         room = self._max_bytes - 2 * (self._max_bytes // PARTS)
         current = {file.path for file in self._files.values()}
-        candidates = [
-            path for kind in (REQUESTS, RATED) for _, path in self._parts(kind) if path not in current
-        ]
+        candidates = [path for kind in (REQUESTS, RATED) for _, path in self._parts(kind) if path not in current]
         size = sum(path.stat().st_size for kind in (REQUESTS, RATED) for _, path in self._parts(kind))
         for path in candidates:
             if size <= room:

@@ -105,9 +105,7 @@ class Capacity:
         return f"training: the engines are idle for {1 - self.generation_s / self.step_s:.0%} of a step"
 
 
-def work_of(
-    spec: RunSpec, prompt_tokens: float | None = None, completion_tokens: float | None = None
-) -> Work:
+def work_of(spec: RunSpec, prompt_tokens: float | None = None, completion_tokens: float | None = None) -> Work:
     """Return the work of a step. Lengths that are not given are half of what the spec allows."""
     policy = spec.policy
     longest = policy.max_total_sequence_length

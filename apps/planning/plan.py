@@ -37,9 +37,7 @@ COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_
     type=FILE,
     help="With --gpus: YAML or JSON file with the price of one GPU for an hour by name, such as {h100: 2.5}.",
 )
-@click.option(
-    "--prompt-tokens", type=float, help="With --gpus: mean length of a prompt; default half of its room."
-)
+@click.option("--prompt-tokens", type=float, help="With --gpus: mean length of a prompt; default half of its room.")
 @click.option(
     "--completion-tokens",
     type=float,

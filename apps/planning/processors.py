@@ -159,9 +159,7 @@ class Processor:
 
 def _gpu(name: str, memory_gb: float, teraflops: float, terabytes_per_s: float) -> Processor:
     bandwidth = terabytes_per_s * 1e12
-    generation = Rates(
-        PREFILL_SHARE * teraflops * 1e12, DECODING_SHARE * bandwidth, {"layer_steps": LAUNCH_S}
-    )
+    generation = Rates(PREFILL_SHARE * teraflops * 1e12, DECODING_SHARE * bandwidth, {"layer_steps": LAUNCH_S})
     optimizer_s = STATE_BYTES_MOVED / (DECODING_SHARE * bandwidth)
     training = Rates(TRAINING_SHARE * teraflops * 1e12, each_s={"parameters": optimizer_s})
     return Processor(name, int(memory_gb * 1e9), generation, training, UNMEASURED)
@@ -207,7 +205,5 @@ def read_gpus(text: str) -> tuple[Processor, int]:
     processor = PROCESSORS.get(match[1].lower()) if match else None
     number = int(match[2] or 1) if match else 0
     if processor is None or not 1 <= number <= MOST:
-        raise InvalidInput(
-            f"--gpus {text[:80]!r} has to be NAME:NUMBER, such as h100:64, of {', '.join(PROCESSORS)}"
-        )
+        raise InvalidInput(f"--gpus {text[:80]!r} has to be NAME:NUMBER, such as h100:64, of {', '.join(PROCESSORS)}")
     return processor, number

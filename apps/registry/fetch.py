@@ -80,9 +80,7 @@ def fetch(
         print_json(model_facts(found) | {"folder": str(destination), "verified": verify})
     else:
         how = "its signature fits" if verify else "its signature was not checked (--verify)"
-        click.echo(
-            f"{destination}: {found.name}:{found.version}, {found.stage}; every file is as registered, {how}"
-        )
+        click.echo(f"{destination}: {found.name}:{found.version}, {found.stage}; every file is as registered, {how}")
 
 
 @click.command()
@@ -128,9 +126,7 @@ def found_model(model: str, stage: str | None, directory: Path, coordinator: str
     with models_of(directory, coordinator) as models:
         found: RegisteredModel = models.show(read_reference(model)).model
     if stage and (why := stage_fault(found, stage)):
-        raise Conflict(
-            f"{found.name}:{found.version} is not {stage}, because {why}; name another version or alias"
-        )
+        raise Conflict(f"{found.name}:{found.version} is not {stage}, because {why}; name another version or alias")
     return found
 
 

@@ -111,9 +111,7 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
     export = predicate["export"]["files"]
     changed = [name for name in export if name != CARD and export[name] != stated.get(name)]
     if changed or files_digest(export) != predicate["export"]["sha256"]:
-        raise DataError(
-            f"{STATEMENT} contradicts itself about the exported files {changed}; register the model again"
-        )
+        raise DataError(f"{STATEMENT} contradicts itself about the exported files {changed}; register the model again")
     if (folder / SPEC).is_file() and found[SPEC] != predicate["run"]["spec_sha256"]:
         raise DataError(f"{SPEC} is not the spec that {STATEMENT} names; register the model again")
     evaluations, verdicts = _read_evidence(folder, predicate["export"]["sha256"])
@@ -127,9 +125,7 @@ def copy_folder(source: Folder, into: Path) -> None:
     read."""
     names = source.files() if source.exists() else {}
     if not names:
-        raise NotFound(
-            f"{source} has no files; the model's folder was removed, or is not reachable from this machine"
-        )
+        raise NotFound(f"{source} has no files; the model's folder was removed, or is not reachable from this machine")
     for name in names:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,13 +172,9 @@ def _read_json(path: Path) -> Json:
     try:
         found = json.loads(read_regular(path))
     except OSError as error:
-        raise NotFound(
-            f"no verdict at {path}: {error.strerror}; `paceline gate --output` writes one"
-        ) from None
+        raise NotFound(f"no verdict at {path}: {error.strerror}; `paceline gate --output` writes one") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not valid JSON ({error}); write it again with `paceline gate --output`"
-        ) from None
+        raise DataError(f"{path} is not valid JSON ({error}); write it again with `paceline gate --output`") from None
     if not isinstance(found, dict):
         raise DataError(f"{path} is no verdict; write it again with `paceline gate --output`")
     return found
@@ -252,11 +244,7 @@ def _body(
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
             f"- fingerprint of its data: `{lineage.data or 'not on record'}`",
-            *(
-                []
-                if lineage.named_by_files
-                else ["- named by whoever registered the files, which name no run"]
-            ),
+            *([] if lineage.named_by_files else ["- named by whoever registered the files, which name no run"]),
             "",
         ]
     for each in evaluations:

@@ -40,9 +40,7 @@ def list_models(name: str, directory: Path, coordinator: str | None, as_json: bo
         return
     for each in found:
         aliases = " ".join(f"@{alias}" for alias in each.aliases)
-        click.echo(
-            f"{f'{each.name}:{each.version}':32} {each.stage:12} {each.run_id or '-':24} {aliases}".rstrip()
-        )
+        click.echo(f"{f'{each.name}:{each.version}':32} {each.stage:12} {each.run_id or '-':24} {aliases}".rstrip())
     if not found:
         click.echo("no registered models; `paceline models register` adds one")
 
@@ -69,9 +67,7 @@ def show(model: str, directory: Path, coordinator: str | None, as_json: bool) ->
 )
 @source_options
 @json_option
-def promote(
-    model: str, alias: str, override: str, directory: Path, coordinator: str | None, as_json: bool
-) -> None:
+def promote(model: str, alias: str, override: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Give an alias to a version that has passed its gate; exit status 1 for one that has not, without --override."""
     reference = read_reference(model)
     if not reference.version:
@@ -87,9 +83,7 @@ def promote(
 @click.option("--reason", required=True, help="Why; recorded.")
 @source_options
 @json_option
-def rollback(
-    name: str, alias: str, reason: str, directory: Path, coordinator: str | None, as_json: bool
-) -> None:
+def rollback(name: str, alias: str, reason: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Give an alias back to the version that had it before. The version that has it now becomes rolled_back."""
     reference = Reference(read_reference(name).name, alias=alias)
     with changing_models_of(directory, coordinator) as source:

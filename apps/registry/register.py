@@ -53,9 +53,7 @@ NAMELESS = (
     type=FILE,
     help="Private key (PEM); `paceline models key` makes one.",
 )
-@click.option(
-    "--run", help="Run that trained the model, its id or its folder. Default: a model from elsewhere."
-)
+@click.option("--run", help="Run that trained the model, its id or its folder. Default: a model from elsewhere.")
 @click.option(
     "--step",
     type=click.IntRange(1),
@@ -76,9 +74,7 @@ NAMELESS = (
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="File that `paceline gate --output` has written for one of the evaluations; may be given several times.",
 )
-@click.option(
-    "--store", metavar="FOLDER|URL", help="Root of registered models; default `models` in --directory."
-)
+@click.option("--store", metavar="FOLDER|URL", help="Root of registered models; default `models` in --directory.")
 @source_options
 @json_option
 def register(
@@ -108,9 +104,7 @@ def register(
     if step is not None and run is None:
         raise click.UsageError("--step is that of a run; name it with --run")
     if store is None and coordinator:
-        raise click.UsageError(
-            "--coordinator may be on another host; name the --store that its readers reach"
-        )
+        raise click.UsageError("--coordinator may be on another host; name the --store that its readers reach")
     origin = origin_of(Folder(export))
     lineage, spec_yaml = _lineage(run, step, export, origin, directory, coordinator)
     if note := _note(run, origin):
@@ -160,9 +154,7 @@ def _note(run: str | None, origin: Origin | None) -> str:
     return ""
 
 
-def _message(
-    name: str, version: int, lineage: Lineage, parent: str, path: str, contents: Contents
-) -> RegisteredModel:
+def _message(name: str, version: int, lineage: Lineage, parent: str, path: str, contents: Contents) -> RegisteredModel:
     from paceline.v1.common_pb2 import PolicyVersion
     from paceline.v1.registry_pb2 import RegisteredModel
 
@@ -205,9 +197,7 @@ def lineage_of(
         named = EXPORT_OF_STEP.fullmatch(export.rstrip("/").rpartition("/")[2])
         step = int(named[1]) if named else trained
     if not 0 < step <= trained:
-        raise InvalidInput(
-            f"--step is {step}, and run {run_id} has trained {trained}; name a step from 1 to {trained}"
-        )
+        raise InvalidInput(f"--step is {step}, and run {run_id} has trained {trained}; name a step from 1 to {trained}")
     facts: dict[str, str] = {}
     for event in source.records.events(run_id, kinds=["state"]):
         facts |= {name: str(value) for name, value in event.content.items() if value is not None}

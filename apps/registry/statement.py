@@ -92,9 +92,7 @@ def read_statement(text: bytes) -> Json:
     except (ValueError, LookupError, TypeError):
         sound = False
     if not sound:
-        raise DataError(
-            f"{STATEMENT} is no statement on a registered model ({PREDICATE}); register the model again"
-        )
+        raise DataError(f"{STATEMENT} is no statement on a registered model ({PREDICATE}); register the model again")
     return dict(found)
 
 

@@ -35,9 +35,7 @@ REPORT_NAME = "report.html"
 )
 @source_options
 @json_option
-def plot(
-    runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: str | None, as_json: bool
-) -> None:
+def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Write an HTML page with a curve for each METRIC (reward, 'age/*'; default all) of RUN (its id or its folder); several
     runs are compared.
 
@@ -86,9 +84,7 @@ def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -
     """Return the runs and the metrics among the words; the first word is a run."""
     with records_of_run(words[0], directory, coordinator) as (source, _):
         known = set(run_ids(source))
-    runs = [
-        word for word in words if word is words[0] or word in known or find_run(word, directory)[1] != word
-    ]
+    runs = [word for word in words if word is words[0] or word in known or find_run(word, directory)[1] != word]
     return runs, [word for word in words if word not in runs]
 
 
@@ -111,9 +107,7 @@ WARNINGS = 200
 @click.option("--verify", "verifies", is_flag=True, help="Compare all records first, and say what was found.")
 @source_options
 @json_option
-def report(
-    run: str, out: Path | None, verifies: bool, directory: Path, coordinator: str | None, as_json: bool
-) -> None:
+def report(run: str, out: Path | None, verifies: bool, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Write one HTML file about RUN (its id or its folder): outcome, curves, samples, books, checkpoints and spec.
 
     The file needs no network, and no script runs in it but its own: what models wrote is text in it.
@@ -188,9 +182,7 @@ def _warnings(records: Records, run_id: str) -> list[Block]:
 
 
 def _checkpoints(records: Records, run_id: str) -> list[Block]:
-    rows = [
-        [str(each.step), str(each.session), each.path, each.sha256] for each in records.checkpoints(run_id)
-    ]
+    rows = [[str(each.step), str(each.session), each.path, each.sha256] for each in records.checkpoints(run_id)]
     columns = ["steps", "session", "folder", "SHA-256 of the manifest"]
     return [["heading", 2, "Checkpoints"], ["table", "Checkpoints", columns, rows]] if rows else []
 

@@ -76,9 +76,7 @@ def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
     """Return charts for each part of docs/metrics.md that the runs have metrics of, in its order; a run has one colour."""
     blocks: list[Block] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
-        metrics = dict.fromkeys(
-            name for each in rows for row in each for name in row if name not in NO_METRICS
-        )
+        metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
         for title, members in _by_part(kind, metrics):
             figures = [_figure(kind, name, runs, [points(each, name) for each in rows]) for name in members]
             shown = [figure for figure in figures if figure["lines"]]
@@ -123,8 +121,7 @@ def points(rows: Sequence[Row], name: str) -> list[Point]:
         return found
     edges = [i * len(found) // MAX_POINTS for i in range(MAX_POINTS + 1)]
     return [
-        (sum(x for x, _ in found[a:b]) / (b - a), sum(y for _, y in found[a:b]) / (b - a))
-        for a, b in pairwise(edges)
+        (sum(x for x, _ in found[a:b]) / (b - a), sum(y for _, y in found[a:b]) / (b - a)) for a, b in pairwise(edges)
     ]
 
 

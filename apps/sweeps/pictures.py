@@ -105,9 +105,7 @@ def _history(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Figu
         line("best so far", so_far, colour=1),
         line("trials", measured, colour=0, dots=True, names=names),
     ]
-    return _figure(
-        "History", "values in the order of the trials; the line is the best so far", lines, x="trial"
-    )
+    return _figure("History", "values in the order of the trials; the line is the best so far", lines, x="trial")
 
 
 def _slice(sweep: Sweep, key: str, ended: Sequence[Ended], names: Sequence[str]) -> Figure:
@@ -144,9 +142,7 @@ def _parallel(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Fig
         for rank, index in enumerate(ranks)
     ]
     places = [name.rpartition(".")[2] for name in (*sweep.search, sweep.metric)]
-    meaning = (
-        "a line for each trial, the best darkest; each column from its least value (0) to its greatest (1)"
-    )
+    meaning = "a line for each trial, the best darkest; each column from its least value (0) to its greatest (1)"
     return _figure("Parallel coordinates", meaning, lines, places=places)
 
 

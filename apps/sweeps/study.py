@@ -41,9 +41,7 @@ class SweepStudy:
         folder.mkdir(parents=True, exist_ok=True)
         if not read_only:
             _remove_torn_line(folder / JOURNAL)
-        journal = optuna.storages.journal.JournalFileBackend(
-            str(folder / JOURNAL), lock_obj=_no_lock(folder / JOURNAL)
-        )
+        journal = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL), lock_obj=_no_lock(folder / JOURNAL))
         self.study: optuna.Study = optuna.create_study(
             study_name=sweep.name,
             storage=optuna.storages.JournalStorage(journal),
@@ -70,9 +68,7 @@ class SweepStudy:
         import optuna
 
         running = optuna.trial.TrialState.RUNNING
-        return [
-            self._trial(each._trial_id) for each in self.study.get_trials(deepcopy=False, states=(running,))
-        ]
+        return [self._trial(each._trial_id) for each in self.study.get_trials(deepcopy=False, states=(running,))]
 
     def num_ended(self) -> int:
         """Return the number of trials whose outcome is on record."""
@@ -129,9 +125,7 @@ class SweepStudy:
             return optuna.distributions.IntDistribution(
                 int(part.low), int(part.high), log=part.log, step=int(part.step or 1)
             )
-        return optuna.distributions.FloatDistribution(
-            float(part.low), float(part.high), log=part.log, step=part.step
-        )
+        return optuna.distributions.FloatDistribution(float(part.low), float(part.high), log=part.log, step=part.step)
 
 
 class Trial:

@@ -121,9 +121,7 @@ def _write_report(study: SweepStudy, path: Path) -> None:
     trials = pictures.trials_of(study.study)
     best = study.best()
     shown = next((each for each in trials if best is not None and each.number == best.number), None)
-    path.write_text(
-        pictures.report(study.sweep, trials, pictures.importances(study.study), shown), encoding="utf-8"
-    )
+    path.write_text(pictures.report(study.sweep, trials, pictures.importances(study.study), shown), encoding="utf-8")
 
 
 def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: Path, as_json: bool) -> None:
@@ -141,9 +139,7 @@ def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: 
     if as_json:
         print_json(facts)
     elif best is None:
-        click.echo(
-            f"none of {study.num_ended()} trials ran to its end; {report} has their messages", err=True
-        )
+        click.echo(f"none of {study.num_ended()} trials ran to its end; {report} has their messages", err=True)
     else:
         click.echo(
             f"best of {study.num_ended()} trials: {study.sweep.metric} {best.value:.4g}, trial {best.number}\n"
@@ -194,9 +190,7 @@ class Trials:
 
     def _found(self, trial: Trial) -> str:
         """Return the run of a trial whose process was killed between submitting it and recording that."""
-        named = re.compile(
-            re.escape(self._study.run_name(trial.number)) + r"-\d+"
-        )  # an id is the name and a number
+        named = re.compile(re.escape(self._study.run_name(trial.number)) + r"-\d+")  # an id is the name and a number
         return next((str(run.run_id) for run in self._coordinator.runs() if named.fullmatch(run.run_id)), "")
 
     def _follow(self, trial: Trial, run_id: str) -> str:
@@ -209,11 +203,7 @@ class Trials:
                     self._cancel(run_id)
                     trial.prune()
                     return f"pruned at step {event.content.get('step')} with {self._sweep.metric} {value:.4g}"
-            if (
-                event.kind == "state"
-                and event.content.get("state") == "paused"
-                and self._is_stuck(run_id, event)
-            ):
+            if event.kind == "state" and event.content.get("state") == "paused" and self._is_stuck(run_id, event):
                 message = str(event.content.get("message", ""))
                 self._cancel(run_id)
                 trial.fail(message)
@@ -226,9 +216,7 @@ class Trials:
             trial.fail(f"no {self._sweep.metric!r} in any {self._sweep.of}")
             return f"failed: no event of kind {self._sweep.of!r} had a number {self._sweep.metric!r}"
         value = (
-            measured[-1]
-            if self._sweep.of == "evaluation"
-            else statistics.fmean(measured[-self._sweep.last_steps :])
+            measured[-1] if self._sweep.of == "evaluation" else statistics.fmean(measured[-self._sweep.last_steps :])
         )
         trial.complete(value)
         return f"{self._sweep.metric} {value:.4g}"

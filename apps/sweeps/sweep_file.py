@@ -102,9 +102,7 @@ def load_sweep(path: str | Path) -> Sweep:
         raise SpecError("\n".join(f"{path}: {_fault(each)}" for each in error.errors())) from None
     for number, values in enumerate(sweep.start):
         if unknown := values.keys() - sweep.search.keys():
-            raise SpecError(
-                f"{path}: start.{number} sets {', '.join(sorted(unknown))}, which `search` does not vary"
-            )
+            raise SpecError(f"{path}: start.{number} sets {', '.join(sorted(unknown))}, which `search` does not vary")
     return sweep if sweep.name else sweep.model_copy(update={"name": path.stem[:40]})
 
 

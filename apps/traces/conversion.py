@@ -60,9 +60,7 @@ class Scores:
         found = list(scores)
         there = sorted({score.name for score in found})
         if missing := sorted(set(names) - set(there)):
-            raise DataError(
-                f"no evaluation {missing[0]!r}; there are: {', '.join(map(repr, there)) or 'none'}"
-            )
+            raise DataError(f"no evaluation {missing[0]!r}; there are: {', '.join(map(repr, there)) or 'none'}")
         if not names and len(there) > 1:
             raise DataError(
                 f"the files have evaluations of several names ({', '.join(map(repr, there))}); choose with --score those whose "
@@ -82,9 +80,7 @@ class Scores:
         return None
 
 
-def convert(
-    files: Sequence[Path], score_names: Sequence[str], report: ConversionReport
-) -> Iterator[dict[str, Any]]:
+def convert(files: Sequence[Path], score_names: Sequence[str], report: ConversionReport) -> Iterator[dict[str, Any]]:
     """Yield the traces of all files, in their order. Scores may be in other files than their spans. Raises DataError, Unreadable."""
     scores = Scores(_scores(files), score_names)
     for record, where in _records(files):
@@ -200,16 +196,13 @@ def _reward(rewards: Any) -> float | None:
     if not rewards:
         return None
     values = [
-        value["score"] * value.get("weight", 1.0) if isinstance(value, Mapping) else value
-        for value in rewards.values()
+        value["score"] * value.get("weight", 1.0) if isinstance(value, Mapping) else value for value in rewards.values()
     ]
     return float(sum(values))
 
 
 def _tools(tools: Any) -> list[Json] | None:
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()
-    ] or None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
 
 
 def _tokens(path: list[Json]) -> Json | None:
@@ -217,12 +210,7 @@ def _tokens(path: list[Json]) -> Json | None:
     answer = path[-1]
     mask, logprobs = answer.get("mask") or [], answer.get("logprobs") or []
     length = sum(mask)
-    if (
-        not length
-        or len(logprobs) != length
-        or len(mask) != len(answer["token_ids"])
-        or not all(mask[-length:])
-    ):
+    if not length or len(logprobs) != length or len(mask) != len(answer["token_ids"]) or not all(mask[-length:]):
         return None
     before = [token for node in path[:-1] for token in node.get("token_ids") or ()]
     prompt_ids = [*before, *answer["token_ids"][:-length]]

@@ -76,9 +76,7 @@ def spans_of(record: Mapping[str, Any]) -> Iterator[Span]:
         return
     for span in _nested(record, "resourceSpans", "scopeSpans", "spans"):
         span_id = str(span.get("spanId", ""))
-        events = tuple(
-            Event(str(event.get("name")), span_id, _attributes(event)) for event in span.get("events") or ()
-        )
+        events = tuple(Event(str(event.get("name")), span_id, _attributes(event)) for event in span.get("events") or ())
         yield Span(str(span.get("traceId", "")), span_id, _attributes(span), events)
 
 

@@ -138,9 +138,7 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)  # raises NotFound with the runs that exist
         rows = export_samples(source.records, run_id, destination)
-    render.answer(
-        as_json, {"path": str(destination), "rows": rows}, f"{destination}: {rows:,} traces of {run_id}"
-    )
+    render.answer(as_json, {"path": str(destination), "rows": rows}, f"{destination}: {rows:,} traces of {run_id}")
 
 
 @traces.command()
@@ -177,9 +175,7 @@ def convert(
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not report.rows:
             reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
-            raise DataError(
-                f"{file} has no call of a model that can be read; left out: {reasons or 'nothing'}"
-            )
+            raise DataError(f"{file} has no call of a model that can be read; left out: {reasons or 'nothing'}")
     if as_json:
         print_json(report.facts())
         return
@@ -200,9 +196,7 @@ def convert(
     help="Column of the reward; several are added up. Default final_reward, or TRL's reward functions.",
 )
 @click.option("--chosen", default=0.7, show_default=True, help="Least reward of a chosen completion.")
-@click.option(
-    "--rejected", default=0.5, show_default=True, help="A rejected completion has a reward below this."
-)
+@click.option("--rejected", default=0.5, show_default=True, help="A rejected completion has a reward below this.")
 @click.option("--max-pairs-per-prompt", type=click.IntRange(min=1), help="Those of the largest margin stay.")
 @click.option(
     "--held-out",
@@ -237,8 +231,7 @@ def pairs(
     with ExitStack() as files:
         paths = [destination, *([held_out[1]] if held_out else [])]
         opened = [
-            files.enter_context(files.enter_context(written_whole(path)).open("w", encoding="utf-8"))
-            for path in paths
+            files.enter_context(files.enter_context(written_whole(path)).open("w", encoding="utf-8")) for path in paths
         ]
         for row, is_held_out in pairs_of_traces(rows, keys, rules, report):
             opened[is_held_out].write(json.dumps(row, ensure_ascii=False) + "\n")

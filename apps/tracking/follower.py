@@ -118,9 +118,7 @@ class Follower:
                         return
                 except (NotFound, Conflict, InvalidInput):
                     raise
-                except (
-                    Exception
-                ) as error:  # of any library, the network or the coordinator: all of it may pass
+                except Exception as error:  # of any library, the network or the coordinator: all of it may pass
                     text = f"{type(error).__name__}: {error}"[:500]
                     seldom.warning(name, "%s: %s waits: %s; trying again", self._target.run_id, name, text)
                 if self.sent > before:
@@ -241,9 +239,7 @@ class Cursor:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise Conflict(
-                f"another process sends this run to the tracker ({path} is locked); stop it first"
-            ) from None
+            raise Conflict(f"another process sends this run to the tracker ({path} is locked); stop it first") from None
         try:
             content = self._read()
         except BaseException:

@@ -75,9 +75,7 @@ def table() -> str:
     lines = ["| Paceline | TRL (`names: trl`) | NeMo RL (`names: nemo_rl`) | remark |", "|---|---|---|---|"]
     for each in NAMES:
         cells = [f"{PREFIXES[each.kind]}/{each.ours}", each.trl, each.nemo_rl]
-        lines.append(
-            "| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), each.remark]) + " |"
-        )
+        lines.append("| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), each.remark]) + " |")
     return "\n".join(lines)
 
 

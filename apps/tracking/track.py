@@ -49,16 +49,10 @@ KINDS = ("wandb", "mlflow", "tensorboard")
 @click.option("--project", help="Project there (MLflow: experiment).")
 @click.option("--url", help="Server of the tracker.")
 @click.option("--offline", is_flag=True, help="W&B: write files for `wandb sync`.")
-@click.option(
-    "--names", type=click.Choice(["paceline", "trl", "nemo_rl"]), help="Whose names the metrics get."
-)
+@click.option("--names", type=click.Choice(["paceline", "trl", "nemo_rl"]), help="Whose names the metrics get.")
 @click.option("--samples", type=click.IntRange(0, 64), help="Groups of each step whose completions are sent.")
-@click.option(
-    "--page", default="", metavar="URL", help="Address of the page, to which the tracker's run links."
-)
-@click.option(
-    "--now", "only_now", is_flag=True, help="Send what is on record and end, also if the run goes on."
-)
+@click.option("--page", default="", metavar="URL", help="Address of the page, to which the tracker's run links.")
+@click.option("--now", "only_now", is_flag=True, help="Send what is on record and end, also if the run goes on.")
 @source_options
 def track(
     run: str | None,
@@ -87,9 +81,7 @@ def track(
     _end_with_signals(stop)
     if run is None:
         if kinds or changes or only_now:
-            raise click.UsageError(
-                "without RUN the trackers are those of the specs; name a RUN with these options"
-            )
+            raise click.UsageError("without RUN the trackers are those of the specs; name a RUN with these options")
         with records_of(directory, coordinator) as source:
             where = _Where(source)
         Tracking(where.opened, directory, where.links(page), stop).run()
@@ -142,9 +134,7 @@ def _settings(
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
     chosen: list[str] = list(kinds) or list(trackers)
     if not kinds and not in_spec:
-        raise NotFound(
-            f"the spec of {run_id} names no tracker (logger.trackers); name one with --to, as --to wandb"
-        )
+        raise NotFound(f"the spec of {run_id} names no tracker (logger.trackers); name one with --to, as --to wandb")
     if len(chosen) > 1 and "url" in changes:
         raise InvalidInput(
             f"--url is for one tracker, and {' and '.join(chosen)} are meant; start one command for each"

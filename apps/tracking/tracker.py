@@ -114,9 +114,7 @@ class Entry(NamedTuple):
     """New state of the run, if it changed here."""
 
 
-def entries(
-    records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int
-) -> Iterator[Entry]:
+def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:
     """Yield what happened after a sequence number, oldest first. An event without a time of its own gets that of the one before, at
     first `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
     for event in records.events(run_id, kinds=KINDS, after=after):
@@ -127,9 +125,7 @@ def entries(
         yield _entry(records, run_id, event, step, names, samples)
 
 
-def _entry(
-    records: Records, run_id: str, event: RecordedEvent, step: Step, names: Style, samples: int
-) -> Entry:
+def _entry(records: Records, run_id: str, event: RecordedEvent, step: Step, names: Style, samples: int) -> Entry:
     if event.kind == "warning":
         alert: AlertKind = (
             "stalled" if event.content.get("stalled") else "rule" if event.content.get("rule") else "warning"

@@ -72,9 +72,7 @@ def make_spec(directory: Path, workload: Workload, steps: int, overrides: list[s
     return spec.model_copy(update={"grpo": spec.grpo.model_copy(update={"max_num_steps": steps + ahead})})
 
 
-def measure(
-    directory: Path, workload: Workload, warm_up: int, steps: int, overrides: list[str]
-) -> dict[str, Any]:
+def measure(directory: Path, workload: Workload, warm_up: int, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Run `warm_up` + `steps` steps and a few more; return the numbers of `steps` of them."""
     spec = make_spec(directory, workload, warm_up + steps, overrides)
     moments: list[Usage] = []
@@ -112,9 +110,7 @@ def _evaluate(records: list[dict[str, Any]], moments: list[Usage], spec: RunSpec
 
     wait_s, train_s, publish_s = mean("learner_wait_s"), mean("step_s"), mean("publish_wait_s")
     fetch_s = max(step_s - wait_s - train_s - publish_s, 0.0)
-    cpu_s = {
-        role: (moments[1].cpu_s[role] - moments[0].cpu_s[role]) / len(steps) for role in moments[0].cpu_s
-    }
+    cpu_s = {role: (moments[1].cpu_s[role] - moments[0].cpu_s[role]) / len(steps) for role in moments[0].cpu_s}
     cores_s = (os.cpu_count() or 1) * step_s
     shares_s = {
         "generate": cpu_s["rollout"],

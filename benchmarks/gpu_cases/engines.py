@@ -30,9 +30,7 @@ PACKED = 16
 """Sequences in a row of the learner."""
 
 
-def pace(
-    folder: Path, device: torch.device, backend: str, sequences: list[int], new_tokens: int
-) -> dict[str, Any]:
+def pace(folder: Path, device: torch.device, backend: str, sequences: list[int], new_tokens: int) -> dict[str, Any]:
     """Generate completions of `new_tokens` tokens, for each number of sequences in flight."""
     spec = _spec(folder, backend, max(sequences), new_tokens)
 
@@ -50,9 +48,7 @@ def pace(
     return _with_engine(spec, device, measure, load_weights=True)
 
 
-def mismatch(
-    folder: Path, device: torch.device, backend: str, sequences: int, new_tokens: int
-) -> dict[str, Any]:
+def mismatch(folder: Path, device: torch.device, backend: str, sequences: int, new_tokens: int) -> dict[str, Any]:
     """Compare log-probabilities of sampled tokens, the engine's in bfloat16 with the learner's in bfloat16 and in float32."""
     found = {}
     for float32_head in (False, True):
@@ -130,9 +126,7 @@ def swap(folder: Path, device: torch.device, backend: str) -> dict[str, Any]:
     }
 
 
-def _spec(
-    folder: Path, backend: str, sequences: int, new_tokens: int, *, float32_head: bool = False
-) -> RunSpec:
+def _spec(folder: Path, backend: str, sequences: int, new_tokens: int, *, float32_head: bool = False) -> RunSpec:
     generation = {"backend": backend, "max_new_tokens": new_tokens, "max_batch_size": sequences}
     if backend == "vllm":
         generation["vllm_cfg"] = {"gpu_memory_utilization": 0.5}
@@ -143,9 +137,7 @@ def _spec(
         "float32_head": float32_head,
         "generation": generation,
     }
-    return parse_spec(
-        {"policy": policy, "data": {"train": "none.jsonl"}, "rewards": [{"function": "exact_match"}]}
-    )
+    return parse_spec({"policy": policy, "data": {"train": "none.jsonl"}, "rewards": [{"function": "exact_match"}]})
 
 
 def _requests(spec: RunSpec, count: int, new_tokens: int) -> list[GenerationRequest]:

@@ -113,9 +113,7 @@ def _error(window: int | None, device: torch.device) -> list[float]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in inputs]
         out = attend(*leaves, layout, None, window)
         out.backward(gradient.to(dtype))  # type: ignore[no-untyped-call]
-        results.append(
-            [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
-        )
+        results.append([out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     return [((half - exact).norm() / exact.norm()).item() for half, exact in zip(*results, strict=True)]
 
 
@@ -140,9 +138,7 @@ def head(device: torch.device, tokens: int, hidden: int, vocabulary: int) -> dic
         return -found[0].sum()
 
     def whole() -> Tensor:
-        return torch.nn.functional.cross_entropy(
-            (hidden_NH @ weight_VH.T).float(), targets_N, reduction="sum"
-        )
+        return torch.nn.functional.cross_entropy((hidden_NH @ weight_VH.T).float(), targets_N, reduction="sum")
 
     losses: dict[str, Callable[[], Tensor]] = {
         f"chunks of {size}": lambda size=size: chunked(size) for size in (tokens // 8, tokens // 2)

@@ -20,9 +20,7 @@ class Style(NamedTuple):
     dashed: bool = False
 
 
-def write_curves(
-    path: Path, curves: Mapping[str, Sequence[Sequence[float]]], styles: Mapping[str, Style]
-) -> None:
+def write_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], styles: Mapping[str, Style]) -> None:
     """Write values from 0 to 1 over steps. `curves` has the runs of each name; runs of one name are cut to the
     shortest."""
     steps = max(min(map(len, runs)) for runs in curves.values())
@@ -54,9 +52,7 @@ def _axes(steps: int) -> str:
         lines.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
         lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth * 10} %</text>')
     for step in range(0, steps + 1, 20):
-        lines.append(
-            f'<text x="{_x(step, steps):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>'
-        )
+        lines.append(f'<text x="{_x(step, steps):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     lines.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
     return "\n".join(lines)

@@ -157,16 +157,12 @@ async def _train(spec: RunSpec, files: Path, lag: int, held_out: int) -> dict[st
     }
 
 
-async def sample(
-    engine: NativeEngine, spec: RunSpec, rows: list[dict[str, str]], each: int, seed: int
-) -> list[Group]:
+async def sample(engine: NativeEngine, spec: RunSpec, rows: list[dict[str, str]], each: int, seed: int) -> list[Group]:
     """One scored group for each row, with `each` completions."""
     params = SamplingParams.from_spec(spec.policy.generation)
     prompts = [encode_prompt(TOKENIZER, row["prompt"], spec.data.apply_chat_template) for row in rows]
     requests = [
-        GenerationRequest(
-            f"{seed}-{i}-{c}", prompt_ids, params, seed=hash((spec.seed, seed, i, c)) & 0x7FFFFFFF
-        )
+        GenerationRequest(f"{seed}-{i}-{c}", prompt_ids, params, seed=hash((spec.seed, seed, i, c)) & 0x7FFFFFFF)
         for i, prompt_ids in enumerate(prompts)
         for c in range(each)
     ]

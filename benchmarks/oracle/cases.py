@@ -22,9 +22,7 @@ LUSPO = {"epsilon": 2e-3, "epsilon_high": 2.5e-3}
 
 CASES: dict[str, Case] = {
     **{
-        f"{name}, clip-higher": Case(
-            {"loss_type": name, **CLIP}, {"reduction": name, **OUR_CLIP, **NO_WEIGHT}
-        )
+        f"{name}, clip-higher": Case({"loss_type": name, **CLIP}, {"reduction": name, **OUR_CLIP, **NO_WEIGHT})
         for name in ("grpo", "dapo", "dr_grpo", "bnpo")
     },
     "dual clip (delta)": Case(

@@ -46,17 +46,13 @@ def our_losses(data: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         logps = data["logps"].clone().requires_grad_()
         log_ratios = ((logps - data["reference"]) * data["mask"]).sum(1)
         weights = torch.full((PAIRS,), 1 / PAIRS, dtype=torch.float64)
-        pairs = PairLogRatios(
-            log_ratios[:PAIRS], log_ratios[PAIRS:], lengths[:PAIRS], lengths[PAIRS:], weights
-        )
+        pairs = PairLogRatios(log_ratios[:PAIRS], log_ratios[PAIRS:], lengths[:PAIRS], lengths[PAIRS:], weights)
         settings = {key: case[key] for key in ("beta", "label_smoothing", "average") if key in case}
         loss = preference_loss(pairs, case["kind"], **settings)
         results[name] = (loss.detach(), torch.autograd.grad(loss, logps)[0].flatten())
     logps = data["logps"].clone().requires_grad_()
     log_ratios = ((logps - data["reference"]) * data["mask"]).sum(1)
-    loss = kto_loss(
-        log_ratios, data["desirable"].bool(), data["kl_logps"].mean().item(), len(LENGTHS), **KTO["trl"]
-    )
+    loss = kto_loss(log_ratios, data["desirable"].bool(), data["kl_logps"].mean().item(), len(LENGTHS), **KTO["trl"])
     results["kto"] = (loss.detach(), torch.autograd.grad(loss, logps)[0].flatten())
     logps = data["logps"].clone().requires_grad_()
     means = (logps * data["mask"]).sum(1) / lengths

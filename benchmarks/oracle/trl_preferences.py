@@ -107,9 +107,7 @@ def main(folder: Path) -> None:
         trainer = trainer_with(args=SimpleNamespace(center_rewards_coefficient=case["centring"]))
         inputs = token_inputs(mask) | ({"margin": data["margins"]} if case["margin"] else {})
         outputs = SimpleNamespace(logits=scores[:, None])
-        record(
-            name, RewardTrainer.compute_loss(trainer, lambda outputs=outputs, **_: outputs, inputs), scores
-        )
+        record(name, RewardTrainer.compute_loss(trainer, lambda outputs=outputs, **_: outputs, inputs), scores)
 
     save_file(out, folder / "trl.safetensors")
     print("done")

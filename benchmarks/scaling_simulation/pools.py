@@ -51,9 +51,7 @@ class SimulatedPool:
                 staying.append(worker)
         for _ in range(size - len(staying)):
             self.workers.append(SimulatedWorker(now_s + self.cold_start_s))
-        surplus = sorted(staying, key=lambda worker: (-worker.ready_s, worker.held))[
-            : max(0, len(staying) - size)
-        ]
+        surplus = sorted(staying, key=lambda worker: (-worker.ready_s, worker.held))[: max(0, len(staying) - size)]
         for worker in surplus:
             worker.leaving = True
         self.workers = [worker for worker in self.workers if worker.held or not worker.leaving]

@@ -47,9 +47,7 @@ def measure(folder: Path, size_bytes: int, num_hosts: int, mbit: float, rounds: 
     }
 
 
-def _deliver(
-    source: Source, receivers: list[AgentHost], version: Version, chained: bool
-) -> tuple[float, int]:
+def _deliver(source: Source, receivers: list[AgentHost], version: Version, chained: bool) -> tuple[float, int]:
     before = _sent_bytes(source.host)
     announced = source.stage(version)
     started_s = time.monotonic()

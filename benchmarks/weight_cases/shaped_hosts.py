@@ -163,9 +163,7 @@ class Source:
         layout = WeightManifest.plan(plans, bucket_bytes_for(size_bytes))
         owned = joined(Owned(e.offset, e.offset + e.num_bytes, 0) for e in layout.entries)
         self.layout = HostManifest(RUN, Version(0, 0), layout, owned, "sha256")
-        stage = host_agent_pb2.StageLayout(
-            run_id=RUN, manifest=self.layout.to_bytes(), local_ranks=1, token=TOKEN
-        )
+        stage = host_agent_pb2.StageLayout(run_id=RUN, manifest=self.layout.to_bytes(), local_ranks=1, token=TOKEN)
         host.client.send(host_agent_pb2.AgentRequest(layout=stage))
 
     def stage(self, version: Version) -> worker_pb2.HostVersion:

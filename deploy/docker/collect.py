@@ -94,9 +94,7 @@ def packages(paths: list[Path]) -> Iterator[str]:
     """Yield the Debian packages that have the files."""
     names = sorted({str(path) for path in paths} | {str(path).removeprefix("/usr") for path in paths})
     owners = subprocess.run(["dpkg", "-S", *names], check=False, capture_output=True, text=True).stdout
-    yield from sorted(
-        {line.split(":")[0] for line in owners.splitlines() if not line.startswith("diversion")}
-    )
+    yield from sorted({line.split(":")[0] for line in owners.splitlines() if not line.startswith("diversion")})
 
 
 def main() -> None:

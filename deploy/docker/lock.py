@@ -69,9 +69,7 @@ def requirements() -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed, optional = project["project"]["dependencies"], project["project"]["optional-dependencies"]
     workers = [*needed, *optional["s3"], *optional["environments"]]
-    tables = [
-        r for r in [*needed, *optional["s3"], *optional["encryption"]] if name_of(r) not in ONLY_WORKERS
-    ]
+    tables = [r for r in [*needed, *optional["s3"], *optional["encryption"]] if name_of(r) not in ONLY_WORKERS]
     return {
         "control": [r for r in tables if name_of(r) not in ONLY_TABLES],
         "tables": tables,
@@ -88,9 +86,7 @@ def _of_extra(name: str, optional: dict[str, list[str]]) -> list[str]:
     found = []
     for requirement in optional[name]:
         own = re.fullmatch(r"paceline\[(.*)\]", requirement)
-        found += (
-            [r for extra in own[1].split(",") for r in _of_extra(extra, optional)] if own else [requirement]
-        )
+        found += [r for extra in own[1].split(",") for r in _of_extra(extra, optional)] if own else [requirement]
     return found
 
 

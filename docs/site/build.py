@@ -51,11 +51,7 @@ def linked_files(page: Path) -> set[Path]:
 
 def loaded_from_elsewhere(folder: Path) -> list[str]:
     """Return the pages of a site that load a script, a style, a font or an image from another place."""
-    return [
-        str(page.relative_to(folder))
-        for page in sorted(folder.rglob("*.html"))
-        if LOADED.search(page.read_text())
-    ]
+    return [str(page.relative_to(folder)) for page in sorted(folder.rglob("*.html")) if LOADED.search(page.read_text())]
 
 
 def build(folder: Path) -> Path:
@@ -82,9 +78,7 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else BUILT
     stage(folder / "pages")
     html = build(folder)
-    print(
-        f"the site is in {html}; open index.html there, or serve it for its search: python -m http.server -d {html}"
-    )
+    print(f"the site is in {html}; open index.html there, or serve it for its search: python -m http.server -d {html}")
 
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ def _title(package: Distribution) -> str:
 
 
 def _kept(before: str, name: str, version: str) -> str:
-    row = re.search(
-        rf"^\| {re.escape(name)} \| {re.escape(version)} \| \w+ \| (.*) \|$", before, re.MULTILINE
-    )
+    row = re.search(rf"^\| {re.escape(name)} \| {re.escape(version)} \| \w+ \| (.*) \|$", before, re.MULTILINE)
     return row[1] if row else NOT_HERE
 
 

@@ -116,11 +116,7 @@ def _steps(step: Callable[..., Any] | None) -> bool:
         return False
     signature = inspect.signature(step)
     parameters = list(signature.parameters)[1:2]
-    return (
-        bool(parameters)
-        and parameters[0] in STEP_PARAMETERS
-        and signature.return_annotation not in (str, "str")
-    )
+    return bool(parameters) and parameters[0] in STEP_PARAMETERS and signature.return_annotation not in (str, "str")
 
 
 def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:

@@ -102,9 +102,7 @@ class UserCode:
         await self._first(instance, {"op": "restore", "state": state}, "load", time_left_s)
         return instance
 
-    async def solve(
-        self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths
-    ) -> float | None:
+    async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
         """Run the agent and return its reward. Cancelling cancels a coroutine; a thread ends with its process. Raises
         EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
@@ -140,9 +138,7 @@ class UserCode:
         slot = await self._slot()
         return Instance(self, slot, f"{next(self._sessions)}", name, deaths)
 
-    async def _first(
-        self, instance: Instance, message: dict[str, Any], method: str, time_left_s: float
-    ) -> Any:
+    async def _first(self, instance: Instance, message: dict[str, Any], method: str, time_left_s: float) -> Any:
         try:
             message |= {"class": instance.name, "lane": instance.lane}
             return (await instance.call(message, [method], time_left_s))["value"]
@@ -154,9 +150,7 @@ class UserCode:
         """Return a running slot with the fewest episodes; one whose process is gone, or that was retired, is replaced."""
         if self._state != "running":
             raise EnvironmentLost(f"the user code is {self._state}")
-        index = min(
-            range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_sessions
-        )
+        index = min(range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_sessions)
         async with self._locks[index]:
             if self._stale(index):
                 slot = Slot(self._load, self.section.parallel_calls)
@@ -227,9 +221,7 @@ class Instance:
         self.lane = slot.enter()
         self._open = True
 
-    async def tools(
-        self, calls: list[tuple[str, Any]], time_left_s: float
-    ) -> tuple[list[dict[str, Any]], str]:
+    async def tools(self, calls: list[tuple[str, Any]], time_left_s: float) -> tuple[list[dict[str, Any]], str]:
         """Return the result of each tool call, in order, and the state. Raises EpisodeFault."""
         message = {"op": "tools", "calls": calls, "save": self.facts.saves}
         reply = await self.call(message, [name for name, _ in calls], time_left_s)
@@ -251,9 +243,7 @@ class Instance:
         """Send a message about this instance and return the reply. `methods` run one after another."""
         message = {"session": self._session, **message}
         saves = ["save"] if message.get("save") else []
-        on_loop = (
-            all(name in self.facts.asynchronous for name in [*methods, *saves]) and message["op"] != "open"
-        )
+        on_loop = all(name in self.facts.asynchronous for name in [*methods, *saves]) and message["op"] != "open"
         lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lanes[self.lane]
         if self.lane in self._slot.hung:
             raise EnvironmentLost("the thread of the environment hangs in another episode's call")
@@ -264,9 +254,7 @@ class Instance:
             what = ", ".join(dict.fromkeys(methods)) or "the environment"
             try:
                 lane = None if on_loop else self.lane
-                return await _call(
-                    self._code, self._slot, message, what, min(limit_s, time_left_s), self._deaths, lane
-                )
+                return await _call(self._code, self._slot, message, what, min(limit_s, time_left_s), self._deaths, lane)
             except EnvironmentFailed as error:
                 if time_left_s < limit_s and isinstance(error.__cause__, ProcessTimeout):
                     raise TimeIsUp(f"the time was over while {what} ran") from None
@@ -337,9 +325,7 @@ async def _timed_out(
     return EnvironmentFailed(f"{what} timed out after {limit_s:g} s")
 
 
-def _died(
-    slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths
-) -> EnvironmentFailed | EnvironmentLost:
+def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> EnvironmentFailed | EnvironmentLost:
     if slot.killed:
         return EnvironmentLost(f"the process was killed for another episode's call while {what} ran")
     deaths.count += 1

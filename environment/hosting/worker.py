@@ -105,12 +105,8 @@ class Host:
             self.facts: dict[str, ClassFacts] = {name: facts_of(cls) for name, cls in self._classes.items()}
             self._tools = load_tools(load["tools"], self.facts.values())
             shared = [schema_of(tool, f"environment.tools: {name!r}") for name, tool in self._tools.items()]
-            self.facts = {
-                name: facts._replace(tools=[*facts.tools, *shared]) for name, facts in self.facts.items()
-            }
-            self._agent = load["agent"] and load_function(
-                load["agent"], "environment.agent", "agent function"
-            )
+            self.facts = {name: facts._replace(tools=[*facts.tools, *shared]) for name, facts in self.facts.items()}
+            self._agent = load["agent"] and load_function(load["agent"], "environment.agent", "agent function")
             self._train_call = load["train_call"] and load_function(
                 load["train_call"], "environment.train_call", "train_call function"
             )
@@ -157,9 +153,7 @@ class Host:
         try:
             frame = encode({"id": message["id"], **reply})
         except (InvalidInput, RecursionError, MemoryError) as error:
-            frame = encode(
-                {"id": message["id"], "failed": f"returned something without a JSON form: {error}"[:2000]}
-            )
+            frame = encode({"id": message["id"], "failed": f"returned something without a JSON form: {error}"[:2000]})
         writer.write(frame)
 
     async def _call(self, message: dict[str, Any]) -> Reply:
@@ -168,9 +162,7 @@ class Host:
                 return {"value": await self._open(message)}
             case "restore":
                 instance = await self._new(message)
-                await self._lanes.run(
-                    instance.lane, instance.environment.load, decode_state(message["state"])
-                )
+                await self._lanes.run(instance.lane, instance.environment.load, decode_state(message["state"]))
                 return {"value": None}
             case "tools":
                 instance = self._instances[message["session"]]
@@ -179,9 +171,7 @@ class Host:
                 return {"value": results, **await self._state(message, instance)}
             case "step":
                 instance = self._instances[message["session"]]
-                step = step_of(
-                    await self._lanes.run(instance.lane, instance.environment.step, message["text"])
-                )
+                step = step_of(await self._lanes.run(instance.lane, instance.environment.step, message["text"]))
                 return {"value": step._asdict(), **await self._state(message, instance)}
             case "reward":
                 instance = self._instances[message["session"]]
@@ -193,9 +183,7 @@ class Host:
             case _:
                 trains = await self._lanes.run(0, self._train_call, message["messages"], message["tools"])
                 if not isinstance(trains, bool):
-                    raise InvalidValue(
-                        f"train_call returned {type(trains).__name__}, it has to be True or False"
-                    )
+                    raise InvalidValue(f"train_call returned {type(trains).__name__}, it has to be True or False")
                 return {"value": trains}
 
     async def _open(self, message: dict[str, Any]) -> str | None:

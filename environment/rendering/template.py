@@ -112,13 +112,9 @@ class TemplateRendering(Rendering):
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], *, opens: bool
     ) -> str:
-        return render_chat(
-            self.tokenizer, list(messages), kwargs, list(tools) or None, add_generation_prompt=opens
-        )
+        return render_chat(self.tokenizer, list(messages), kwargs, list(tools) or None, add_generation_prompt=opens)
 
-    def _begin(
-        self, history: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], opened: str
-    ) -> int:
+    def _begin(self, history: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], opened: str) -> int:
         """Return where the opening of the model's turn begins in `opened`."""
         key = json.dumps([list(tools), dict(kwargs)], sort_keys=True, default=str)
         opening = self._openings.get(key)

@@ -77,9 +77,7 @@ def write_data(directory: Path, seed: int) -> None:
 
 def main() -> None:
     """Make model and data."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
     write_data(HERE / "data", seed)

@@ -35,9 +35,7 @@ START_S, ANSWER_S = 180.0, 60.0
 
 def main() -> None:
     """Run the pipeline and print its results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=HERE / "runs", help="new folder for all results")
     directory = parser.parse_args().directory.resolve()
     if directory.exists():
@@ -84,9 +82,7 @@ class Pipeline:
         self._ask("lucky", self._export("lucky"))
         decision = self._compare("champion", "lucky")
 
-        self._paceline(
-            "traces", "pairs", f"{self._directory}/traces/*/rated-*.jsonl", self._directory / "pairs.jsonl"
-        )
+        self._paceline("traces", "pairs", f"{self._directory}/traces/*/rated-*.jsonl", self._directory / "pairs.jsonl")
         self._train("dpo", base, f"data.train={self._directory / 'pairs.jsonl'}")
         self._evaluate("dpo")
         return {
@@ -102,9 +98,7 @@ class Pipeline:
 
     def _train(self, algorithm: str, *overrides: str, name: str = "") -> None:
         name = name or algorithm
-        self._paceline(
-            *(algorithm, f"{algorithm}.yaml", *overrides, f"name={name}", "--directory", self._directory)
-        )
+        self._paceline(*(algorithm, f"{algorithm}.yaml", *overrides, f"name={name}", "--directory", self._directory))
         self._runs[name] = f"{name}-{len(self._runs) + 1}"
 
     def _export(self, name: str) -> Path:
@@ -228,9 +222,7 @@ def use(url: str, name: str, row: dict[str, str]) -> None:
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send JSON, and return the JSON of the answer."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
         found: dict[str, Any] = json.load(response)
     return found

@@ -98,9 +98,7 @@ def files() -> dict[str, list[dict[str, Any]]]:
     train = [next(source) for _ in range(NUM_TRAIN)]
     validation = [next(source) for _ in range(NUM_VALIDATION)]
     labelled = [
-        (q, good)
-        for number, q in enumerate(train)
-        for good in ((True, False) if number % 2 else (False, True))
+        (q, good) for number, q in enumerate(train) for good in ((True, False) if number % 2 else (False, True))
     ]
     return {
         "conversations.jsonl": [{"messages": [*asked(q), *answered(q.right)]} for q in train],

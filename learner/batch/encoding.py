@@ -62,17 +62,13 @@ class ExampleEncoder:
         self._check_length(np.concatenate((tokens.prompt_ids, tokens.token_ids)))
         return TrainingSample(number, tokens.prompt_ids, tokens.token_ids, tokens.logprobs)
 
-    def cut_completion(
-        self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
-    ) -> TrainingSample:
+    def cut_completion(self, number: int, prompt: Any, completion: Any, label: PreferenceLabel) -> TrainingSample:
         """Return the completion after the prompt, cut off where it would not fit."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
 
-    def scored_text(
-        self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
-    ) -> TrainingSample:
+    def scored_text(self, number: int, prompt: Any, completion: Any, label: PreferenceLabel) -> TrainingSample:
         """Return the whole text as a prompt with one token after it, at which the model's output is the score."""
         ids = encode_for_scoring(self._tokenizer, prompt, completion, *self._template, self._tools)
         self._check_length(ids)

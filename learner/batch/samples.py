@@ -163,9 +163,7 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
     return sequences
 
 
-def _of_completion(
-    group: Group, completion: Completion, rewards_F: FloatArray, spec: RunSpec
-) -> TrainingSample:
+def _of_completion(group: Group, completion: Completion, rewards_F: FloatArray, spec: RunSpec) -> TrainingSample:
     cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
     trained = slice(0, 0 if cut_off else None)
     reference_T = completion.reference_logprobs
@@ -192,9 +190,7 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
 
     def sampled_of(row: Completion) -> np.ndarray:
         left_out = leaves_out and row.finish_reason == "length"
-        return (
-            np.full(len(row.token_ids), not left_out) if left_out or row.sampled_T is None else row.sampled_T
-        )
+        return np.full(len(row.token_ids), not left_out) if left_out or row.sampled_T is None else row.sampled_T
 
     sampled = [sampled_of(row) for row in group.completions]
     tokens: Counter[int] = Counter()
@@ -207,9 +203,7 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
     num_turns: Counter[int] = Counter()
     earlier = -1
     for index, (sample, row, mask) in enumerate(zip(rows.samples, group.completions, sampled, strict=True)):
-        place = SampleRow(
-            sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample]
-        )
+        place = SampleRow(sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample])
         num_turns[sample] += len(place.turns)
         earlier = sample
         sequences.append(

@@ -373,8 +373,6 @@ def _check_metadata(folder: Folder, listed: set[str]) -> None:
     try:
         named = files_of(decode_metadata(folder.read(METADATA), listed))
     except (Conflict, OSError) as error:
-        raise Unavailable(
-            f"checkpoint {folder}: what was written does not agree with {METADATA}: {error}"
-        ) from error
+        raise Unavailable(f"checkpoint {folder}: what was written does not agree with {METADATA}: {error}") from error
     if unnamed := sorted(listed - named - {METADATA}):
         raise Unavailable(f"checkpoint {folder}: {unnamed[0]!r} was written and {METADATA} does not name it")

@@ -152,9 +152,7 @@ def export_checkpoint(
     return directory
 
 
-def _pieces_of_checkpoint(
-    verified: Verified, weights: Mapping[str, Weight], dtype: torch.dtype
-) -> Iterator[TensorRun]:
+def _pieces_of_checkpoint(verified: Verified, weights: Mapping[str, Weight], dtype: torch.dtype) -> Iterator[TensorRun]:
     for name, weight in weights.items():
         stored = torch.float32 if weight.tensor.is_floating_point() else weight.tensor.dtype
         tensor = torch.empty(weight.tensor.shape, dtype=stored)
@@ -194,9 +192,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
     return model
 
 
-def compare_weights(
-    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
-) -> tuple[list[str], float]:
+def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
     """Return the names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0

@@ -104,9 +104,7 @@ def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, 
     for file in manifest.files[part::parts]:
         digest = folder.sha256(file.path)
         if digest != file.sha256:
-            raise Conflict(
-                f"checkpoint {folder} refused: file {file.path!r} has SHA-256 {digest}, not {file.sha256}"
-            )
+            raise Conflict(f"checkpoint {folder} refused: file {file.path!r} has SHA-256 {digest}, not {file.sha256}")
 
 
 def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:

@@ -60,9 +60,7 @@ class SafetensorsWriter:
     """The weight files of one folder: one file, or several with an index, written piece by piece and in any order. A context manager
     that closes them."""
 
-    def __init__(
-        self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES
-    ) -> None:
+    def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder, self._headers = folder, headers
         self._descriptors: list[int] = []
         self._at: dict[str, tuple[int, int, TensorHeader]] = {}
@@ -281,9 +279,7 @@ def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str
     return "; ".join(wrong[:NAMES_SHOWN]) + more
 
 
-def _groups(
-    model: PreTrainedModel, stored: Mapping[str, Tensor]
-) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
     """Return, for each tensor, the tensors that are converted with it; and those that are stored as they are trained."""
     alone: dict[str, tuple[str, ...]] = {name: (name,) for name in stored}
     whole = _shapes(revert_weight_conversion(model, dict(stored)))
@@ -309,9 +305,7 @@ def _is_plain(model: PreTrainedModel, name: str, stored: Mapping[str, Tensor]) -
     return _shapes(_outputs(model, (name,), stored)) == _shapes({name: stored[name]})
 
 
-def _outputs(
-    model: PreTrainedModel, sources: tuple[str, ...], stored: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _outputs(model: PreTrainedModel, sources: tuple[str, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, on the meta device, that these become in the files."""
     outputs: dict[str, Tensor] = revert_weight_conversion(model, {name: stored[name] for name in sources})
     return outputs

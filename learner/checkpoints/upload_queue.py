@@ -58,9 +58,7 @@ class UploadQueue:
     """The queue of one session's rank. `on_stored` gets each checkpoint that is whole in the store, on rank 0; `warn` gets a
     sentence when the store is away and when it is back. Both are called by the upload's thread."""
 
-    def __init__(
-        self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]
-    ):
+    def __init__(self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
         self.spool = _empty_spool(store, rank)
         """Folder for the files of new checkpoints."""
         self._store, self._on_stored, self._warn = store, on_stored, warn

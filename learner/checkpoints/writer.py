@@ -106,9 +106,7 @@ class CheckpointWriter:
             try:
                 return self._pinned.stage(state)
             except RuntimeError as error:  # of the driver, which limits pinned memory
-                log.warning(
-                    "the state of step %d is copied to memory that is not pinned: %s", self.step, error
-                )
+                log.warning("the state of step %d is copied to memory that is not pinned: %s", self.step, error)
                 self._pinned.state_dict_cache = None
         return BlockingAsyncStager().stage(state)
 

@@ -60,18 +60,14 @@ def packed_attention(
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} needs {name!r}, which packed attention has not"
-            )
+            raise NotImplementedError(f"{type(module).__name__} needs {name!r}, which packed attention has not")
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, layout, scaling, window), None
     return _by_runs(query, key, value, layout, scaling, window, s_aux), None
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _flash_asks_for_gqa() else {}
@@ -137,9 +133,7 @@ def _by_runs(
     q_runs, k_runs, v_runs = (torch.split(x[0].transpose(0, 1), run_tokens) for x in (q, k, v))
     outs_THD = []
     for (count, length), q_THD, k_THD, v_THD in zip(layout.runs, q_runs, k_runs, v_runs, strict=True):
-        q_nHLD, k_nKLD, v_nKLD = (
-            x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD)
-        )
+        q_nHLD, k_nKLD, v_nKLD = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
         mask_LL = None if window is None or length <= window else _band(length, window, q.device)
         if sinks_H is not None:
             k_nKLD, v_nKLD = (pad(x, (0, 0, 0, 1)) for x in (k_nKLD, v_nKLD))

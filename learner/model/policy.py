@@ -58,9 +58,7 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     not of this model.
     """
     lora = policy.lora_cfg
-    model, files = _build(
-        policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None
-    )
+    model, files = _build(policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None)
     if lora.enabled:
         add_adapter(model, lora, seed)
     return _prepared(model, files, policy, device)
@@ -76,9 +74,7 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
 
-def _prepared(
-    model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device
-) -> PreTrainedModel:
+def _prepared(model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device) -> PreTrainedModel:
     """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
@@ -185,9 +181,7 @@ def _build(
         if fault is None:
             raise
         raise fault from error
-    if (
-        getattr(model.config, "quantization_config", None) is not None
-    ):  # gone where loading made plain weights
+    if getattr(model.config, "quantization_config", None) is not None:  # gone where loading made plain weights
         raise InvalidInput(
             f"{FIELD} {name!r}: its weights are quantized (quantization_config in config.json), which the learner neither "
             "trains nor divides over ranks; name its 16-bit or 32-bit version"
@@ -228,9 +222,7 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
     options: dict[str, Any] = {
         "mesh": mesh_of(policy, device),
         "reshard_after_forward": resharded,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype(policy, device), reduce_dtype=torch.float32
-        ),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(policy, device), reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if _offloads(policy, device) else OffloadPolicy(),
     }
     for layer in _decoder_layers(model):
@@ -369,9 +361,7 @@ def padded_row(packed: PackedBatch) -> PackedBatch:
 
 def _with_sequence(layout: SequenceLayout, length: int) -> SequenceLayout:
     end: Tensor = layout.starts[-1:] + length
-    return SequenceLayout(
-        (*layout.runs, (1, length)), torch.cat((layout.starts, end)), max(layout.max_length, length)
-    )
+    return SequenceLayout((*layout.runs, (1, length)), torch.cat((layout.starts, end)), max(layout.max_length, length))
 
 
 def _require_compiler(device: torch.device) -> None:

@@ -207,9 +207,7 @@ def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
     return completion_sums(tokens.reference_N, tokens)
 
 
-def completion_result(
-    loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor
-) -> LossResult:
+def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor) -> LossResult:
     """Return the result of a loss with one number for each sequence, which shows the sequence that is not finite."""
     losses_N = per_sequence_S.detach()[tokens.sequence_N]
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)
@@ -237,9 +235,7 @@ def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str)
         case "sequence_sum":
             return torch.full_like(lengths_N, 1.0 / sequences)
         case "bnpo":
-            return torch.full_like(
-                lengths_N, 1.0 / (max(len(lengths_N), 1) * max(denominators.micro_batches, 1))
-            )
+            return torch.full_like(lengths_N, 1.0 / (max(len(lengths_N), 1) * max(denominators.micro_batches, 1)))
         case _:
             raise ValueError(f"unknown reduction {reduction!r}")
 

@@ -30,9 +30,7 @@ def per_sequence(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Te
     return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 
-def at_level(
-    log_ratio_N: Tensor, level: str, sequence_N: Tensor, lengths_N: Tensor, num_sequences: int
-) -> Tensor:
+def at_level(log_ratio_N: Tensor, level: str, sequence_N: Tensor, lengths_N: Tensor, num_sequences: int) -> Tensor:
     """Return [N] log-ratios as they are (`token`), or the sequence's at each of its tokens: the mean over its tokens
     (`sequence`, GSPO: Zheng et al. 2025) or the sum (`sequence_product`, RLOO in TRL)."""
     if level == "token":

@@ -101,9 +101,7 @@ def preference_loss(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 0.5)")
     if label_smoothing and kind not in ("conservative", "robust"):
-        raise ValueError(
-            f"label_smoothing {label_smoothing} has no meaning for {kind!r}: use conservative or robust"
-        )
+        raise ValueError(f"label_smoothing {label_smoothing} has no meaning for {kind!r}: use conservative or robust")
     chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
     if average or kind == "ipo":
         chosen_P = chosen_P / pairs.chosen_lengths_P.clamp(min=1)

@@ -103,9 +103,7 @@ def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
     At r = 1 the slope in r is that of -r·A; away from it the gradient of the sigmoid falls gradually instead of being clipped.
     """
     ratio_N = bounded_exp(terms.log_ratio_N)
-    temperature_N = _by_sign(
-        terms.advantages_N > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, ratio_N
-    )
+    temperature_N = _by_sign(terms.advantages_N > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, ratio_N)
     losses_N = -torch.sigmoid(temperature_N * (ratio_N - 1)) * 4 / temperature_N * terms.advantages_N
     return PolicyLosses(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
 

@@ -74,9 +74,7 @@ def with_advantages(
         advantages = whitened_token_advantages(
             advantages, penalties, [m.packed.sequence_N for m in micro_batches], device
         )
-    return _replaced(
-        updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, advantages, strict=True)]
-    )
+    return _replaced(updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, advantages, strict=True)])
 
 
 def with_clipped_advantages(
@@ -98,9 +96,7 @@ def with_clipped_advantages(
     return _replaced(updates, clipped), metrics
 
 
-def _of_data_set(
-    batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device
-) -> list[Update]:
+def _of_data_set(batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device) -> list[Update]:
     advantages_S = torch.tensor([sample.advantage or 0.0 for sample in batch], dtype=torch.float32)
 
     def advantages_of(micro: MicroBatch) -> Tensor:
@@ -132,8 +128,7 @@ def _by_value_model(
     ]
     updates = _replaced(updates, assigned)
     tokens_U = [
-        sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
-        for u in updates
+        sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy) for u in updates
     ]
     sums_U = sum_over_ranks(torch.tensor(tokens_U, dtype=torch.float64, device=device)).tolist()
     return [replace(update, num_scored_tokens=total) for update, total in zip(updates, sums_U, strict=True)]
@@ -197,8 +192,7 @@ def _with_turns(
     batch: Sequence[TrainingSample], by_token: Sequence[Float64Array], micro: MicroBatch, device: torch.device
 ) -> MicroBatch:
     values = [
-        by_token[i][np.ones(len(by_token[i]), bool) if (t := batch[i].trained_T) is None else t]
-        for i in micro.indices
+        by_token[i][np.ones(len(by_token[i]), bool) if (t := batch[i].trained_T) is None else t] for i in micro.indices
     ]
     return replace(micro, advantages_N=torch.from_numpy(np.concatenate(values)).to(device, torch.float32))
 

@@ -146,8 +146,6 @@ def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> t
     token = np.zeros(1, np.int32)
     if not sequences:
         sequences = [TrainingSample(-1, token, token)]
-    longer = [
-        TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, token))) for s in sequences
-    ]
+    longer = [TrainingSample(s.group_id, s.prompt_ids, np.concatenate((s.completion_ids, token))) for s in sequences]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
     return pack_samples(longer, device), torch.from_numpy(before_M).to(device)

@@ -118,8 +118,7 @@ def plan_updates(
             packed = pack(lengths, budget_tokens)
         indices_UM.append([tuple(part[i] for i in indices) for indices in packed])
     sizes_U2 = [
-        (len(m), max((batch[i].num_row_tokens for i in p), default=0))
-        for p, m in zip(parts, indices_UM, strict=True)
+        (len(m), max((batch[i].num_row_tokens for i in p), default=0)) for p, m in zip(parts, indices_UM, strict=True)
     ]
     passes_U, longest_U = max_over_ranks(torch.tensor(sizes_U2, device=device)).T.tolist()
     if shape is not None and not objective.keeps_prompts_whole:
@@ -139,9 +138,7 @@ def plan_updates(
     updates: list[Update] = []
     max_tokens = spec.policy.generation.max_new_tokens
     for indices_M, passes, totals in zip(indices_UM, passes_U, totals_U4, strict=True):
-        micro_batches = [
-            _micro_batch([batch[i] for i in indices], indices, step, device) for indices in indices_M
-        ]
+        micro_batches = [_micro_batch([batch[i] for i in indices], indices, step, device) for indices in indices_M]
         micro_batches += [_dummy(objective, device) for _ in range(max(passes, 1) - len(micro_batches))]
         tokens, sequences, filled, prompts = totals
         denominators = Denominators(tokens, sequences, max_tokens, filled, prompts)
@@ -219,9 +216,7 @@ def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:
     return training_flops(shape, packed.layout.runs, len(packed.predictors_N), frozen_base=frozen)
 
 
-def _update_indices(
-    batch: Sequence[TrainingSample], num_updates: int, device: torch.device
-) -> list[list[int]]:
+def _update_indices(batch: Sequence[TrainingSample], num_updates: int, device: torch.device) -> list[list[int]]:
     group_ids = union_over_ranks([s.group_id for s in batch], device)
     update_of = {group_id: i * num_updates // len(group_ids) for i, group_id in enumerate(group_ids)}
     return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(num_updates)]

@@ -62,17 +62,15 @@ class LocalReference(Reference):
     @torch.no_grad()
     def logprobs(self, packed: PackedBatch) -> Tensor:
         with adapter_off(self.model):
-            return packed_logprobs(
-                self.model, packed, temperature=self._temperature, chunk_tokens=self._chunk_tokens
-            )[0]
+            return packed_logprobs(self.model, packed, temperature=self._temperature, chunk_tokens=self._chunk_tokens)[
+                0
+            ]
 
     @torch.no_grad()
     def mix_in(self, policy: PreTrainedModel, share: float) -> None:
         """Set each parameter to share · policy + (1 - share) · reference, in float32. Policy and reference are sharded alike,
         so each rank mixes its shard."""
-        for (name, mine), (other, theirs) in zip(
-            self.model.named_parameters(), policy.named_parameters(), strict=True
-        ):
+        for (name, mine), (other, theirs) in zip(self.model.named_parameters(), policy.named_parameters(), strict=True):
             if name != other:
                 raise ValueError(f"the reference has {name!r} where the policy has {other!r}")
             ours, current = _shard(mine), _shard(theirs)
@@ -113,9 +111,7 @@ class PrecomputedReference(Reference):
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
         sums_S = np.zeros(len(sequences))
-        for indices, packed, logprobs_N in _passes(
-            reference, sequences, self._policy.row_tokens, self._device
-        ):
+        for indices, packed, logprobs_N in _passes(reference, sequences, self._policy.row_tokens, self._device):
             zeros_S = logprobs_N.new_zeros(len(packed.group_ids_S))
             totals_S = zeros_S.index_add(0, packed.sequence_N, logprobs_N)
             sums_S[indices] = totals_S.tolist()[: len(indices)]
@@ -126,9 +122,7 @@ class AskedBehaviour(Reference):
     """The starting policy as the behaviour policy of traces that have no log-probabilities, asked once, before training. Its
     log-probabilities are in memory then, four bytes a token; KL terms are those of `kl_reference`."""
 
-    def __init__(
-        self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float
-    ) -> None:
+    def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature
         self._kl_reference = kl_reference
 
@@ -189,9 +183,7 @@ def _passes(
         yield indices, packed, reference.logprobs(packed)
 
 
-def reference_of(
-    spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float
-) -> Reference:
+def reference_of(spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float) -> Reference:
     """Return the reference that the objective of `spec` compares `policy` with. Raises InvalidInput for a model that cannot
     be loaded, and for a teacher with another tokenizer."""
     if spec.pool_serves_reference:
@@ -203,9 +195,7 @@ def reference_of(
     return _frozen_reference(spec, policy, device, temperature)
 
 
-def _frozen_reference(
-    spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float
-) -> Reference:
+def _frozen_reference(spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float) -> Reference:
     """Return the model that the learner holds beside the policy."""
     frozen = spec.frozen_policy
     if frozen is None:

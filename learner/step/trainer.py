@@ -153,9 +153,7 @@ class Trainer:
         assert isinstance(reference, LocalReference)
         reference.mix_in(self.model, loss_fn.reference_policy_sync_mix)
 
-    def _metrics(
-        self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]
-    ) -> dict[str, float]:
+    def _metrics(self, sums: dict[str, float], grad_norms: list[float], updates: Sequence[Update]) -> dict[str, float]:
         """Return the metrics of the updates that were made: means over their tokens, or over the updates."""
         made = len(grad_norms)
         return {
@@ -250,9 +248,7 @@ class Trainer:
         statistics: TokenStatistics | None = None,
         comparison: SamplerComparison | None = None,
     ) -> LossResult:
-        logprobs_N, entropy_N = self._logprobs(
-            micro.packed, entropy_gradient=self.objective.with_entropy_gradient
-        )
+        logprobs_N, entropy_N = self._logprobs(micro.packed, entropy_gradient=self.objective.with_entropy_gradient)
         if statistics is not None and not micro.is_dummy:
             statistics.note(micro.packed, logprobs_N, entropy_N)
         if comparison is not None and not micro.is_dummy:

@@ -37,9 +37,7 @@ class WeightChannel:
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Take a member's answer to an offer."""
 
-    def progress(
-        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
-    ) -> None:
+    def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
         """Note that a member still works on a version: so many bytes are there, or all are and the engine loads them."""
 
     def interrupt(self, reason: str) -> None:

@@ -50,10 +50,7 @@ class DeltaChannel(WeightChannel):
 
         def take(replaced: VersionSource | None) -> VersionSource:
             started_s = time.perf_counter()
-            if snapshot is not None:
-                source = snapshot.take(replaced)
-            else:
-                source = WholeSlices(local_slices(model, self._dtype))
+            source = snapshot.take(replaced) if snapshot is not None else WholeSlices(local_slices(model, self._dtype))
             self._copied(version, time.perf_counter() - started_s)
             return source
 
@@ -100,9 +97,7 @@ class Rank0DeltaChannel(DeltaChannel):
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         self._offers.answer(member_id, version, ok, message, damaged)
 
-    def progress(
-        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
-    ) -> None:
+    def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
         self._offers.progress(member_id)
 
     def interrupt(self, reason: str) -> None:

@@ -155,9 +155,7 @@ class DeviceSnapshot:
         boxes = self._boxes()
         self._kept = [self._chunk(boxes, chunk).clone() for chunk in range(len(self.layout.chunks))]
         slices = [slice_of(block, local) for block, local in boxes]
-        self._bounds = [
-            choose_bounds(chunk_bits(slices, self.layout, chunk)) for chunk in range(len(self._kept))
-        ]
+        self._bounds = [choose_bounds(chunk_bits(slices, self.layout, chunk)) for chunk in range(len(self._kept))]
         return WholeSlices(slices)
 
     def _boxes(self) -> list[tuple[Any, Tensor]]:
@@ -186,9 +184,7 @@ class DeviceSnapshot:
 class _OnDevice:
     """What changed in a chunk, on its way to the host. Everything is ordered by class, then rank."""
 
-    def __init__(
-        self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]
-    ) -> None:
+    def __init__(self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]) -> None:
         self._bounds = bounds
         self._small = _to_host(torch.stack([sizes_C, counts_C]))
         self._arrays = [_to_host(array) for array in arrays]
@@ -199,9 +195,7 @@ class _OnDevice:
         positions_K, ranks_K, base_K, new_K = (array.numpy() for array in self._arrays)
         width = base_K.dtype.itemsize
         ranks = np.split(ranks_K, np.cumsum(counts_C)[:-1])
-        changes = Changes(
-            self._bounds, tuple(sizes_C), tuple(ranks), base_K.view(f"u{width}"), new_K.view(f"u{width}")
-        )
+        changes = Changes(self._bounds, tuple(sizes_C), tuple(ranks), base_K.view(f"u{width}"), new_K.view(f"u{width}"))
         return ChunkChanges(changes, positions_K)
 
 

@@ -183,9 +183,7 @@ class Rank0HostChannel(HostChannel):
         with self._changed:  # it may need a snapshot
             self._changed.notify_all()
 
-    def progress(
-        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
-    ) -> None:
+    def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
         self._members.progress(member_id, version, received_bytes, loading)
         self._offers.progress(member_id)
 
@@ -323,9 +321,7 @@ class Rank0HostChannel(HostChannel):
         while True:
             with self._changed:
                 # No deadline: a member without a relay may never come.
-                self._changed.wait_for(
-                    lambda: self._closed.is_set() or self._is_due() or self._wants_snapshot()
-                )
+                self._changed.wait_for(lambda: self._closed.is_set() or self._is_due() or self._wants_snapshot())
                 if self._closed.is_set():
                     return
                 due = (self._here, self._newest) if self._is_due() else None
@@ -352,9 +348,7 @@ class Rank0HostChannel(HostChannel):
     def _wants_snapshot(self) -> bool:
         return self._put is not None and self._offers.wants_snapshot
 
-    def _put_into_store(
-        self, version: Version, generation: int, segment: HostSegment, manifest: HostManifest
-    ) -> None:
+    def _put_into_store(self, version: Version, generation: int, segment: HostSegment, manifest: HostManifest) -> None:
         """Copy a version out of the host's memory, which takes newer ones, for the object store."""
         flat = empty_flat(manifest.layout)
         with segment.reading(generation):
@@ -364,9 +358,7 @@ class Rank0HostChannel(HostChannel):
             self._put = version
 
 
-def agree_on_hosts(
-    client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes
-) -> Hosts | None:
+def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
     """Return the learner's hosts; None where a rank has no relay within `timeout_s`. A collective call.
 
     Raises InvalidInput, on every rank, where they are in several zones: each step would wait for the link between them.

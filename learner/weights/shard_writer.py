@@ -77,9 +77,7 @@ class ShardWriter:
             event: torch.cuda.Event = stream.record_event()
             return event
 
-    def _owners(
-        self, model: nn.Module, layout: WeightManifest, host_of_rank: Sequence[int]
-    ) -> Iterator[Owned]:
+    def _owners(self, model: nn.Module, layout: WeightManifest, host_of_rank: Sequence[int]) -> Iterator[Owned]:
         entries = {entry.name: entry for entry in layout.entries}
         for name, tensor in _distinct(model):
             entry = entries[name]
@@ -90,9 +88,7 @@ class ShardWriter:
                 continue
             row_bytes = entry.num_bytes // tensor.shape[0]
             for rank, begin, end in _rows_by_rank(tensor):
-                yield Owned(
-                    entry.offset + begin * row_bytes, entry.offset + end * row_bytes, host_of_rank[rank]
-                )
+                yield Owned(entry.offset + begin * row_bytes, entry.offset + end * row_bytes, host_of_rank[rank])
 
     def _parts(self, model: nn.Module) -> Iterator[_Part]:
         for name, kept in _distinct(model):

@@ -117,9 +117,7 @@ def _gathered(
                 yield TensorRun(name, first * row_numel, part[: filled * row_numel].cpu())
 
 
-def _plain(
-    name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None
-) -> Iterator[TensorRun]:
+def _plain(name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor that rank 0 has whole."""
     if not is_first_rank() or weight.tensor.numel() == 0:
         return

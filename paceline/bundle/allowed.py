@@ -48,9 +48,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
 def _origins(spec: RunSpec) -> dict[str, Path]:
     """Return the submitter's folders by their places in the bundle."""
     files = [Path(file_of(code)) for code in code_paths(spec).values()]
-    origins = {
-        place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()
-    }
+    origins = {place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
     return origins | ({"folder": Path(spec.folder)} if spec.folder else {})
 
 

@@ -41,16 +41,13 @@ class BundleCache:
             for file in manifest.files:
                 _write(folder / file.path, file, fetch(file), key)
 
-        return self._cache.open(
-            manifest.digest, manifest.size, lambda root: _is_whole(root, manifest, key), fill
-        )
+        return self._cache.open(manifest.digest, manifest.size, lambda root: _is_whole(root, manifest, key), fill)
 
 
 def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
     """Return whether every file is there with its digest, encrypted if it has to be."""
     return root.is_dir() and all(
-        _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256
-        for file in manifest.files
+        _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256 for file in manifest.files
     )
 
 

@@ -198,9 +198,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder that are not hidden, in order; links to folders are files here, and so refused."""
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        folders[:] = sorted(
-            set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")}
-        )
+        folders[:] = sorted(set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")})
         yield from (Path(parent, name) for name in sorted([*names, *links]) if not name.startswith("."))
 
 

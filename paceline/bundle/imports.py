@@ -52,19 +52,12 @@ def literal_files(file: Path) -> set[str]:
     return {
         node.value
         for node in ast.walk(_parsed(file))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and _names_a_file(file.parent, node.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _names_a_file(file.parent, node.value)
     }
 
 
 def _names_a_file(folder: Path, text: str) -> bool:
-    if (
-        not 0 < len(text) <= 255
-        or not text.isprintable()
-        or Path(text).is_absolute()
-        or ".." in Path(text).parts
-    ):
+    if not 0 < len(text) <= 255 or not text.isprintable() or Path(text).is_absolute() or ".." in Path(text).parts:
         return False
     try:
         return (folder / text).is_file()
@@ -118,11 +111,7 @@ def _beside(root: Path, name: str) -> set[Path]:
         return set()
     package = root / top
     if (package / "__init__.py").is_file() or (package.is_dir() and any(package.glob("*.py"))):
-        return {
-            path
-            for path in package.rglob("*")
-            if path.suffix in (".py", ".so", ".pyi") and _is_source(path, root)
-        }
+        return {path for path in package.rglob("*") if path.suffix in (".py", ".so", ".pyi") and _is_source(path, root)}
     if (root / f"{top}.py").is_file():
         return {root / f"{top}.py"}
     return set(root.glob(f"{top}.*.so"))

@@ -67,14 +67,8 @@ class Manifest:
             tree = json.loads(text)
         except (ValueError, RecursionError):
             raise InvalidInput("a bundle's manifest is not JSON; send the bundle again") from None
-        if (
-            not isinstance(tree, dict)
-            or tree.get("format") != FORMAT
-            or not isinstance(tree.get("files"), list)
-        ):
-            raise InvalidInput(
-                f"a bundle's manifest is not of format {FORMAT}; use one version of Paceline everywhere"
-            )
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT or not isinstance(tree.get("files"), list):
+            raise InvalidInput(f"a bundle's manifest is not of format {FORMAT}; use one version of Paceline everywhere")
         manifest = cls(tuple(_file(entry) for entry in tree["files"]))
         _check(manifest.files)
         if manifest.text != text:
@@ -85,9 +79,7 @@ class Manifest:
     def text(self) -> bytes:
         """The normal form: the same files have the same text."""
         files = [[file.path, file.kind, file.size, file.sha256] for file in self.files]
-        return json.dumps(
-            {"format": FORMAT, "files": files}, separators=(",", ":"), ensure_ascii=True
-        ).encode()
+        return json.dumps({"format": FORMAT, "files": files}, separators=(",", ":"), ensure_ascii=True).encode()
 
     @cached_property
     def digest(self) -> str:
@@ -105,10 +97,7 @@ class Manifest:
 
     def has(self, path: str, kind: Kind) -> bool:
         """Return whether a file of the kind is at `path` or below it."""
-        return any(
-            file.kind == kind and (file.path == path or file.path.startswith(path + "/"))
-            for file in self.files
-        )
+        return any(file.kind == kind and (file.path == path or file.path.startswith(path + "/")) for file in self.files)
 
 
 def is_digest(text: str) -> bool:
@@ -118,13 +107,9 @@ def is_digest(text: str) -> bool:
 
 def _file(entry: Any) -> BundledFile:
     match entry:
-        case [str(path), str(kind), int(size), str(sha256)] if kind in get_args(Kind) and not isinstance(
-            size, bool
-        ):
+        case [str(path), str(kind), int(size), str(sha256)] if kind in get_args(Kind) and not isinstance(size, bool):
             return BundledFile(path, kind, size, sha256)  # type: ignore[arg-type]
-    raise InvalidInput(
-        f"a bundle's manifest has the entry {str(entry)[:80]!r}, not path, kind, size and SHA-256"
-    )
+    raise InvalidInput(f"a bundle's manifest has the entry {str(entry)[:80]!r}, not path, kind, size and SHA-256")
 
 
 def _check(files: tuple[BundledFile, ...]) -> None:
@@ -149,9 +134,7 @@ def _check(files: tuple[BundledFile, ...]) -> None:
                 f"a bundle has the path {file.path!r}, which leaves its folder; name a file below the spec's"
             )
         if not 0 <= file.size <= MAX_SIZE or not is_digest(file.sha256):
-            raise InvalidInput(
-                f"a bundle has {file.path!r} with size {file.size} and SHA-256 {file.sha256[:80]!r}"
-            )
+            raise InvalidInput(f"a bundle has {file.path!r} with size {file.size} and SHA-256 {file.sha256[:80]!r}")
         if any("/".join(parts[:end]) in paths for end in range(1, len(parts))):
             raise InvalidInput(f"a bundle has {file.path!r} below another file; send the bundle again")
 
@@ -206,11 +189,7 @@ def place_of_prepared(field: str, index: int, name: str) -> str:
 def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the names of data sets by field."""
     names = {"data.train": spec.data.train, "data.validation": spec.data.validation}
-    return {
-        field: (value,) if isinstance(value, str) else value
-        for field, value in names.items()
-        if value is not None
-    }
+    return {field: (value,) if isinstance(value, str) else value for field, value in names.items() if value is not None}
 
 
 def is_path(name: str) -> bool:

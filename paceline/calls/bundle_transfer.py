@@ -107,9 +107,7 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
     if sha256 == bundle.manifest.digest:
         text = bundle.manifest.text
         for start in range(offset, max(len(text), offset + 1), PART_BYTES):
-            yield PutRequest(
-                sha256=sha256, size=len(text), offset=start, data=text[start : start + PART_BYTES]
-            )
+            yield PutRequest(sha256=sha256, size=len(text), offset=start, data=text[start : start + PART_BYTES])
         return
     file = next(file for file in bundle.manifest.files if file.sha256 == sha256)
     path = bundle.sources.get(sha256)

@@ -122,9 +122,7 @@ T = TypeVar("T")
 class Connection:
     """The channel to a coordinator. Safe to use from several threads."""
 
-    def __init__(
-        self, address: str, timeout_s: float, wait_s: float, token_file: Path | None, tls_dir: Path | None
-    ):
+    def __init__(self, address: str, timeout_s: float, wait_s: float, token_file: Path | None, tls_dir: Path | None):
         """As `paceline.client.Client`, which has the defaults."""
         self.address = checked_address(address)
         self._timeout_s = timeout_s
@@ -154,9 +152,7 @@ class Connection:
             try:
                 return self._call_once(call, other)
             except Busy as busy:
-                if time.monotonic() + busy.retry_after_s > busy_until_s or self._closed.wait(
-                    busy.retry_after_s
-                ):
+                if time.monotonic() + busy.retry_after_s > busy_until_s or self._closed.wait(busy.retry_after_s):
                     raise
             except Unavailable:
                 if time.monotonic() >= deadline_s or self._closed.wait(backoff.next_s()):

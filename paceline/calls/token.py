@@ -51,9 +51,7 @@ def make_token(path: Path) -> str:
         partial.unlink()
     token = read_token(path)
     if not token:
-        raise InvalidInput(
-            f"the token file {path} is empty or cannot be read; delete it, and a new one is made"
-        )
+        raise InvalidInput(f"the token file {path} is empty or cannot be read; delete it, and a new one is made")
     return token
 
 

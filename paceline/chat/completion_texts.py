@@ -150,9 +150,7 @@ def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
                 re.escape(special),
                 "|".join(CONTENTS[role] for role in ("system", "user", "tool")),
             )
-            if not TAG.fullmatch(special) or re.search(
-                rf"{mark}\s*(?:{content})|(?:{content})\s*{mark}", text
-            ):
+            if not TAG.fullmatch(special) or re.search(rf"{mark}\s*(?:{content})|(?:{content})\s*{mark}", text):
                 found.add(special)
     return found
 

@@ -94,9 +94,7 @@ class Probe:
         """Return whether the template writes the definitions of tools."""
         chat = [{"role": "user", "content": _QUESTION}]
         with_them = self._text(chat)
-        return with_them is not None and with_them != Probe(
-            self.tokenizer, self.source, [], self.kwargs
-        )._text(chat)
+        return with_them is not None and with_them != Probe(self.tokenizer, self.source, [], self.kwargs)._text(chat)
 
     def renders_call_ids(self) -> bool:
         """Return whether the template writes the ids of results."""
@@ -251,9 +249,7 @@ class ChatTemplate:
         """Return the messages as the template gets them. Raises Unsupported for what it would leave out, InvalidInput without a
         template."""
         if not self.source:
-            raise InvalidInput(
-                "the tokenizer has no chat template, which messages need; send a text as the prompt"
-            )
+            raise InvalidInput("the tokenizer has no chat template, which messages need; send a text as the prompt")
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
         if tools and not self._proves("", "tools", probe.renders_tools):
             raise Unsupported(

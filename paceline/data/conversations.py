@@ -46,9 +46,7 @@ def encode_conversation(
     an answer end without a token at which sampling stops.
     """
     if not tokenizer.chat_template:
-        raise InvalidInput(
-            "the tokenizer has no chat template, which conversations need; use another tokenizer"
-        )
+        raise InvalidInput("the tokenizer has no chat template, which conversations need; use another tokenizer")
     if GENERATION_MARK.search(str(tokenizer.chat_template)):
         ids, spans = _by_marks(tokenizer, messages, template_kwargs, tools)
     else:
@@ -123,9 +121,7 @@ def _by_marks(
     return list(encoded["input_ids"]), spans
 
 
-def _marked(
-    tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
-) -> tuple[str, list[Span]]:
+def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools) -> tuple[str, list[Span]]:
     """Return the rendered conversation, and the characters between the template's marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -142,9 +138,7 @@ def _marked(
     return text, list(marked)
 
 
-def _with_stops(
-    tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]
-) -> tuple[list[int], list[Span]]:
+def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]) -> tuple[list[int], list[Span]]:
     """Return tokens and spans with each answer up to and with the token at which sampling stops; the last answer gets one where
     the template writes none behind it. Raises InvalidInput where another answer has neither that nor the template's own end,
     behind which the model learns to stop from the last answer."""
@@ -194,9 +188,7 @@ def _has_own_end(tokenizer: Any, span: list[int], messages: list[Any]) -> bool:
     """Return whether a span ends with text of the template, such as ChatML's end of a turn in a base model, and not with what
     the assistant says."""
     text = "".join(tokenizer.decode(span, skip_special_tokens=False).split())
-    said = (
-        "".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant"
-    )
+    said = ("".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant")
     return not any(text.endswith(each) for each in said if each)
 
 

@@ -77,9 +77,7 @@ def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
             )
         check_text(messages, key)
         if data.system_prompt is not None and messages[0]["role"] == "system":
-            raise DataError(
-                "data.system_prompt is set, but the conversation has a system message; keep one of them"
-            )
+            raise DataError("data.system_prompt is set, but the conversation has a system message; keep one of them")
         return Demonstration(with_system_prompt(messages[:-1], data), plain(messages[-1:]))
     if has_text(row, data):
         return Demonstration(None, _whole_text(row, data))
@@ -94,9 +92,7 @@ def _whole_text(row: dict[str, Any], data: DataSection) -> str:
     """Return the text of a row without a prompt. Raises DataError."""
     text = row["text"]
     if not isinstance(text, str) or not text:
-        raise DataError(
-            f"column 'text' has to be text that is not empty, not {text!r:.80}; correct or remove the row"
-        )
+        raise DataError(f"column 'text' has to be text that is not empty, not {text!r:.80}; correct or remove the row")
     if data.system_prompt is not None:
         raise DataError("data.system_prompt is set, but column 'text' is no chat; remove data.system_prompt")
     return text
@@ -163,8 +159,7 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
     """`context` and `completions` with ranks, 0 the best."""
     ranked = row["completions"]
     fits = isinstance(ranked, list) and all(
-        isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion")
-        for item in ranked
+        isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion") for item in ranked
     )
     if not fits or len(ranked) < 2:
         raise DataError(
@@ -245,9 +240,7 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
     A space there belongs to what follows, as TRL splits them, because tokens of words begin with it.
     """
     first, last = min(whole), max(whole)  # what these two share, all share
-    common = sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
-    )
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     common = min(common, min(map(len, whole)) - 1)  # all of them go on
     prompt = ""
     for units in (WRITTEN, WORDS):

@@ -115,9 +115,7 @@ def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
     check_prepared(data)
     rows = open_source(source, check_example(spec))
     has_pairs = spec.examples.example_form == "preference" or _are_pairs(rows, spec)
-    return (
-        DecidedPairs(rows, data, source.field) if has_pairs and data.preference_key in rows.columns else rows
-    )
+    return DecidedPairs(rows, data, source.field) if has_pairs and data.preference_key in rows.columns else rows
 
 
 def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:

@@ -111,9 +111,7 @@ def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
         return f"prompts by {named}, of rows with the columns {', '.join(sorted(row))}"
     if not data.prompt_key:
-        return (
-            f"rows without prompts, which the environment gives; columns: {', '.join(sorted(row)) or 'none'}"
-        )
+        return f"rows without prompts, which the environment gives; columns: {', '.join(sorted(row)) or 'none'}"
     keys = with_keys_of_row(row, data)
     found = format_of_row(row, keys)
     if found is None:

@@ -142,17 +142,13 @@ def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except RecursionError:
-        raise DataError(
-            f"{path}, line {number}: nested too deeply: {line[:60]!r}; fix or remove it"
-        ) from None
+        raise DataError(f"{path}, line {number}: nested too deeply: {line[:60]!r}; fix or remove it") from None
     except ValueError as error:
         at = ""
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             at = f", column {(error.pos if isinstance(error, json.JSONDecodeError) else error.start) + 1}"
         why = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(
-            f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; fix or remove it"
-        ) from None
+        raise DataError(f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; fix or remove it") from None
     if not isinstance(row, dict):
         raise DataError(
             f"{path}, line {number}: {type(row).__name__} instead of an object with columns; correct or remove it"

@@ -65,9 +65,7 @@ class _Reader:
         if not isinstance(schema, dict) or depth > MAX_DEPTH or self.num_read > MAX_SCHEMAS:
             return [{}]
         groups = [self._of_each([each], depth) for each in _list(schema, "allOf")]
-        groups += [
-            self._of_each(_list(schema, key), depth) for key in ("anyOf", "oneOf") if _list(schema, key)
-        ]
+        groups += [self._of_each(_list(schema, key), depth) for key in ("anyOf", "oneOf") if _list(schema, key)]
         if "$ref" in schema:
             groups.append(self._of_each([_target(schema["$ref"], self.root)], depth))
         made = [{key: value for key, value in schema.items() if key not in COMBINING}]
@@ -118,9 +116,7 @@ def _types(schema: Json) -> set[str] | None:
     if values is not None:
         types = {type_of(value) for value in values}
     elif named is not None:
-        names = [
-            TYPE_NAMES.get(str(name).lower(), "") for name in (named if isinstance(named, list) else [named])
-        ]
+        names = [TYPE_NAMES.get(str(name).lower(), "") for name in (named if isinstance(named, list) else [named])]
         if "" in names:
             return None
         types = set(names)

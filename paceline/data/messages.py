@@ -215,9 +215,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Json:
     return made
 
 
-STRICT_JSON = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object
-)
+STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
 """Decoder that refuses what JSON does not have, or what could be read in two ways: NaN, numbers beyond float64, repeated keys."""
 
 
@@ -317,9 +315,7 @@ class NotRendered(InvalidInput):
         self.role, self.name = role, name
 
 
-def for_template(
-    messages: Sequence[Any], source: str, write: Callable[[list[Json]], str | None]
-) -> list[Any]:
+def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Json]], str | None]) -> list[Any]:
     """Return read messages as the template with the text `source` takes them. `write` renders a chat, and returns None for one that
     the template refuses. Raises NotRendered, and InvalidInput for results of tools that belong to no call."""
     names: dict[str, str] = {}
@@ -384,9 +380,7 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
     if not ASKS_FOR_NONE.search(source):
         return True
     call: Json = {"id": "c47134713", "type": "function", "function": {"name": "compute4713", "arguments": {}}}
-    text = write(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    )
+    text = write([{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}])
     return text is None or "compute4713" in text
 
 

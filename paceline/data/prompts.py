@@ -103,9 +103,7 @@ class PromptSource:
         return key if self._names and key not in self._rows.columns else None
 
 
-def open_prompts(
-    data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True
-) -> PromptSource:
+def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True) -> PromptSource:
     """Return the training (or validation) prompts; with `has_tools` the chat template gets the tools of a row. Raises DataError:
     empty, malformed row, no prompt column; Unreadable: not there."""
     rows: Rows
@@ -143,9 +141,7 @@ def open_streamed(data: DataSection, seed: int, check: Check) -> StreamedRows:
     )
 
 
-def _order(
-    rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: bool
-) -> Epochs | Mixture | Draws:
+def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: bool) -> Epochs | Mixture | Draws:
     if isinstance(rows, StreamedRows):
         return Draws()
     sizes = sizes_of(rows)
@@ -234,9 +230,7 @@ class Draws:
 class _Permutations:
     """A permutation of `size` numbers for each epoch, drawn from the seed (`before`, epoch, `after`)."""
 
-    def __init__(
-        self, size: int, before: tuple[int, ...], after: tuple[int, ...] = (), *, shuffle: bool
-    ) -> None:
+    def __init__(self, size: int, before: tuple[int, ...], after: tuple[int, ...] = (), *, shuffle: bool) -> None:
         self._size, self._before, self._after, self._shuffle = size, before, after, shuffle
         self._epoch = -1
         self._order: npt.NDArray[np.int64] | None = None

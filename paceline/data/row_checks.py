@@ -137,9 +137,7 @@ def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
     # A further key may differ in the first message, and then nothing is common.
     alike &= len(first.keys) == 2 and len(second.keys) == 2
     same_length: Mask = (first.lengths == second.lengths) & (first.lengths > 1)
-    differ: Mask = (
-        alike & same_length & _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
-    )
+    differ: Mask = alike & same_length & _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
     return differ
 
 
@@ -228,9 +226,7 @@ def _are_plain_messages(kind: pa.DataType) -> bool:
     """Return whether a type is a list of structures with the texts role and content."""
     import pyarrow as pa
 
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
-        kind.value_type
-    ):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
     if not fields.keys().isdisjoint((*CALL_FIELDS, *REASONING_FIELDS)):
@@ -293,9 +289,7 @@ def check_prepared(data: DataSection) -> None:
 def check_prompt(row: dict[str, Any], prompt_key: str) -> None:
     """Raises DataError when `row` has no usable prompt in column `prompt_key`."""
     if prompt_key not in row:
-        raise DataError(
-            f"data.prompt_key is {prompt_key!r}, but the columns are {sorted(row)}; set it to one of them"
-        )
+        raise DataError(f"data.prompt_key is {prompt_key!r}, but the columns are {sorted(row)}; set it to one of them")
     check_text(row[prompt_key], prompt_key)
 
 
@@ -313,10 +307,6 @@ def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
     """Raises DataError when `row` lacks one of the columns, or has nothing in it."""
     for key in keys:
         if key not in row:
-            raise DataError(
-                f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key"
-            )
+            raise DataError(f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key")
         if row[key] is None or row[key] == "":
-            raise DataError(
-                f"column {key!r} is {'null' if row[key] is None else 'empty'}; fill it, or remove the row"
-            )
+            raise DataError(f"column {key!r} is {'null' if row[key] is None else 'empty'}; fill it, or remove the row")

@@ -79,9 +79,7 @@ def _answers(row: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[list[str], 
             f"column {keys[0]!r} is {value!r:.80}, must be a list of answers; name its column in data.choices.keys"
         )
     if labels and len(labels) != len(value):
-        raise DataError(
-            f"column {keys[0]!r} has {len(value)} texts and {len(labels)} labels; correct the row"
-        )
+        raise DataError(f"column {keys[0]!r} has {len(value)} texts and {len(labels)} labels; correct the row")
     return [_text(each, keys[0]) for each in value], labels
 
 
@@ -152,7 +150,5 @@ def _filled(template: str, columns: Mapping[str, Any]) -> str:
                 f"data.prompt_template names {{{name}}}, but the columns are {sorted(values)}; name one of them"
             )
         if values[name] is None:
-            raise DataError(
-                f"column {name!r} is null, and data.prompt_template names it; fill it, or remove the row"
-            )
+            raise DataError(f"column {name!r} is null, and data.prompt_template names it; fill it, or remove the row")
     return fill(template, values, as_lines)

@@ -55,9 +55,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-def open_rows(
-    name: str | tuple[str, ...], split: str, field: str = "data.train", check: Check | None = None
-) -> Rows:
+def open_rows(name: str | tuple[str, ...], split: str, field: str = "data.train", check: Check | None = None) -> Rows:
     """Rows of the data set `name`, as of `open_source`."""
     return open_source(DataSource(field, name, split), check)
 
@@ -107,9 +105,7 @@ def _file(name: str, field: str, check: Check | None) -> Rows:
                 return open_table("arrow", name, None, field)
     except OSError as error:
         raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
-    raise DataError(
-        f"{field}: {name!r} is a file of a kind that cannot be read; the kinds are {', '.join(FILE_KINDS)}"
-    )
+    raise DataError(f"{field}: {name!r} is a file of a kind that cannot be read; the kinds are {', '.join(FILE_KINDS)}")
 
 
 def _check_table(rows: TableRows, check: Check, where: str) -> None:
@@ -162,9 +158,7 @@ def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]
                     )
                 yield reader.line_num, cells
         except csv.Error as error:
-            raise DataError(
-                f"{path}, line {reader.line_num}: not valid CSV ({error}); fix the line"
-            ) from None
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}); fix the line") from None
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}, after line {reader.line_num}: not UTF-8 ({error.reason}); save the file as UTF-8"
@@ -176,9 +170,7 @@ def _checked_names(path: Path, names: list[str]) -> list[str]:
         if not name.strip():
             raise DataError(f"{path}, line 1: a column has no name; name every column there")
         if names.count(name) > 1:
-            raise DataError(
-                f"{path}, line 1: the column {name!r} is there {names.count(name)} times; name it once"
-            )
+            raise DataError(f"{path}, line 1: the column {name!r} is there {names.count(name)} times; name it once")
     return names
 
 
@@ -278,9 +270,7 @@ def files_of(name: str, field: str) -> Iterator[Path]:
     paths = [path for path in map(Path, found) if path.is_file()]
     if not paths:
         what = "no file matches" if glob.has_magic(name) else "no file"
-        raise Unreadable(
-            f"{field}: {what} {name!r}; check the path (relative paths start at the spec's folder)"
-        )
+        raise Unreadable(f"{field}: {what} {name!r}; check the path (relative paths start at the spec's folder)")
     yield from paths
 
 

@@ -148,9 +148,7 @@ def _table_in_memory(builder: str, path: Path) -> Any:
 
 
 def without_configs(field: str, config: str, name: str, kind: str) -> DataError:
-    return DataError(
-        f"{field}_config is {config!r}, but {name!r} is {kind}, which has no configurations; remove it"
-    )
+    return DataError(f"{field}_config is {config!r}, but {name!r} is {kind}, which has no configurations; remove it")
 
 
 def short_types(schema: Any) -> dict[str, str]:
@@ -191,10 +189,10 @@ class TableRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
             row = in_short_form(self.dataset[index], self._short)
-        except Exception as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
-            raise Unreadable(
-                f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"
-            ) from None
+        except (
+            Exception
+        ) as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
+            raise Unreadable(f"row {index} of the data set cannot be read: {type(error).__name__}: {error}") from None
         return without_added_nulls(row, is_table=self._adds_nulls)
 
 
@@ -212,9 +210,7 @@ log = logging.getLogger(__name__)
 class StreamedRows:
     """Rows by the number of the draw."""
 
-    def __init__(
-        self, name: str, tables: Tables, check: Check, seed: int, *, block_rows: int, shuffle: bool
-    ) -> None:
+    def __init__(self, name: str, tables: Tables, check: Check, seed: int, *, block_rows: int, shuffle: bool) -> None:
         """Read the first block of the stream. Raises DataError for a stream without rows, or whose first row cannot be used;
         errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle

@@ -115,9 +115,7 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
     """Raises InvalidInput unless both give every token the same number."""
     own, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(teacher).get_vocab()
     if own != theirs:
-        differing = sorted(
-            token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
-        )
+        differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
         raise InvalidInput(
             f"distillation.teacher_model_name {teacher.model_name!r} has another tokenizer than the student (first "
             f"differing token {differing[0]!r}); its probabilities would be of other tokens. Take a teacher of the same "
@@ -387,9 +385,7 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
     return [int(token) for token in encode_continuation(tokenizer, prompt_ids, text)]
 
 
-def end_of(
-    tokenizer: Any, ids: Sequence[int], said: str = "", stops: frozenset[int] | None = None
-) -> int | None:
+def end_of(tokenizer: Any, ids: Sequence[int], said: str = "", stops: frozenset[int] | None = None) -> int | None:
     """Return the number of tokens up to and with the last one at which sampling stops, if nothing but white space follows it, or
     nothing of `said`, a message that the template wrote; else None."""
     stops = stop_ids(tokenizer) if stops is None else stops
@@ -428,9 +424,7 @@ def encode_for_scoring(
     sequence is also the padding, the score is read at the token before it.
     """
     stops = frozenset({end_id(tokenizer)})
-    ids = np.concatenate(
-        encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops)
-    )
+    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
     if len(kept) == 0:
         raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")

@@ -156,9 +156,7 @@ def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
         return ("reward",) if row.keys() >= VERIFIERS_COLUMNS else ()
-    return tuple(
-        name for name, value in row.items() if name not in TRL_COLUMNS and isinstance(value, int | float)
-    )
+    return tuple(name for name, value in row.items() if name not in TRL_COLUMNS and isinstance(value, int | float))
 
 
 def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
@@ -176,12 +174,7 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
         raise DataError(
             f"columns {', '.join(TOKEN_COLUMNS)} have to be lists of numbers ({error}); write the export as JSONL or Parquet"
         ) from None
-    if (
-        prompt_ids.ndim != 1
-        or not len(prompt_ids)
-        or token_ids.ndim != 1
-        or token_ids.shape != logprobs.shape
-    ):
+    if prompt_ids.ndim != 1 or not len(prompt_ids) or token_ids.ndim != 1 or token_ids.shape != logprobs.shape:
         raise DataError(
             f"column 'token_ids' has {token_ids.size} tokens and 'logprobs' {logprobs.size} values for a prompt of "
             f"{prompt_ids.size}; each token needs one log-probability and a prompt before it"
@@ -201,9 +194,7 @@ class TraceGroups:
 
     columns: tuple[str, ...] = ("traces",)
 
-    def __init__(
-        self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64
-    ) -> None:
+    def __init__(self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64) -> None:
         """Group `rows`. Traces below `least_reward` are left out; a prompt of more than `max_size` traces is several groups.
 
         Raises DataError: no group is left.

@@ -61,9 +61,7 @@ def plain_size(encrypted_bytes: int) -> int:
     chunks = max(1, -(-body // SEALED_BYTES))
     size = body - TAG_BYTES * chunks
     if size < 0 or (size == 0 and chunks > 1) or encrypted_size(size) != encrypted_bytes:
-        raise WrongKey(
-            f"an encrypted file has {encrypted_bytes} bytes, which no whole one has; it was cut off"
-        )
+        raise WrongKey(f"an encrypted file has {encrypted_bytes} bytes, which no whole one has; it was cut off")
     return size
 
 
@@ -221,12 +219,8 @@ def decrypt(data: bytes, key: StorageKey | None, name: str) -> bytes:
 def wrong_key(name: str, encrypted_with: bytes, key: StorageKey | None, remedy: str = REMEDY) -> WrongKey:
     """Return the error for the file `name` that has the name of another key than the one given."""
     if key is None:
-        return WrongKey(
-            f"{name} is encrypted with the key {encrypted_with.hex()}, and no key is given; {remedy}"
-        )
-    return WrongKey(
-        f"{name} is encrypted with the key {encrypted_with.hex()}, not with {key.name.hex()}; {remedy}"
-    )
+        return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, and no key is given; {remedy}")
+    return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, not with {key.name.hex()}; {remedy}")
 
 
 def _file_key(header: bytes, key: StorageKey | None, name: str) -> bytes:

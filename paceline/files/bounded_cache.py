@@ -90,9 +90,7 @@ class BoundedCache:
     def folder(self) -> Path:
         return self._folder
 
-    def open(
-        self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
-    ) -> HeldFolder:
+    def open(self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]) -> HeldFolder:
         """Return the entry `name`, which takes `size` bytes; `fill` makes it in an empty folder unless it `is_whole`.
         Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use
         leave no room; errors of `fill`."""
@@ -105,9 +103,7 @@ class BoundedCache:
                 f"{self._kind.folder_variable} to a folder with room in which you can write"
             ) from error
 
-    def _open(
-        self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
-    ) -> HeldFolder:
+    def _open(self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]) -> HeldFolder:
         root = self._folder / name
         lock = self._lock_file(name)
         try:
@@ -147,9 +143,7 @@ class BoundedCache:
         kind = self._kind
         what = f"the {kind.name}'s files are {size >> 20} MB, and "
         if size > self._max_bytes:
-            raise Unreadable(
-                f"{what}{self._folder} may hold {self._max_bytes >> 20} MB; raise {kind.size_variable}"
-            )
+            raise Unreadable(f"{what}{self._folder} may hold {self._max_bytes >> 20} MB; raise {kind.size_variable}")
         used: list[tuple[float, str, int]] = []
         for path in self._folder.glob("*.lock"):
             with contextlib.suppress(OSError, ValueError):

@@ -143,9 +143,7 @@ def _cipher_of(file: IO[bytes], name: str, key: StorageKey | None) -> RecordCiph
         if len(header) < HEADER_BYTES:
             raise ValueError(f"{len(header)} bytes")
     except ValueError:
-        raise WrongKey(
-            f"{name} is damaged: it begins with {MARK.decode()!r}, and its first line is cut off"
-        ) from None
+        raise WrongKey(f"{name} is damaged: it begins with {MARK.decode()!r}, and its first line is cut off") from None
     if key is None or key.name != encrypted_with:
         raise wrong_key(name, encrypted_with, key)
     return RecordCipher(key, "lines", salt)

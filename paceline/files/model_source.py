@@ -35,9 +35,7 @@ def tokenizer_source(name: str) -> str:
     return model_source(name, "policy.tokenizer_name (or model_name)", config=False)
 
 
-def model_source(
-    name: str, field: str = "policy.model_name", *, weights: bool = False, config: bool = True
-) -> str:
+def model_source(name: str, field: str = "policy.model_name", *, weights: bool = False, config: bool = True) -> str:
     """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`. `field` is the
     spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too. Raises
     Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that cannot be
@@ -64,9 +62,7 @@ def _check_config(path: Path, what: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{what}: its config.json is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
-        raise InvalidInput(
-            f"{what}: its config.json is {type(config).__name__}, not an object; copy it again"
-        )
+        raise InvalidInput(f"{what}: its config.json is {type(config).__name__}, not an object; copy it again")
 
 
 def _refuse_adapter(names: Collection[str], what: str) -> None:

@@ -188,9 +188,7 @@ def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id
 PROBE = ".paceline-store"
 REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that trying again does not help."""
-NO_CREDENTIALS = set(
-    ["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"]
-)
+NO_CREDENTIALS = set(["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"])
 """Errors of stores' clients, by name because the packages are optional."""
 
 

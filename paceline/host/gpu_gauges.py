@@ -36,9 +36,7 @@ class GpuReader:
     def __init__(self, nvml: Any, handles: Mapping[int, Any]):
         """`handles` are by the GPU's index for CUDA in this process."""
         self._nvml, self._handles = nvml, dict(handles)
-        self._names = {
-            index: _text(self._call("nvmlDeviceGetUUID", handle)) for index, handle in handles.items()
-        }
+        self._names = {index: _text(self._call("nvmlDeviceGetUUID", handle)) for index, handle in handles.items()}
         self._xid, self._xid_errors = 0, 0
         self._events = self._watch_errors()
 

@@ -46,9 +46,7 @@ def landlock_abi() -> int:
 def restrict(rights: int = 0, rules: Iterable[tuple[str, int]] = ()) -> None:
     """Scope this process and its later children by SCOPES, and leave of the file rights `rights` only those of `rules`: (path, rights
     below it). A path that is gone, or is a link, has no rule. Needs ABI 6. Raises OSError."""
-    ruleset = _syscall(
-        CREATE_RULESET, struct.pack("=3Q", rights, 0, SCOPES), ctypes.c_size_t(24), ctypes.c_uint32(0)
-    )
+    ruleset = _syscall(CREATE_RULESET, struct.pack("=3Q", rights, 0, SCOPES), ctypes.c_size_t(24), ctypes.c_uint32(0))
     try:
         for path, granted in rules:
             _allow(ruleset, path, granted)

@@ -66,17 +66,13 @@ def _refusal(config: Mapping[str, Any]) -> str:
     types = {config.get("model_type"), text.get("model_type")}
     towers = [name for name in MODALITIES if config.get(name)]
     kinds = text.get("layer_types")
-    foreign = (
-        sorted({str(kind) for kind in kinds} - ATTENTION_KINDS) if isinstance(kinds, list | tuple) else []
-    )
+    foreign = sorted({str(kind) for kind in kinds} - ATTENTION_KINDS) if isinstance(kinds, list | tuple) else []
     if towers:
         return f"they have a tower for another modality ({towers[0]})"
     if config.get("is_encoder_decoder"):
         return "they have an encoder"
     if text.get("kv_lora_rank"):
-        return (
-            "their latent attention (MLA, kv_lora_rank) has value heads of another size than its query heads"
-        )
+        return "their latent attention (MLA, kv_lora_rank) has value heads of another size than its query heads"
     if foreign or types & STATEFUL_TYPES:
         named = f" ({', '.join(foreign)})" if foreign else ""
         return f"layers other than full or sliding attention{named} carry state from one packed sequence into the next"
@@ -104,10 +100,7 @@ def split_dimensions(model_class: Any, config: Any, size: int) -> dict[str, int]
     every rank, among them keys and values with fewer heads than ranks.
     """
     prefix = getattr(model_class, "base_model_prefix", "model")
-    plan = {
-        f"{prefix}.{name}": style
-        for name, style in (getattr(config, "base_model_tp_plan", None) or {}).items()
-    }
+    plan = {f"{prefix}.{name}": style for name, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     plan |= getattr(model_class, "_tp_plan", None) or {}
     dimensions = {}
     for name, style in plan.items():
@@ -119,9 +112,7 @@ def split_dimensions(model_class: Any, config: Any, size: int) -> dict[str, int]
     return dimensions
 
 
-def split_dimension(
-    dimensions: Mapping[str, int], name: str, shape: tuple[int, ...], size: int
-) -> int | None:
+def split_dimension(dimensions: Mapping[str, int], name: str, shape: tuple[int, ...], size: int) -> int | None:
     """Return the dimension by which the tensor of this name is divided; None where every rank has all of it."""
     layer = re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight").removesuffix(".bias")
     dimension = dimensions.get(layer)

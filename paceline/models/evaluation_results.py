@@ -101,9 +101,7 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
     samples_file = file.parent / SAMPLES
     try:
         if _Result.model_validate(result).digests.get("samples") != hashlib.sha256(samples_text).hexdigest():
-            raise DataError(
-                f"{samples_file} was changed after it was written: its digest does not fit; evaluate again"
-            )
+            raise DataError(f"{samples_file} was changed after it was written: its digest does not fit; evaluate again")
         samples = [json.loads(line) for line in samples_text.splitlines()]
         for sample in samples:
             _Sample.model_validate(sample)
@@ -126,9 +124,7 @@ def _has_own_digest(document: Document) -> bool:
         return False
 
 
-def check_evidence(
-    export_sha256: str, evaluations: Mapping[str, Document], verdicts: Mapping[str, Document]
-) -> None:
+def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verdicts: Mapping[str, Document]) -> None:
     """Check the results and verdicts of a model, both by the names of their files. Raises DataError, which names the file."""
     for name, result in evaluations.items():
         _check_digest(name, result, "an evaluation")
@@ -144,9 +140,7 @@ def check_evidence(
     for name, verdict in verdicts.items():
         _check_digest(name, verdict, "a verdict")
         if verdict.get("outcome") not in ("passed", "failed", "undecided"):
-            raise DataError(
-                f"{name} has the outcome {verdict.get('outcome')!r}; write it again with `paceline gate`"
-            )
+            raise DataError(f"{name} has the outcome {verdict.get('outcome')!r}; write it again with `paceline gate`")
         if verdict.get("digests", {}).get("candidate") not in digests:
             raise DataError(
                 f"{name} judges an evaluation that is not among those of this model; give that evaluation too"
@@ -160,9 +154,7 @@ def has_passed(verdicts: Sequence[Document]) -> bool:
 
 def outcome_of(verdicts: Sequence[Document]) -> str:
     """Return what the gates say, for people: `no verdict`, `passed`, or the first outcome that is not."""
-    return next(
-        (v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict"
-    )
+    return next((v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict")
 
 
 def _check_digest(name: str, document: Document, what: str) -> None:

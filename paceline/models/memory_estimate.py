@@ -153,8 +153,7 @@ def tokens_of_update(spec: RunSpec) -> int:
         else spec.grpo.num_prompts_per_step * spec.grpo.num_generations_per_prompt
     )
     return (
-        -(-sequences // (spec.cluster.learner_ranks * policy.num_updates_per_step))
-        * policy.max_total_sequence_length
+        -(-sequences // (spec.cluster.learner_ranks * policy.num_updates_per_step)) * policy.max_total_sequence_length
     )
 
 
@@ -258,9 +257,7 @@ def sentence(needed: Estimate, spec: RunSpec) -> str:
         f"{gigabytes(needed.activations)} in a full micro-batch of {needed.micro_batch_tokens:,} tokens"
     ]
     if needed.sampler:
-        roles.append(
-            f"{_count(spec.cluster.rollout_workers, 'rollout worker')} with {gigabytes(needed.sampler_bytes)}"
-        )
+        roles.append(f"{_count(spec.cluster.rollout_workers, 'rollout worker')} with {gigabytes(needed.sampler_bytes)}")
     return f"a model of {needed.shape.parameters / 1e6:,.0f} M parameters takes an estimated {' and '.join(roles)}"
 
 

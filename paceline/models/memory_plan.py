@@ -109,9 +109,7 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
         return room.gpu_bytes is not None and state <= state_room(ranks // hosts, room.gpu_bytes)
 
     mesh = mesh_shape(spec.policy.parallel, ranks, hosts, fits_host)
-    needed = estimate(
-        spec, shape, shards=mesh.shard, learner_on_gpu=learner_on_gpu, sampler_on_gpu=sampler_on_gpu
-    )
+    needed = estimate(spec, shape, shards=mesh.shard, learner_on_gpu=learner_on_gpu, sampler_on_gpu=sampler_on_gpu)
     learner = {**needed.learner, "activations": needed.activations}
     loads: list[Load] = []
     host: dict[str, int] = {}
@@ -119,9 +117,7 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
     together = learner_on_gpu and bool(set(spec.cluster.learner_gpus) & set(spec.cluster.rollout_gpus))
     if together and engine:
         on_it = engine if engine_room is None else {"all": engine_room}
-        loads.append(
-            _load("each GPU of learner and rollout", room.gpu_bytes, learner, _named("engine", on_it))
-        )
+        loads.append(_load("each GPU of learner and rollout", room.gpu_bytes, learner, _named("engine", on_it)))
     elif learner_on_gpu:
         loads.append(_load("each GPU of the learner", room.gpu_bytes, learner))
     else:
@@ -147,9 +143,7 @@ def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int]
         return dict(needed.sampler), None, None
     generation = spec.policy.generation
     config, shape = generation.vllm_cfg, needed.shape
-    width = DTYPE_BYTES[
-        resolved_dtype(spec.policy.generation_precision, "cuda" if needed.sampler_on_gpu else "cpu")
-    ]
+    width = DTYPE_BYTES[resolved_dtype(spec.policy.generation_precision, "cuda" if needed.sampler_on_gpu else "cpu")]
     divided = config.tensor_parallel_size * config.pipeline_parallel_size
     heads = min(config.tensor_parallel_size, shape.key_value_heads) * config.pipeline_parallel_size
     token = key_value_bytes(shape, width) // heads
@@ -310,9 +304,7 @@ def is_open(spec: RunSpec) -> bool:
     )
 
 
-def planned(
-    spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True
-) -> tuple[RunSpec, list[str]]:
+def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing and
     policy.train_mb_tokens, and with vLLM's share of a GPU that it has together with the learner; and a sentence for each key
     that was replaced.
@@ -331,9 +323,7 @@ def planned(
         learner = plan(spec, shape, room).estimate.learner_bytes
         share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
         spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
-        chosen.append(
-            f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: what the learner leaves on a GPU that both have"
-        )
+        chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: what the learner leaves on a GPU that both have")
     return spec, said + chosen
 
 

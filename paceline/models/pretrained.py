@@ -44,9 +44,7 @@ def load_pretrained(
     what = f"{field} {name!r}"
     source = source or model_source(name, field, weights=True)
     is_quantized = check_model(kind, source, field, what, **options)
-    model, found = kind.from_pretrained(
-        source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
-    )
+    model, found = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options)
     if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub with an adapter beside it
         raise InvalidInput(f"{what} has a LoRA adapter beside its weights; merge it with `paceline convert`")
     _refuse_unfit(type(model).__name__, source, what, found["missing_keys"], _used(found["unexpected_keys"]))
@@ -190,9 +188,7 @@ def _without_progress() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _compared(
-    model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str
-) -> tuple[set[str], set[str]]:
+def _compared(model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str) -> tuple[set[str], set[str]]:
     """Return the names of the model's tensors that the files lack, and of those that it lacks. Raise InvalidInput for another
     shape."""
     tied = tied_names(model)
@@ -206,9 +202,7 @@ def _compared(
             "not of one model"
         )
     for name, error in sorted(info.conversion_errors.items()):
-        raise InvalidInput(
-            f"{what}: tensor {name!r} cannot be made from {place}: {str(error).strip()[-300:]}"
-        )
+        raise InvalidInput(f"{what}: tensor {name!r} cannot be made from {place}: {str(error).strip()[-300:]}")
     filled._adjust_missing_and_unexpected_keys(info)
     for names in tied:
         missing.difference_update(names[1:] if missing.issuperset(names) else names)
@@ -234,9 +228,7 @@ def _refuse_scaled(tensors: Mapping[str, StoredTensor], place: str, what: str) -
             )
 
 
-def _refuse_unfit(
-    kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]
-) -> None:
+def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Raise InvalidInput for a tensor that the files lack, or that the model has no use for."""
     lacking, extra = sorted(missing), sorted(unexpected)
     if not lacking and not extra:
@@ -245,9 +237,7 @@ def _refuse_unfit(
     faults += [f"has {_shown(extra)}, which a {kind} of this config.json does not have"] if extra else []
     remedy = "copy the files again, or take those of a whole model of this architecture"
     if extra and (prefix := _wrapper(lacking, extra)):
-        remedy = (
-            f"names begin with {prefix!r}, as those of a wrapped model do: save the model within the wrapper"
-        )
+        remedy = f"names begin with {prefix!r}, as those of a wrapped model do: save the model within the wrapper"
     elif extra:
         remedy = "take the config.json that belongs to these files, or the files of a whole model of this architecture"
     raise InvalidInput(f"{what}: {place} {', and '.join(faults)}; {remedy}")

@@ -14,9 +14,7 @@ from paceline.errors import InvalidInput
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-REFERENCE = re.compile(
-    rf"(?P<name>{NAME.pattern})(?::(?P<version>[1-9]\d{{0,8}})|@(?P<alias>{ALIAS.pattern}))?"
-)
+REFERENCE = re.compile(rf"(?P<name>{NAME.pattern})(?::(?P<version>[1-9]\d{{0,8}})|@(?P<alias>{ALIAS.pattern}))?")
 CHAMPION = "champion"
 """Alias of the version that is in use, where nobody names another alias."""
 
@@ -76,9 +74,7 @@ class Models:
         """Record the next version of a model. Raises InvalidInput, Conflict, NotFound, NotPermitted."""
         from paceline.v1.registry_pb2 import RegisterRequest
 
-        found: RegisteredModel = self._call(
-            "Register", RegisterRequest(run_id=model.run_id, model=model)
-        ).model
+        found: RegisteredModel = self._call("Register", RegisterRequest(run_id=model.run_id, model=model)).model
         return found
 
     def list(self, name: str = "") -> Iterator[RegisteredModel]:

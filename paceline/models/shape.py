@@ -47,9 +47,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """Return the sizes in a model's config.json; None where it has other keys than the usual ones."""
     text = config.get("text_config") or config
     try:
-        layers, hidden, heads = (
-            int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
+        layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         vocabulary, dense = int(text["vocab_size"]), int(text["intermediate_size"])
         head = int(text.get("head_dim") or hidden // heads)
         key_value_heads = int(text.get("num_key_value_heads") or heads)

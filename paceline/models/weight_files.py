@@ -243,9 +243,7 @@ class StoredTensor:
         """Return a slice in the file's type: rows are a range of bytes, what is left out of other axes is read with them."""
         slices: tuple[slice, ...] = () if isinstance(index, EllipsisType) else index
         dtype = torch_dtype(self.dtype)
-        begin, end, _ = (
-            slices[0].indices(self.shape[0]) if slices else (0, self.shape[0] if self.shape else 1, 1)
-        )
+        begin, end, _ = slices[0].indices(self.shape[0]) if slices else (0, self.shape[0] if self.shape else 1, 1)
         rows = max(end - begin, 0)
         row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
         raw = self.file.read(self.offset + begin * row_bytes, rows * row_bytes)
@@ -271,14 +269,8 @@ def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
     for name, dtype, shape, begin, end in entries:
         if dtype not in DTYPES:
             raise InvalidInput(f"{file.path}: tensor {name!r} has type {dtype!r}, which cannot be read here")
-        if (
-            end - begin != math.prod(shape) * torch_dtype(dtype).itemsize
-            or begin < 0
-            or min(shape, default=0) < 0
-        ):
-            raise file.damaged(
-                f"tensor {name!r} has bytes {begin} to {end}, its shape {shape} takes another number"
-            )
+        if end - begin != math.prod(shape) * torch_dtype(dtype).itemsize or begin < 0 or min(shape, default=0) < 0:
+            raise file.damaged(f"tensor {name!r} has bytes {begin} to {end}, its shape {shape} takes another number")
         if data + end > file.size_bytes:
             raise file.damaged(f"it has {file.size_bytes} bytes, tensor {name!r} ends at byte {data + end}")
         yield name, StoredTensor(file, name, dtype, shape, data + begin)
@@ -296,9 +288,7 @@ def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
         if not files:
             raise ValueError("it names no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(
-            f"{what}: {path} is damaged: {type(error).__name__}: {error}; copy it again"
-        ) from error
+        raise InvalidInput(f"{what}: {path} is damaged: {type(error).__name__}: {error}; copy it again") from error
     return files
 
 

@@ -84,9 +84,7 @@ class BoundedLoader(StepwiseLoader):
         if self._nodes > MAX_NODES:
             raise SpecError(f"the spec has more than {MAX_NODES} keys and values (in {place})")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
-            raise SpecError(
-                f"the value in {place} has {len(event.value)} characters, {MAX_SCALAR} are allowed"
-            )
+            raise SpecError(f"the value in {place} has {len(event.value)} characters, {MAX_SCALAR} are allowed")
         if self._depth == MAX_DEPTH:
             raise SpecError(f"the spec is nested more than {MAX_DEPTH} levels deep (in {place})")
         self._depth += 1

@@ -41,8 +41,7 @@ def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") 
     found = {path: look_up(_without_indices(path)) for path in typed}
     if any(found.values()) and not _misspelt_section(location, value):
         answers = {
-            path: _foreign(path, entry, algorithm) if entry else _own(location, path)
-            for path, entry in found.items()
+            path: _foreign(path, entry, algorithm) if entry else _own(location, path) for path, entry in found.items()
         }
         return [f"{path}: unknown key; {answer}" for path, answer in _once(answers).items()]
     path = typed[0] if len(typed) == 1 else head
@@ -80,9 +79,7 @@ def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[str]:
     """Return the lines for keys of other libraries below one of our plain values (`algorithm.adv_estimator`)."""
     entries = {path: look_up(path) for path in _leaves(typed, value)}
-    return [
-        f"{path}: unknown key; {_foreign(path, entry, algorithm)}" for path, entry in entries.items() if entry
-    ]
+    return [f"{path}: unknown key; {_foreign(path, entry, algorithm)}" for path, entry in entries.items() if entry]
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
@@ -147,8 +144,7 @@ def _once(answers: dict[str, str]) -> dict[str, str]:
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
     return {
-        first if not others else f"{first} and {len(others)} more": answer
-        for answer, (first, *others) in paths.items()
+        first if not others else f"{first} and {len(others)} more": answer for answer, (first, *others) in paths.items()
     }
 
 
@@ -254,7 +250,9 @@ def _pattern(key: str, value: Any) -> str:
 
 def _rewards(key: str, value: Any) -> str:
     if key != "rewards":
-        return f"is a section {{function: …}}; write {{function: {value if isinstance(value, str) else 'math_accuracy'}}}"
+        return (
+            f"is a section {{function: …}}; write {{function: {value if isinstance(value, str) else 'math_accuracy'}}}"
+        )
     if isinstance(value, dict) and "function" in value:
         return "is a list of {function: …}; write a list, rewards=[{…}], also for one function"
     name = value if isinstance(value, str) else "math_accuracy"
@@ -400,6 +398,4 @@ def _entry(entry: ForeignName) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -150,6 +150,4 @@ def with_keys(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
 
 def _with_key(section: Any, path: list[str], value: Any) -> Any:
     name, *below = path
-    return section.model_copy(
-        update={name: _with_key(getattr(section, name), below, value) if below else value}
-    )
+    return section.model_copy(update={name: _with_key(getattr(section, name), below, value) if below else value})

@@ -69,9 +69,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"cannot read the spec {str(path)[:200]!r}: {reason}; check the path") from None
     if len(content) > bounded_yaml.MAX_BYTES:
-        raise SpecError(
-            f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in files of their own"
-        )
+        raise SpecError(f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in files of their own")
     try:
         tree = yaml.safe_load(content.decode())
     except UnicodeDecodeError as error:
@@ -83,9 +81,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if excess := bounded_yaml.excess(tree):
         raise SpecError(f"{path} {excess}")
     if not isinstance(tree, dict):
-        raise SpecError(
-            f"{path} holds {type(tree).__name__}, a spec is a mapping of sections{hint_by_suffix(path)}"
-        )
+        raise SpecError(f"{path} holds {type(tree).__name__}, a spec is a mapping of sections{hint_by_suffix(path)}")
     return tree
 
 
@@ -175,9 +171,7 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
             if item["loc"][:2] == ("logger", "trackers") and item["loc"][3:] == ("kind",):
                 item = {"type": "extra_forbidden", "loc": item["loc"][:3]}
             if item["type"] == "extra_forbidden":
-                with contextlib.suppress(
-                    KeyError, IndexError, TypeError
-                ):  # a position that the tree does not have
+                with contextlib.suppress(KeyError, IndexError, TypeError):  # a position that the tree does not have
                     node: Any = tree
                     for part in item["loc"][:-1]:
                         node = node[part]
@@ -330,9 +324,7 @@ def import_hint(path: Path, tree: dict[str, Any]) -> str:
     """Return the sentence that names `paceline import`; empty for a spec of ours, mistakes included."""
     foreign = [name for name in islice(_walk("", tree), MAX_KEYS) if name not in keys()]
     found = {
-        library: sum(
-            not table(library).keys().isdisjoint((name, name.removeprefix(COMMON_PREFIX))) for name in foreign
-        )
+        library: sum(not table(library).keys().isdisjoint((name, name.removeprefix(COMMON_PREFIX))) for name in foreign)
         for library in COMMANDS
     }
     library = max(found, key=lambda each: found[each])
@@ -382,10 +374,6 @@ def with_code_paths(spec: RunSpec, change: Callable[[str], str]) -> RunSpec:
             return tuple(map(changed, value))
         return change(value) if ":" in value else value
 
-    named = {
-        name: changed(getattr(spec.environment, name)) for name in ("class_", "tools", "agent", "train_call")
-    }
+    named = {name: changed(getattr(spec.environment, name)) for name in ("class_", "tools", "agent", "train_call")}
     rewards = tuple(r.model_copy(update={"function": changed(r.function)}) for r in spec.rewards)
-    return spec.model_copy(
-        update={"rewards": rewards, "environment": spec.environment.model_copy(update=named)}
-    )
+    return spec.model_copy(update={"rewards": rewards, "environment": spec.environment.model_copy(update=named)})

@@ -56,9 +56,7 @@ class EvaluationSection(Section):
     def _check_continuation(cls, text: str) -> str:
         names = placeholders(text)
         if not names or not names <= CONTINUATION_NAMES:
-            raise ValueError(
-                f"continuation {text!r} has to hold {{choice}} or {{letter}}, and no other name in braces"
-            )
+            raise ValueError(f"continuation {text!r} has to hold {{choice}} or {{letter}}, and no other name in braces")
         return text
 
 
@@ -144,9 +142,7 @@ class RunSpec(Section):
         section = self.examples or self.grpo
         if section.max_num_epochs is None:
             return self
-        rows_per_step = (
-            self.grpo.num_prompts_per_step if self.examples is None else self.examples.num_examples_per_step
-        )
+        rows_per_step = self.grpo.num_prompts_per_step if self.examples is None else self.examples.num_examples_per_step
         steps = min(section.max_num_steps, math.ceil(section.max_num_epochs * num_rows / rows_per_step))
         name = "grpo" if self.examples is None else self.algorithm
         tree = self.model_dump()
@@ -225,9 +221,7 @@ class RunSpec(Section):
     def _uncorrected(self) -> str:
         """Return a warning if samples of older weights train uncorrected (docs/objectives.md has the cost)."""
         loss_fn, age = self.loss_fn, self.async_grpo.max_trajectory_age_steps
-        corrected = (
-            loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
-        )
+        corrected = loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
         if age == 0 or corrected or not self.samples:
             return ""
         return (
@@ -417,15 +411,11 @@ class RunSpec(Section):
         labels = [reward.label for reward in self.rewards]
         for label in labels:
             if labels.count(label) > 1:
-                raise ValueError(
-                    f"rewards has the name {label!r} {labels.count(label)} times; give each its own name"
-                )
+                raise ValueError(f"rewards has the name {label!r} {labels.count(label)} times; give each its own name")
         if not any(reward.weight_schedule or reward.weight for reward in self.rewards):
             raise ValueError("every reward has weight 0, so nothing could be learnt")
         if all(reward.gate_min is not None for reward in self.rewards):
-            raise ValueError(
-                "every reward has gate_min: a gate acts on the other functions, and there is none"
-            )
+            raise ValueError("every reward has gate_min: a gate acts on the other functions, and there is none")
         if self.weights.publish_interval > age + 1:
             raise ValueError(
                 f"weights.publish_interval {self.weights.publish_interval} exceeds "
@@ -465,9 +455,7 @@ class RunSpec(Section):
                 f"value.policy_training_start_step {self.value.policy_training_start_step} leaves no step of "
                 f"grpo.max_num_steps {self.grpo.max_num_steps} to the policy"
             )
-        if (
-            self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end
-        ) and self.data.validation is None:
+        if (self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end) and self.data.validation is None:
             raise ValueError(
                 "grpo.val_period, val_at_start or val_at_end is set, but data.validation is not; name a data set"
             )

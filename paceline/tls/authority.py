@@ -41,9 +41,7 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
     """Make an authority in a folder. Raises Conflict where one is."""
     for name in (AUTHORITY, AUTHORITY_KEY):
         if (folder / name).exists():
-            raise Conflict(
-                f"{folder / name} is there already; certificates of another authority need another folder"
-            )
+            raise Conflict(f"{folder / name} is there already; certificates of another authority need another folder")
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     # The number keeps two authorities apart, which verifiers find by their names.
@@ -61,17 +59,13 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
     return read_certificate(pem)
 
 
-def issue(
-    folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS
-) -> Path:
+def issue(folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS) -> Path:
     """Issue a certificate with a new key and return its folder. `hosts` are the DNS names and IP addresses by which others reach
     the process, beside those of this host. Raises InvalidInput, NotFound without an authority, Conflict for a name that is taken."""
     if not NAME.fullmatch(name):
         raise InvalidInput(f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     if (folder / name / CERTIFICATE).exists():
-        raise Conflict(
-            f"{folder / name} has a certificate already; `paceline certs renew {folder} {name}` renews it"
-        )
+        raise Conflict(f"{folder / name} has a certificate already; `paceline certs renew {folder} {name}` renews it")
     return _issue(folder, name, role, hosts, days)
 
 
@@ -111,9 +105,7 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
             critical=False,
         )
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
         .add_extension(names, critical=False)
         .sign(authority_key, hashes.SHA256())
     )
@@ -135,9 +127,7 @@ def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]
         certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
         key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
     except FileNotFoundError as error:
-        raise NotFound(
-            f"{error.filename} is not there; `paceline certs init {folder}` makes an authority"
-        ) from None
+        raise NotFound(f"{error.filename} is not there; `paceline certs init {folder}` makes an authority") from None
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"the authority in {folder} cannot be read: {error}") from None
     if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
@@ -174,9 +164,7 @@ def _general_name(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not HOST.fullmatch(host):
-        raise InvalidInput(
-            f"--host {host[:80]!r} is neither an IP address nor a DNS name; give it without a port"
-        )
+        raise InvalidInput(f"--host {host[:80]!r} is neither an IP address nor a DNS name; give it without a port")
     return x509.DNSName(host)
 
 

@@ -33,9 +33,7 @@ def channel_credentials(material: Material) -> grpc.ChannelCredentials:
     """Return the credentials of a channel. The server has to have a certificate of the authority for the host that was dialled."""
     import grpc
 
-    return grpc.ssl_channel_credentials(
-        material.authority, material.key or None, material.certificate or None
-    )
+    return grpc.ssl_channel_credentials(material.authority, material.key or None, material.certificate or None)
 
 
 def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None = None) -> grpc.Channel:
@@ -159,14 +157,10 @@ def _fault(address: str, host: str, connection: socket.socket, material: Materia
             if encrypted.recv(1):
                 return ""
     except ssl.SSLCertVerificationError as error:
-        return (
-            f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, host, path)}"
-        )
+        return f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, host, path)}"
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"):
-            return (
-                f"the server at {address} speaks no TLS; start it with --tls-dir, or leave out --tls-dir here"
-            )
+            return f"the server at {address} speaks no TLS; start it with --tls-dir, or leave out --tls-dir here"
     except ConnectionResetError:
         pass
     except TimeoutError:

@@ -75,7 +75,9 @@ def describe_end(returncode: int | None) -> str:
     if returncode == -signal.SIGKILL:
         return "died with signal SIGKILL, probably because the host ran out of memory"
     if -returncode in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-        return f"died with signal {signal.Signals(-returncode).name}, a crash in native code, perhaps beyond its memory_mb"
+        return (
+            f"died with signal {signal.Signals(-returncode).name}, a crash in native code, perhaps beyond its memory_mb"
+        )
     if returncode < 0:
         return f"died with signal {signal.strsignal(-returncode) or -returncode}"
     return f"ended its process with exit code {returncode}"

@@ -54,9 +54,7 @@ async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Wait for the next message, in the service, which sets the deadline. Raises EOFError when the process is gone; WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
-        raise WireError(
-            f"a process of user code announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read"
-        )
+        raise WireError(f"a process of user code announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")
     return decode(await reader.readexactly(size_bytes))
 
 

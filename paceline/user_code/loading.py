@@ -32,9 +32,7 @@ def load_from_file(path: Path, name: str, kind: str) -> Any:
     module = _module(path)
     found = getattr(module, name, None)
     if found is None:
-        functions = [
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        ]
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         existing = ", ".join(functions) or "none"
         noun = kind.rpartition(" ")[2]
         raise InvalidInput(f"{path} has no {noun} {name!r}{nearest(name, functions)}; it has {existing}")
@@ -93,9 +91,7 @@ def describe_error(error: BaseException, path: Path | None = None) -> str:
 
 
 def _described(error: BaseException, path: Path | None) -> str:
-    lines = [
-        line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()
-    ]
+    lines = [line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
     if isinstance(error, SyntaxError):
         # Its own traceback ends in the importer, and its text begins with the source.
         return f"{lines[-1]} ({Path(error.filename or '?').name}:{error.lineno})"

@@ -38,9 +38,7 @@ BOOT = (
 """Code of the child. It has to import the same code as this process."""
 
 
-async def spawn(
-    module: str, surroundings: Surroundings | None
-) -> tuple[Process, socket.socket, Place | None]:
+async def spawn(module: str, surroundings: Surroundings | None) -> tuple[Process, socket.socket, Place | None]:
     """Start a process that runs `main()` of a module, in a session of its own, and return it with this side's socket,
     and with its place, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
     side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it has
@@ -118,9 +116,7 @@ class _Child:
 class UserProcess(_Child):
     """One child process that runs `main` of a module. Used by one caller at a time."""
 
-    def __init__(
-        self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings
-    ) -> None:
+    def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
         """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with the user
         code's imports."""
         super().__init__(module, surroundings)
@@ -152,9 +148,7 @@ class UserProcess(_Child):
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
-        used_s: list[
-            float
-        ] = []  # at half of the time, because the measurement reads all processes of the machine
+        used_s: list[float] = []  # at half of the time, because the measurement reads all processes of the machine
         half = asyncio.get_running_loop().call_later(timeout_s / 2, lambda: used_s.append(usage(process.pid)))
         try:
             async with asyncio.timeout(timeout_s):

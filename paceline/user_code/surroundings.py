@@ -269,9 +269,7 @@ HAS_USER = re.compile(r"://[^/]*@")
 """An address with a user, and perhaps a password."""
 
 
-def passed_variables(
-    named: Iterable[str] = (), environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def passed_variables(named: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables of `environment` (default: this process') that user code gets; `named` are further names. The storage key is
     never among them."""
     given = os.environ if environment is None else environment

@@ -16,9 +16,7 @@ from paceline.chat.completion_texts import END_THINK, answer_of
 from paceline.reward.builtin.expressions import MAX_CHARS, Node, read
 from paceline.reward.builtin.notation import TEXT
 
-BOXED = re.compile(
-    r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))"
-)
+BOXED = re.compile(r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))")
 GAP = r"(?:[\s$]|\\q?quad|\\[()\[\], ])*"
 JOINED = re.compile(rf"{GAP}(?:,|;|,?\s*(?:\\text\{{)?\s*,?\s*(?:and|or)\s*\}}?){GAP}")
 HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S.{0,1999})")
@@ -81,9 +79,7 @@ def holds_value(text: str) -> bool:
 def is_answer(text: str) -> bool:
     """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
     tree = read(text)
-    return "\\" in text or (
-        tree is not None and all(len(each.split()) <= MAX_WORDS for each in _words_of(tree))
-    )
+    return "\\" in text or (tree is not None and all(len(each.split()) <= MAX_WORDS for each in _words_of(tree)))
 
 
 def _words_of(tree: Node) -> list[str]:

@@ -90,9 +90,7 @@ def bbq_bias(
     ]
 
 
-def _lean(
-    letter: str | None, info: Mapping[str, Any], about: Mapping[str, Any], polarity: str
-) -> float | None:
+def _lean(letter: str | None, info: Mapping[str, Any], about: Mapping[str, Any], polarity: str) -> float | None:
     key = f"ans{ord(letter) - ord('A')}" if letter is not None else ""
     if key not in info:
         return None

@@ -61,9 +61,7 @@ def _sandbox(settings_json: str) -> Sandbox:
     return code_settings(json.loads(settings_json)).make_sandbox()
 
 
-def _work(
-    prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings
-) -> tuple[list[str], Cases] | None:
+def _work(prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings) -> tuple[list[str], Cases] | None:
     """Return the programs of which the first that loads counts, and the tests; None without tests."""
     from paceline.reward.code.cases import Checks, names_in
     from paceline.reward.code.extraction import program_of, with_prompt

@@ -78,9 +78,7 @@ def _expanded(node: Node) -> Node:
     if node.kind in ("list", "set") or not 0 < count <= MAX_SIGNS:
         return node
     found = [_chosen(node, sign) for sign in (1, -1)]
-    return Node(
-        "list", tuple(each for value in found for each in (value.args if value.kind == "list" else (value,)))
-    )
+    return Node("list", tuple(each for value in found for each in (value.args if value.kind == "list" else (value,))))
 
 
 def _chosen(node: Any, sign: int) -> Any:
@@ -103,9 +101,7 @@ def _same_as_relation(gold: Node, answer: Node) -> bool:
         candidates = [operands[-1]] if signs[-1] == "=" else [operands[-1], operands[-2]]
         if relation is answer and len(operands) == 2 and _is_name(operands[1]) and not _is_name(operands[0]):
             candidates.append(operands[0])
-        return any(
-            same_value(each, value) if relation is gold else same_value(value, each) for each in candidates
-        )
+        return any(same_value(each, value) if relation is gold else same_value(value, each) for each in candidates)
     interval = _interval(relation)
     if interval is None or value.kind not in ("interval", "tuple", "union"):
         return False
@@ -160,9 +156,7 @@ def _same_equation(gold: tuple[Node, ...], sign: str, answer: tuple[Node, ...], 
     ratio = _constant_ratio(left, right)
     if ratio is None:
         return False
-    return (
-        sign == other if ratio > 0 or (sign in ("=", "!=") and other == sign) else sign == MIRRORED.get(other)
-    )
+    return sign == other if ratio > 0 or (sign in ("=", "!=") and other == sign) else sign == MIRRORED.get(other)
 
 
 def _pairwise(gold: Iterable[Node], answer: Iterable[Node]) -> bool:
@@ -296,9 +290,7 @@ def _same_number(gold: Node, answer: Node) -> bool:
     if gold.kind == answer.kind == "number" and gold.args[1] is answer.args[1] is None:
         return bool(gold.args[0] == answer.args[0])
     names = symbols(gold) | symbols(answer)
-    is_folded = all(
-        len({each.casefold() for each in symbols(side)}) == len(symbols(side)) for side in (gold, answer)
-    )
+    is_folded = all(len({each.casefold() for each in symbols(side)}) == len(symbols(side)) for side in (gold, answer))
     try:
         points = [point_of(names, index, is_folded) for index in range(3 if names else 1)]
         outcomes = [_agree(gold, answer, point, is_last=index == 2) for index, point in enumerate(points)]

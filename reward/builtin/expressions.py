@@ -100,20 +100,14 @@ class _Reader:
         return found
 
     def ends(self) -> bool:
-        return self.skip() >= len(self.text) or self.sees(
-            ")", "]", "}", r"\}", "&", r"\\", r"\end", r"\r", r"\|"
-        )
+        return self.skip() >= len(self.text) or self.sees(")", "]", "}", r"\}", "&", r"\\", r"\end", r"\r", r"\|")
 
     def item(self) -> Node:
         """Read one value with its unit, or words alone."""
         start = self.at
         try:
             value = self.quantity(self.relation())
-            if (
-                self.ends()
-                or notation.SEPARATOR.match(self.text, self.at)
-                or (self.bars and self.sees("|", r"\vert"))
-            ):
+            if self.ends() or notation.SEPARATOR.match(self.text, self.at) or (self.bars and self.sees("|", r"\vert")):
                 return value
         except Unreadable:
             if self.brackets:
@@ -453,9 +447,7 @@ def _name(node: Node) -> str:
     if node.kind in ("symbol", "constant"):
         return str(node.args[0])
     if node.kind in ("product", "number", "text"):
-        return "".join(
-            _name(each) if isinstance(each, Node) else str(each) for each in node.args if each is not None
-        )
+        return "".join(_name(each) if isinstance(each, Node) else str(each) for each in node.args if each is not None)
     raise Unreadable(node.kind)
 
 

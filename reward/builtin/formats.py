@@ -44,9 +44,7 @@ def exact_match(
 
     def score(texts: tuple[str, str], answer: Any) -> float | None:
         if isinstance(answer, Mapping):
-            raise TypeError(
-                f"column {answer_column!r} has an object, {str(answer)[:80]}; exact_match compares text"
-            )
+            raise TypeError(f"column {answer_column!r} has an object, {str(answer)[:80]}; exact_match compares text")
         answers = answer if isinstance(answer, list | tuple) else [answer]
         golds = [normal(each) if isinstance(each, str) else each for each in answers if not _is_missing(each)]
         return float(any(says(normal(text), gold) for text in texts for gold in golds)) if golds else None
@@ -107,9 +105,7 @@ def environment(
 ) -> list[float | None]:
     """Return [C] the reward of the environment, None for an episode that it gave none. Raises MissingColumn without one."""
     if REWARD_COLUMN not in columns:
-        raise MissingColumn(
-            "the run has no environment, so nothing gave a reward; remove the function 'environment'"
-        )
+        raise MissingColumn("the run has no environment, so nothing gave a reward; remove the function 'environment'")
     return list(columns[REWARD_COLUMN])
 
 
@@ -184,9 +180,7 @@ def refusal(
     """
     labels = [refuse[0]] * len(completions) if label_column is None else column_values(columns, label_column)
     return [
-        None
-        if label is None
-        else _score(answer_text(completion), any(says(str(each), label) for each in refuse))
+        None if label is None else _score(answer_text(completion), any(says(str(each), label) for each in refuse))
         for completion, label in zip(completions, labels, strict=True)
     ]
 

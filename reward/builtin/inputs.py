@@ -26,9 +26,7 @@ def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
         for message in reversed(completion):
             if isinstance(message, Mapping) and message.get("role") == "assistant":
                 return message_text(message, in_reasoning=in_reasoning)
-    raise TypeError(
-        f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}"
-    )
+    raise TypeError(f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}")
 
 
 def answer_text(completion: Any) -> str:

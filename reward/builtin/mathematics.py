@@ -40,9 +40,7 @@ def math_accuracy(
     log. Raises LookupError when there is no such column.
     """
     golds = column_values(columns, answer_column)
-    return [
-        _score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)
-    ]
+    return [_score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
 
 
 def equal_answers(gold: str, answer: str) -> bool:
@@ -56,9 +54,7 @@ def equal_answers(gold: str, answer: str) -> bool:
         candidates.add(_with_point(answer))
     elif (number := read(answer)) is not None and number.kind == "number":
         value = read(_with_point(gold))
-    return value is not None and any(
-        tree is not None and equal_values(value, tree) for tree in map(read, candidates)
-    )
+    return value is not None and any(tree is not None and equal_values(value, tree) for tree in map(read, candidates))
 
 
 def _with_point(text: str) -> str:
@@ -77,15 +73,11 @@ def gold_answer(gold: Any) -> tuple[str | None, str]:
     return answer, ""
 
 
-def gold_warnings(
-    rewards: Iterable[RewardFunctionSection], field: str, rows: Iterable[Mapping[str, Any]]
-) -> list[str]:
+def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a warning for each `math_accuracy` of a run that cannot score some of the first `rows` of the data set `field`, or
     compares most of them as words."""
     checked, found = list(itertools.islice(rows, MAX_CHECKED)), []
-    columns = {
-        r.kwargs.get("answer_column", "answer"): None for r in rewards if r.function == "math_accuracy"
-    }
+    columns = {r.kwargs.get("answer_column", "answer"): None for r in rewards if r.function == "math_accuracy"}
     for column in columns if checked else ():
         answers = [gold_answer(row.get(column)) for row in checked]
         if reasons := [reason for answer, reason in answers if answer is None]:

@@ -39,17 +39,13 @@ HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+(?!\w)")
 BASED = re.compile(rf"(\w+)_\s*(?:\{{\s*(?:\\(?:{STYLES})\s*\{{)?\s*(\w+)\s*\}}?\s*\}}|(\d))")
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
          "sixteen": 16}  # fmt: skip
-MIXED = re.compile(
-    r"\s*(?:(\d+)\s*/\s*(\d+)(?![\d.!^])|\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)))"
-)
+MIXED = re.compile(r"\s*(?:(\d+)\s*/\s*(\d+)(?![\d.!^])|\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)))")
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "pounds": "pound", "euro": "euro"}
 CURRENCY = re.compile(r"\\?[$€£¥]|\\pounds(?![a-zA-Z])|\\euro(?![a-zA-Z])")
 SCALES = {
     "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
-SCALE = re.compile(
-    rf"\s*(?:\\(?:{STYLES})\s*\{{\s*)?({'|'.join(SCALES)})s?(?![a-zA-Z])(?:\s*\}})?", re.IGNORECASE
-)
+SCALE = re.compile(rf"\s*(?:\\(?:{STYLES})\s*\{{\s*)?({'|'.join(SCALES)})s?(?![a-zA-Z])(?:\s*\}})?", re.IGNORECASE)
 RELATIONS = {"=": "=", "==": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", r"\le": "<=", r"\leq": "<=",
              r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!=",
              r"\neq": "!=", r"\approx": "~", r"\in": "in", r"\equiv": "equiv", r"\to": "to", r"\rightarrow": "to"}  # fmt: skip
@@ -154,18 +150,13 @@ TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 def is_product(word: str) -> bool:
     """Return whether letters are a product of symbols, a function or a constant, and not a word."""
     return (
-        word in FUNCTIONS
-        or word in CONSTANTS
-        or word in GREEK
-        or (len(word) <= 3 and word.lower() not in SHORT_WORDS)
+        word in FUNCTIONS or word in CONSTANTS or word in GREEK or (len(word) <= 3 and word.lower() not in SHORT_WORDS)
     )
 
 
 def is_inline(content: str) -> bool:
     """Return whether the content of a style is mathematics: a number, a letter, a letter in brackets."""
-    return bool(
-        re.fullmatch(r"\s*(?:[\d.,+\-/%\s]*\d[\d.,%]*|\(?\s*[A-Za-z]\s*\)?|\d+[a-zA-Z]*)\s*", content)
-    )
+    return bool(re.fullmatch(r"\s*(?:[\d.,+\-/%\s]*\d[\d.,%]*|\(?\s*[A-Za-z]\s*\)?|\d+[a-zA-Z]*)\s*", content))
 
 
 def unit_of(text: str, *, is_number: bool) -> tuple[str, bool] | None:

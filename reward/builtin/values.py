@@ -102,9 +102,7 @@ def _value(node: Node, point: Mapping[str, Fraction], sizes: list[int]) -> Any:
     elif node.kind == "call":
         value = _called(node.args[0], node.args[1:], point, sizes)
     elif node.kind in OPERATIONS:
-        value = OPERATIONS[node.kind](
-            *(_value(each, point, sizes) for each in node.args if isinstance(each, Node))
-        )
+        value = OPERATIONS[node.kind](*(_value(each, point, sizes) for each in node.args if isinstance(each, Node)))
     else:
         raise ValueError(node.kind)
     size = int(mp.mag(value)) if value and mp.isfinite(value) else 0
@@ -146,9 +144,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "degrees": lambda value: value,
 }
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-FUNCTIONS = {
-    name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "exp", "floor", "ceil", "arg")
-}
+FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "exp", "floor", "ceil", "arg")}
 FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
               "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip

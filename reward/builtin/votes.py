@@ -36,9 +36,7 @@ def votes_of(
             answers = [chosen_letter(answer_of(text), choices) for text in texts]
         case _:
             answers = [find_answer(text) for text in texts]
-    return [
-        None if answer is None else Vote(answer, score) for answer, score in zip(answers, scores, strict=True)
-    ]
+    return [None if answer is None else Vote(answer, score) for answer, score in zip(answers, scores, strict=True)]
 
 
 def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:

@@ -145,9 +145,7 @@ def _parsed(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple) and all(
-        isinstance(each, str) and each.lstrip()[:1] == "{" for each in value
-    ):
+    if isinstance(value, list | tuple) and all(isinstance(each, str) and each.lstrip()[:1] == "{" for each in value):
         return [_parsed(each) for each in value]
     return value
 
@@ -156,9 +154,7 @@ def _form(value: Any) -> Kind:
     if isinstance(value, str):
         if re.search(r"^def check\(", value, re.MULTILINE):
             return "humaneval"
-        return (
-            "pytest" if re.search(r"^\s*(async )?def test_|^class Test", value, re.MULTILINE) else "asserts"
-        )
+        return "pytest" if re.search(r"^\s*(async )?def test_|^class Test", value, re.MULTILINE) else "asserts"
     if isinstance(value, Mapping):
         return "pytest" if value and all(str(key).endswith(".py") for key in value) else "pairs"
     if isinstance(value, Sequence) and value and all(isinstance(each, str) for each in value):
@@ -171,15 +167,11 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
     _check_count(len(rows))
     calls = [_is_call(row) for row in rows]
     if len(set(calls)) > 1:
-        raise InvalidInput(
-            "some tests call a function and some read standard input; give a row tests of one type"
-        )
+        raise InvalidInput("some tests call a function and some read standard input; give a row tests of one type")
     if calls[0]:
         names = {name for row in rows if (name := row.get("fn_name") or _function_of(row.get("metadata")))}
         if len(names) > 1:
-            raise InvalidInput(
-                f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; write one"
-            )
+            raise InvalidInput(f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; write one")
         function = _checked_function(next(iter(names), entry_point))
         return Calls(function, *_calls(rows, wrapped=of_lists))
     pairs = tuple((_text(row["input"]), _text(row["output"])) for row in rows)
@@ -211,9 +203,7 @@ def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
 
 def _paired(value: Mapping[str, Any], inputs: Any, outputs: Any) -> list[Mapping[str, Any]]:
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
-        raise InvalidInput(
-            f"inputs and outputs are {inputs!r:.40} and {outputs!r:.40}, they have to be lists"
-        )
+        raise InvalidInput(f"inputs and outputs are {inputs!r:.40} and {outputs!r:.40}, they have to be lists")
     if len(inputs) != len(outputs):
         raise InvalidInput(f"tests have {len(inputs)} inputs, but not as many outputs ({len(outputs)})")
     rest = {key: value[key] for key in FURTHER_KEYS & value.keys()}
@@ -357,9 +347,7 @@ def equal_outputs(found: str, right: str, compare: Compare = "lines", tolerance:
         return False
     if not tolerance:
         return lines == right_lines
-    return all(
-        _equal_words(a.split(" "), b.split(" "), tolerance) for a, b in zip(lines, right_lines, strict=True)
-    )
+    return all(_equal_words(a.split(" "), b.split(" "), tolerance) for a, b in zip(lines, right_lines, strict=True))
 
 
 def equal_values(found: Any, right: Any, tolerance: float = 0.0) -> bool:

@@ -22,9 +22,7 @@ BEGIN = re.compile(r"^\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
 """Line before a program in MBPP's prompts (Austin et al. 2021)."""
 DONE = re.compile(r"^\[DONE\]", re.MULTILINE)
 """The mark behind it: a base model goes on, and a stop string stays in the text."""
-DEFINED = re.compile(
-    r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
-)
+DEFINED = re.compile(r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE)
 CODE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]|(?:async[ \t]+)?def[ \t]|class[ \t]|@)", re.MULTILINE
 )

@@ -115,9 +115,7 @@ def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSet
         outcome = sandbox.run(command, files, limits, given.encode(errors="replace"))
         left_s -= outcome.duration_s
         by_number = cases.decimals and "compare" not in settings.model_fields_set
-        results.append(
-            _compared(outcome, right, "decimals" if by_number else settings.compare, settings.tolerance)
-        )
+        results.append(_compared(outcome, right, "decimals" if by_number else settings.compare, settings.tolerance))
     return results
 
 

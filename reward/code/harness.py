@@ -169,9 +169,7 @@ def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Call
     return check
 
 
-def _call(
-    arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]
-) -> Callable[[], object]:
+def _call(arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]) -> Callable[[], object]:
 
     def call() -> None:
         value = _function(function, module.__dict__)(*map(_with_int_keys, arguments))

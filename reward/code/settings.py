@@ -135,7 +135,5 @@ class CodeSettings(Section):
         if self.kind not in ("auto", "pairs") and self.command != (PYTHON, "main.py"):
             raise ValueError(f"command is for kind pairs, but kind is {self.kind}, whose tests are Python")
         if self.tolerance and self.compare in ("exact", "decimals"):
-            raise ValueError(
-                f"tolerance {self.tolerance:g} is for compare lines or tokens, not {self.compare}"
-            )
+            raise ValueError(f"tolerance {self.tolerance:g} is for compare lines or tokens, not {self.compare}")
         return self

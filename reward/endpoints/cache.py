@@ -99,9 +99,7 @@ class AnswerCache:
         self._unusable = True
         with contextlib.suppress(sqlite3.Error):
             self.close()
-        log.warning(
-            "the cache of answers %s cannot be used, so every question is asked: %s", self._path, error
-        )
+        log.warning("the cache of answers %s cannot be used, so every question is asked: %s", self._path, error)
 
     def _shrink(self, db: sqlite3.Connection) -> None:
         (pages,), (size,), (free,) = (

@@ -171,17 +171,13 @@ class Endpoint:
         headers = {"Content-Type": "application/json"}
         try:
             # A redirect could carry the key elsewhere.
-            async with self._session.request(
-                method, url, data=sent, headers=headers, allow_redirects=False
-            ) as answer:
+            async with self._session.request(method, url, data=sent, headers=headers, allow_redirects=False) as answer:
                 text = await _read(answer)
                 status, retry_after = answer.status, answer.headers.get("Retry-After", "")
         except TimeoutError:
             raise _Passing(f"did not answer within {self._settings.request_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _Passing(
-                f"cannot be reached: {self._redacted(f'{type(error).__name__}: {error}')}"
-            ) from None
+            raise _Passing(f"cannot be reached: {self._redacted(f'{type(error).__name__}: {error}')}") from None
         if status == 200:
             return _object(text)
         why = f"answered {status}: {self._redacted(_reason(text))}"

@@ -96,9 +96,7 @@ class EndpointSettings(Section):
             return ""
         found = found.strip()
         if not found or len(found) > MAX_KEY_CHARS or not found.isascii() or not found.isprintable():
-            raise Unreadable(
-                f"{source} holds no key of printable characters; set it where the reward workers run"
-            )
+            raise Unreadable(f"{source} holds no key of printable characters; set it where the reward workers run")
         return found
 
 
@@ -109,9 +107,7 @@ def checked_settings(kind: type[SectionT], values: object, what: str) -> Section
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        faults = "; ".join(
-            _fault(kind, fault, what) for fault in error.errors(include_input=False, include_url=False)
-        )
+        faults = "; ".join(_fault(kind, fault, what) for fault in error.errors(include_input=False, include_url=False))
         raise InvalidInput(faults) from None
 
 
@@ -119,7 +115,9 @@ def _fault(kind: type[Section], fault: Any, what: str) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         if name.rpartition(".")[2] in ("api_key", "key", "token", "password", "headers"):
-            return f"{what} takes no {name!r}: a key stays out of the spec; name its variable in api_key_env, or its file"
+            return (
+                f"{what} takes no {name!r}: a key stays out of the spec; name its variable in api_key_env, or its file"
+            )
         fields = [*kind.model_fields, *(f"endpoint.{field}" for field in EndpointSettings.model_fields)]
         close = difflib.get_close_matches(name, fields, n=1)
         return f"{what} takes no {name!r}{f', did you mean {close[0]!r}?' if close else ''}"

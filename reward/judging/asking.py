@@ -59,9 +59,7 @@ class Panel:
         """Requests under way by the digest of their question."""
         self._refusal = ""
 
-    async def votes(
-        self, questions: Sequence[Messages], parse: Parse, deadline_s: float
-    ) -> list[list[Verdict]]:
+    async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:
         """Return the verdicts of each question, as many as there are at the end or at the deadline.
 
         Raises EndpointUnavailable when an answer is missing because the service gave none in time (unless

@@ -77,9 +77,7 @@ def as_text(value: Any) -> str:
     """Return a value as a judge reads it: text, a conversation line by line, or JSON."""
     if isinstance(value, str):
         return value
-    are_messages = isinstance(value, list | tuple) and all(
-        isinstance(m, Mapping) and "role" in m for m in value
-    )
+    are_messages = isinstance(value, list | tuple) and all(isinstance(m, Mapping) and "role" in m for m in value)
     if are_messages and value:
         return "\n\n".join(f"{message['role']}: {as_text(message.get('content') or '')}" for message in value)
     return json.dumps(value, ensure_ascii=False)
@@ -192,6 +190,4 @@ class PairSettings(JudgeSettings):
     @property
     def columns(self) -> set[str]:
         own = {"prompt", "completion_a", "completion_b"}
-        return (placeholders(self.template) - own) | (
-            {self.reference_column} if self.reference_column else set()
-        )
+        return (placeholders(self.template) - own) | ({self.reference_column} if self.reference_column else set())

@@ -84,8 +84,7 @@ class PooledScorer:
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         lengths = [len(texts[index].ids) for index in fitting]
         requests = [
-            [fitting[position] for position in chosen]
-            for chosen in passes(lengths, self._settings.max_batch_tokens)
+            [fitting[position] for position in chosen] for chosen in passes(lengths, self._settings.max_batch_tokens)
         ]
         answers = asyncio.run(self._ask([[texts[index].ids for index in request] for request in requests]))
         for request, answer in zip(requests, answers, strict=True):
@@ -144,9 +143,7 @@ def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
     if isinstance(rows, list):
         found = {row.get("index"): row.get("data") for row in rows if isinstance(row, dict)}
     if sorted(found, key=str) != sorted(range(count), key=str):
-        raise BadAnswer(
-            f"it answered {str(answer)[:200]}, which has not one result for each of {count} texts"
-        )
+        raise BadAnswer(f"it answered {str(answer)[:200]}, which has not one result for each of {count} texts")
     return [found[index] for index in range(count)]
 
 

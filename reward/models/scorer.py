@@ -39,9 +39,7 @@ UNBOUNDED = 1 << 30
 class Scorer:
     """A loaded model and how its outputs become scores. `max_tokens`: longest text that it reads."""
 
-    def __init__(
-        self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int
-    ) -> None:
+    def __init__(self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int) -> None:
         self._settings, self._model, self._tokenizer = settings, model, tokenizer
         self._max_tokens, self.version = max_tokens, version
         self._texts = TextEncoder(settings, tokenizer)
@@ -64,9 +62,7 @@ class Scorer:
                 indices = [fitting[position] for position in chosen]
                 for index, values in zip(indices, self._pass([texts[i] for i in indices]), strict=True):
                     if not all(map(math.isfinite, values)):
-                        raise InvalidInput(
-                            f"the model {self._settings.path!r} gives a score that is not finite"
-                        )
+                        raise InvalidInput(f"the model {self._settings.path!r} gives a score that is not finite")
                     found[index] = values
                 ran(len(indices))
         return found
@@ -83,9 +79,7 @@ class Scorer:
         settings = self._settings
         if not isinstance(settings, ProcessModelSettings):
             return [[score] for score in logits[:, 0].float().tolist()]
-        return [
-            chances_at_steps(logits[row, text.places].float(), settings) for row, text in enumerate(texts)
-        ]
+        return [chances_at_steps(logits[row, text.places].float(), settings) for row, text in enumerate(texts)]
 
 
 def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) -> list[float]:
@@ -162,12 +156,12 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
     kinds = config.architectures or []
     wanted = "ForTokenClassification" if by_step else "ForSequenceClassification"
     fits = any(kind.endswith(wanted) for kind in kinds)
-    named = f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
+    named = (
+        f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
+    )
     if isinstance(settings, ProcessModelSettings):
         if not fits or (config.num_labels > 1 and settings.positive_label >= config.num_labels):
-            raise InvalidInput(
-                f"{named}; process_reward_model takes a token classification that has positive_label"
-            )
+            raise InvalidInput(f"{named}; process_reward_model takes a token classification that has positive_label")
     elif not fits or config.num_labels != 1:
         raise InvalidInput(
             f"{named}; reward_model takes a sequence classification with one output, as `paceline rm` exports it"
@@ -241,9 +235,7 @@ def located(path: str) -> str:
         folder = Folder(path if is_url(path) else Path(path).expanduser())
         if folder.exists("config.json"):
             return path
-        steps = [
-            (int(match[1]), each) for each in folder.folders() if (match := OF_STEP.fullmatch(each.name))
-        ]
+        steps = [(int(match[1]), each) for each in folder.folders() if (match := OF_STEP.fullmatch(each.name))]
         for _, export in sorted(steps, key=lambda step: -step[0]):
             if export.exists("config.json"):
                 return str(export)

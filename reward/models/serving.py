@@ -45,7 +45,9 @@ def _serve(connection: socket.socket) -> None:
         connection.sendall(encode({"refused": str(error), "passing": passing}))
         return
     except Exception as error:  # of torch, its device or the memory limit
-        why = f"the reward model cannot be loaded: {error_text(error)}; memory_mb of its function may be too small for it"
+        why = (
+            f"the reward model cannot be loaded: {error_text(error)}; memory_mb of its function may be too small for it"
+        )
         connection.sendall(encode({"refused": why, "passing": True}))
         return
     connection.sendall(encode({"loaded": server.version}))
@@ -172,6 +174,4 @@ def _limit_memory(memory_bytes: int) -> None:
         mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = mapped_bytes + memory_bytes
-        resource.setrlimit(
-            resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-        )
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -82,15 +82,12 @@ def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: 
     return [_reward(values, settings) for values in scores]
 
 
-def extra_of(
-    reply: dict[str, Any], settings: ModelSettings, label: str, num_completions: int
-) -> dict[str, list[Any]]:
+def extra_of(reply: dict[str, Any], settings: ModelSettings, label: str, num_completions: int) -> dict[str, list[Any]]:
     """Return the columns that are kept beside the rewards: the steps' scores, and the version of weights that may change."""
     columns: dict[str, list[Any]] = {}
     if isinstance(settings, ProcessModelSettings):
         columns[f"{label[:MAX_LABEL]}_steps"] = [
-            None if values is None else " ".join(f"{value:.4g}" for value in values)
-            for values in reply["scores"]
+            None if values is None else " ".join(f"{value:.4g}" for value in values) for values in reply["scores"]
         ]
     if settings.refresh_s:
         columns[f"{label[:MAX_LABEL]}_model"] = [str(reply.get("version"))] * num_completions

@@ -38,15 +38,11 @@ class BwrapSandbox:
         if found is None:
             raise SandboxFailed("bwrap is not installed (apt install bubblewrap)")
         self._bwrap = found
-        options = subprocess.run(
-            [found, "--help"], capture_output=True, text=True, timeout=10, check=False
-        ).stdout
+        options = subprocess.run([found, "--help"], capture_output=True, text=True, timeout=10, check=False).stdout
         if missing := [option for option in NEEDED if option not in options]:
             raise SandboxFailed(f"{found} has no {missing[0]}, version 0.8 or newer is needed")
 
-    def run(
-        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         check_request(argv, files, stdin)
         ready = new_ready()
         with ExitStack() as opened:

@@ -46,15 +46,11 @@ class LandlockSandbox:
         self._readable = readable
         self._abi = landlock_abi()
         if self._abi < MIN_ABI:
-            raise SandboxFailed(
-                f"Landlock of this kernel is ABI {self._abi}, at least {MIN_ABI} is needed (Linux 6.2)"
-            )
+            raise SandboxFailed(f"Landlock of this kernel is ABI {self._abi}, at least {MIN_ABI} is needed (Linux 6.2)")
         if platform.machine() not in ARCHITECTURES:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
-    def run(
-        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         """As `Sandbox.run`. Raises InvalidInput for more than one process."""
         check_request(argv, files, stdin)
         if limits.processes > 1:
@@ -149,9 +145,7 @@ class NoSandbox:
 
     name = "none"
 
-    def run(
-        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         check_request(argv, files, stdin)
         return _run_in_folder(argv, files, limits, stdin, None)
 

@@ -126,9 +126,7 @@ def _drop_capabilities() -> None:
     _call("syscall", CAPSET[os.uname().machine], header, bytes(24))
 
 
-def _restrict_files(
-    abi: int, read: list[str], files: list[str], write: list[str], workspace: list[str]
-) -> None:
+def _restrict_files(abi: int, read: list[str], files: list[str], write: list[str], workspace: list[str]) -> None:
     """Leave only: reading and executing below `read`, reading `files`, reading and writing the devices `write`, and
     everything but device nodes and sockets below `workspace`."""
     handled = max(rights for version, rights in FILE_RIGHTS.items() if version <= abi)

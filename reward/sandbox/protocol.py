@@ -94,9 +94,7 @@ class Sandbox(Protocol):
     name: str
     """The backend's: `bwrap`, `landlock`, `remote` or `none`."""
 
-    def run(
-        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         """Run `argv` in a new folder with `files` (relative path → content) and wait for its end.
 
         argv[0] is PYTHON, a command's name or an absolute path. The thread that calls has to last until the return. Raises

@@ -36,9 +36,7 @@ class RemoteSandbox:
             raise InvalidInput(f"url {url!r} of sandbox remote has to begin with http:// or https://")
         self._url = f"{url.rstrip('/')}/run_code"
 
-    def run(
-        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-    ) -> Outcome:
+    def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         """As `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of bash."""
         check_request(argv, files, stdin)
         started_s = time.monotonic()
@@ -63,9 +61,7 @@ class RemoteSandbox:
                 text = _read(answer, most_bytes + 1, time.monotonic() + limits.time_s + OVERHEAD_S)
         except urllib.error.HTTPError as error:
             with error:  # it holds the connection
-                raise SandboxFailed(
-                    f"the sandbox at {self._url} answered {error.code} {error.reason}"
-                ) from None
+                raise SandboxFailed(f"the sandbox at {self._url} answered {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
             raise SandboxFailed(f"the sandbox at {self._url} cannot be reached: {error}") from error
         if len(text) > most_bytes:
@@ -73,13 +69,9 @@ class RemoteSandbox:
         try:
             decoded = json.loads(text)
         except (ValueError, RecursionError):
-            raise SandboxFailed(
-                f"the sandbox at {self._url} answered {text[:60]!r}, which is not JSON"
-            ) from None
+            raise SandboxFailed(f"the sandbox at {self._url} answered {text[:60]!r}, which is not JSON") from None
         if not isinstance(decoded, dict):
-            raise SandboxFailed(
-                f"the sandbox at {self._url} answered {type(decoded).__name__}, not an object"
-            )
+            raise SandboxFailed(f"the sandbox at {self._url} answered {type(decoded).__name__}, not an object")
         return decoded
 
 

@@ -171,9 +171,7 @@ PIECE_BYTES = 65536
 class Pipes:
     """The caller's ends, which it closes."""
 
-    def __init__(
-        self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int
-    ) -> None:
+    def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
         """Take the ends of standard input, output and error. data: what the program reads. output_bytes: bound of each
         output; skip_bytes: bytes at the beginning of standard error that are the sandbox's. pid: the process whose end
         ends a wait."""

@@ -213,9 +213,7 @@ class DecodeBatch:
         self.sequences += sequences
         return first, end, longest
 
-    def _write_parameters(
-        self, sequences: list[RunningSequence], known: list[IntArray], first: int, end: int
-    ) -> None:
+    def _write_parameters(self, sequences: list[RunningSequence], known: list[IntArray], first: int, end: int) -> None:
         counts, floats = [], []
         for sequence, ids in zip(sequences, known, strict=True):
             params, prompt = sequence.request.params, sequence.prompt_length
@@ -343,9 +341,7 @@ class DecodeBatch:
         for first in range(start, stop, rows_per_pass):
             end = min(first + rows_per_pass, stop)
             self._cache.begin_prefill(first, end - first, longest, None)
-            self.model.prefill(
-                self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache
-            )
+            self.model.prefill(self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache)
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:

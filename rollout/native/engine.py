@@ -342,15 +342,11 @@ class Scoring:
     answer: asyncio.Future[PromptLogprobs]
 
 
-def score_next(
-    waiting: deque[Scoring], model: NativeModel, version: Version
-) -> list[tuple[asyncio.Future[Any], Any]]:
+def score_next(waiting: deque[Scoring], model: NativeModel, version: Version) -> list[tuple[asyncio.Future[Any], Any]]:
     """Take the oldest texts that fit one pass from `waiting`, and return what each of them is answered. One thread calls it."""
     taken: list[Scoring] = []
     longest = 0
-    while waiting and (
-        not taken or max(longest, len(waiting[0].token_ids)) * (len(taken) + 1) <= PASS_TOKENS
-    ):
+    while waiting and (not taken or max(longest, len(waiting[0].token_ids)) * (len(taken) + 1) <= PASS_TOKENS):
         one = waiting.popleft()
         if not one.answer.done():  # a caller that has gone cancels its future
             taken.append(one)

@@ -102,9 +102,7 @@ class SlotCache(Cache):
             for layer, keys_SHCD in self._keys_SHCD.items()
         )
 
-    def write_rows(
-        self, first_row: int, end_row: int, layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
-    ) -> None:
+    def write_rows(self, first_row: int, end_row: int, layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]) -> None:
         """Write what `read_row` has returned to each of the rows [first_row, end_row)."""
         for layer, keys_HTD, values_HTD in layers_HTD:
             num_tokens = keys_HTD.shape[1]

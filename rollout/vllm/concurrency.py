@@ -56,12 +56,7 @@ class ConcurrencyLimit:
             self._rest = REST_AFTER_CUT
         elif report.kv_use > TRIM_ABOVE:
             self._set(min(self.limit, report.running))
-        elif (
-            report.kv_use < GROW_BELOW
-            and report.waiting == 0
-            and report.running >= self.limit
-            and self._rest == 0
-        ):
+        elif report.kv_use < GROW_BELOW and report.waiting == 0 and report.running >= self.limit and self._rest == 0:
             self._set(self.limit + max(1, self.limit // 8))
             self._rest = GROW_EVERY
         return self.limit

@@ -93,9 +93,7 @@ class Receipts:
         num_bytes = [0] * self.num_readers
         while True:
             for reader in list(missing):
-                receipt, of, verified, kind, length, error = SLOT.unpack_from(
-                    self._memory, reader * SLOT.size
-                )
+                receipt, of, verified, kind, length, error = SLOT.unpack_from(self._memory, reader * SLOT.size)
                 if of != order:
                     continue
                 if receipt == FAILED:
@@ -249,8 +247,6 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not source.numel():
             return
         start = int(source.storage_offset()) * source.itemsize
-        last = sum(
-            (size - 1) * int(stride) for size, stride in zip(source.shape, source.stride(), strict=True)
-        )
+        last = sum((size - 1) * int(stride) for size, stride in zip(source.shape, source.stride(), strict=True))
         self.ranges.append((start, start + (last + 1) * source.itemsize))
         self.num_bytes += source.nbytes

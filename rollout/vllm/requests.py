@@ -102,9 +102,7 @@ def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) ->
     return _joined(request, output, spans, "abort")
 
 
-def stopped(
-    request: GenerationRequest, output: Any, spans: list[LabelSpan], scanner: StopScanner
-) -> Completion:
+def stopped(request: GenerationRequest, output: Any, spans: list[LabelSpan], scanner: StopScanner) -> Completion:
     """Return the completion up to the token that completes a stop string. vLLM may have sampled more tokens meanwhile. Raises
     Unavailable as `completion`."""
     return _finite(request, cut(_joined(request, output, spans, "stop"), scanner.num_tokens))

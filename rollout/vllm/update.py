@@ -36,9 +36,7 @@ RESUME_TIMEOUT_S = 60.0
 class WeightUpdates:
     """Updates of one AsyncLLM, on its loop, one at a time."""
 
-    def __init__(
-        self, llm: Any, spec: RunSpec, reports: list[Reports], concurrency: ConcurrencyLimit
-    ) -> None:
+    def __init__(self, llm: Any, spec: RunSpec, reports: list[Reports], concurrency: ConcurrencyLimit) -> None:
         self._llm = llm
         self._reports = reports
         self._concurrency = concurrency
@@ -81,9 +79,7 @@ class WeightUpdates:
             num_readers=self._receipts.num_readers,
         )
         await self._llm.collective_rpc("paceline_read_weights", kwargs=dataclasses.asdict(order))
-        self.verified_bytes = await self._receipts.verified(
-            weights.manifest.content_hash, order.number, READ_TIMEOUT_S
-        )
+        self.verified_bytes = await self._receipts.verified(weights.manifest.content_hash, order.number, READ_TIMEOUT_S)
 
     async def loaded_bytes(self) -> list[int]:
         """Return the bytes that each worker loads of a version; with data parallelism, of one replica."""

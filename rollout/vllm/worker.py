@@ -58,9 +58,7 @@ class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[m
                 if not outcome.done():
                     outcome.set_exception(error)
 
-        threading.Thread(
-            target=run, args=(self.reader, self._weights), name="paceline-weights", daemon=True
-        ).start()
+        threading.Thread(target=run, args=(self.reader, self._weights), name="paceline-weights", daemon=True).start()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing."""

@@ -129,9 +129,7 @@ def _spec_of_folder(model: str) -> RunSpec:
     )
 
 
-def changed(
-    spec: RunSpec, temperature: float | None, max_new_tokens: int | None, system: str | None = None
-) -> RunSpec:
+def changed(spec: RunSpec, temperature: float | None, max_new_tokens: int | None, system: str | None = None) -> RunSpec:
     """Return the spec with the options of the command line. Raises InvalidInput."""
     if temperature is not None and temperature <= 0:
         raise InvalidInput(f"--temperature is {temperature:g}, must be above 0; use 1e-4 for greedy decoding")
@@ -267,9 +265,7 @@ def _read_line() -> str:
 @click.option("--n", default=1, show_default=True, help="Number of completions.")
 @click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
 @click.option("--max-new-tokens", type=int, help="Longest completion; default the run's.")
-@click.option(
-    "--seed", default=0, show_default=True, help="The same seed and weights give the same completions."
-)
+@click.option("--seed", default=0, show_default=True, help="The same seed and weights give the same completions.")
 @click.option(
     "--export",
     "exported",
@@ -305,17 +301,13 @@ def generate(
                 prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
             )
     except Unavailable as error:
-        raise Unavailable(
-            f"{error}; without services --export RUN samples from a run's exported model"
-        ) from None
+        raise Unavailable(f"{error}; without services --export RUN samples from a run's exported model") from None
     for completion in completions:
         spans = [[s.start, s.end, s.version.session, s.version.step] for s in completion.spans]
         _print(completion.text, completion, spans, as_json)
 
 
-def _print(
-    text: str, completion: Completion | GeneratedCompletion, spans: list[list[int]], as_json: bool
-) -> None:
+def _print(text: str, completion: Completion | GeneratedCompletion, spans: list[list[int]], as_json: bool) -> None:
     """Print a completion; `spans` are [start, end, session, step]."""
     if not as_json:
         click.echo(visible(text))

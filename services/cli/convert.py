@@ -83,9 +83,7 @@ def convert(
         quantize_folder(source, destination, quantize)
     else:
         folders.to_folder(source, destination, adapter=adapter, **options)
-    render.answer(
-        as_json, {"source": source, "path": destination, "to": to}, f"{destination}: the weights of {source}"
-    )
+    render.answer(as_json, {"source": source, "path": destination, "to": to}, f"{destination}: the weights of {source}")
 
 
 def _check_options(
@@ -98,9 +96,7 @@ def _check_options(
     key: str | None,
 ) -> None:
     if of_dcp and to == "dcp":
-        raise click.UsageError(
-            "SOURCE is such a checkpoint already; leave --to dcp out to make a model folder of it"
-        )
+        raise click.UsageError("SOURCE is such a checkpoint already; leave --to dcp out to make a model folder of it")
     if of_dcp and (adapter or quantize):
         raise click.UsageError(
             "--adapter and --quantize take a model folder; make one of the checkpoint first, then convert that"
@@ -108,8 +104,6 @@ def _check_options(
     if not of_dcp and (config or key):
         raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is none")
     if quantize and (to == "dcp" or adapter or dtype):
-        raise click.UsageError(
-            "--quantize stands alone; convert first, then quantize the model folder that results"
-        )
+        raise click.UsageError("--quantize stands alone; convert first, then quantize the model folder that results")
     if not of_dcp and to == "folder" and not (dtype or adapter or quantize):
         raise click.UsageError("nothing to convert: name --to dcp, --dtype, --adapter or --quantize")

@@ -71,9 +71,7 @@ def prepare(
         click.echo(f"left out: {number:,} rows ({reason})")
 
 
-def attempts_in(
-    directory: Path, coordinator: str | None
-) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
+def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
     """Return the function that reads the scored groups of a run, by its id or its folder, where the options say."""
 
     def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
@@ -147,9 +145,7 @@ def inspect(
     for warning in found["warnings"]:
         click.echo(f"warning: {warning}", err=True)
     for each in found["overlap"]:
-        click.echo(
-            f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it"
-        )
+        click.echo(f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it")
         if each["rows"]:
             click.echo(
                 f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their words in "
@@ -201,9 +197,7 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
         by_preparation = prepared.sets.get(f"data.{name}", PreparedSet()).left_out
         if left_out := by_preparation + left_out_of(examples if examples is not None else rows):
             found[name]["left_out"] = dict(left_out)
-        found["warnings"] += gold_warnings(
-            spec.rewards, f"data.{name}", (rows[index] for index in range(len(rows)))
-        )
+        found["warnings"] += gold_warnings(spec.rewards, f"data.{name}", (rows[index] for index in range(len(rows))))
     train = rows_of["train"]
     found["samples"] = _samples(train, spec, min(limit, len(train)), tokens)
     for name, rows in evaluation_sets(original, spec).items():
@@ -339,6 +333,5 @@ def shown(value: Any) -> str:
         else "".join(f"<{message['role']}> {message.get('content') or ''}\n" for message in value)
     )
     return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
-        for char in text
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )

@@ -66,9 +66,7 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
         raise click.exceptions.Exit(1)
 
 
-def examine_spec(
-    spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None
-) -> list[Finding]:
+def examine_spec(spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None) -> list[Finding]:
     """Return whether this machine has the local files, the GPUs and the memory that the spec asks for.
 
     `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both are
@@ -98,9 +96,7 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
         return Finding("its memory", "absent", sentence(needed, spec), small)
     free = available_bytes() if free_bytes is None else free_bytes
     if warning := shortage(spec, free):
-        return Finding(
-            "its memory", "absent", warning, "an estimate; train where there is more, or change these keys"
-        )
+        return Finding("its memory", "absent", warning, "an estimate; train where there is more, or change these keys")
     return Finding("its memory", "ok", f"{sentence(needed, spec)}; {gigabytes(free)} are free here")
 
 
@@ -125,10 +121,7 @@ def _gpus_of_torch() -> list[int]:
 
     if not torch.cuda.is_available():
         return []
-    return [
-        int(torch.cuda.get_device_properties(index).total_memory)
-        for index in range(torch.cuda.device_count())
-    ]
+    return [int(torch.cuda.get_device_properties(index).total_memory) for index in range(torch.cuda.device_count())]
 
 
 REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
@@ -160,12 +153,8 @@ def examine_user_code() -> Finding:
     """Return whether user code can be isolated here, as `--require-isolation` asks for."""
     why = why_no_isolation()
     if why:
-        return Finding(
-            "user code", "absent", f"not isolated: {why}", "docs/security.md says what holds without"
-        )
-    return Finding(
-        "user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)"
-    )
+        return Finding("user code", "absent", f"not isolated: {why}", "docs/security.md says what holds without")
+    return Finding("user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)")
 
 
 def _faults(spec: RunSpec) -> list[Finding]:
@@ -267,9 +256,7 @@ def _ports() -> Finding:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding(
-            "ports", "fault", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback sockets"
-        )
+        return Finding("ports", "fault", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback sockets")
     if not free_port("127.0.0.1", USUAL_PORT):
         return Finding("ports", "ok", f"port {USUAL_PORT} is taken (a coordinator?), others are free")
     return Finding("ports", "ok", f"port {USUAL_PORT} is free")
@@ -306,9 +293,7 @@ def _torch() -> list[Finding]:
             )
         )
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        findings.append(
-            Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed")
-        )
+        findings.append(Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed"))
     if not count:
         findings.append(Finding("NCCL", "absent", "not needed without GPUs"))
     elif torch.distributed.is_nccl_available():
@@ -329,9 +314,7 @@ def _torch() -> list[Finding]:
 def _no_gpu(built_for: str | None, warning: str) -> Finding:
     """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver does not fit."""
     if not Path("/dev/nvidiactl").exists():
-        return Finding(
-            "GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`"
-        )
+        return Finding("GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`")
     if built_for is None:
         return Finding(
             "GPU",
@@ -340,9 +323,7 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
             "install a CUDA build, see pytorch.org",
         )
     remedy = "compare the driver (nvidia-smi) with it and look at CUDA_VISIBLE_DEVICES"
-    return Finding(
-        "GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy
-    )
+    return Finding("GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy)
 
 
 def _division() -> list[Finding]:
@@ -358,7 +339,5 @@ def _vllm() -> Finding:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "vllm", "absent", "not installed; the native engine is", "pip install 'paceline[vllm]' for GPUs"
-        )
+        return Finding("vllm", "absent", "not installed; the native engine is", "pip install 'paceline[vllm]' for GPUs")
     return Finding("vllm", "ok", version)

@@ -26,9 +26,7 @@ Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 def sections_of_apps() -> Sections:
     """Return the commands of installed apps by heading. One whose table cannot be read is left out with a line on stderr."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
-    for entry in sorted(
-        entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)
-    ):
+    for entry in sorted(entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)):
         try:
             table = {
                 heading: {name: (str(target), str(summary)) for name, (target, summary) in commands.items()}
@@ -85,11 +83,7 @@ class LazyGroup(click.Group):
         target, summary = self._own.get(cmd_name) or self.entries[cmd_name]
         module, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module), attribute)
-        return (
-            found
-            if isinstance(found, click.Command)
-            else click.Command(cmd_name, callback=found, help=summary)
-        )
+        return found if isinstance(found, click.Command) else click.Command(cmd_name, callback=found, help=summary)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -134,13 +134,8 @@ def client() -> str:
             parts += _object(name, getattr(importlib.import_module(module), name))
     errors = importlib.import_module("paceline.errors")
     parts.append("## Errors\n\nAll of them are a `PacelineError` of `paceline.errors`.")
-    found = [
-        each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__
-    ]
-    rows = [
-        f"| `{each.__name__}` | `{each.__mro__[1].__name__}` | {_cell(inspect.getdoc(each))} |"
-        for each in found
-    ]
+    found = [each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__]
+    rows = [f"| `{each.__name__}` | `{each.__mro__[1].__name__}` | {_cell(inspect.getdoc(each))} |" for each in found]
     parts.append("| error | is a | meaning |\n|---|---|---|\n" + "\n".join(rows))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

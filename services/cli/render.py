@@ -167,12 +167,8 @@ def _evaluation_line(content: Mapping[str, Any]) -> str:
     parts = [f"reward {_with_error(content, 'reward', 'reward_stderr')}"]
     names = [name.removeprefix("reward/") for name in content if name.startswith("reward/")]
     if len(names) > 1:
-        parts += [
-            f"{name} {_with_error(content, f'reward/{name}', f'reward_stderr/{name}')}" for name in names
-        ]
-    parts += [
-        f"{name} {_number(value, '.3f')}" for name, value in content.items() if name.startswith("pass@")
-    ]
+        parts += [f"{name} {_with_error(content, f'reward/{name}', f'reward_stderr/{name}')}" for name in names]
+    parts += [f"{name} {_number(value, '.3f')}" for name, value in content.items() if name.startswith("pass@")]
     parts.append(f"{content.get('prompts', content.get('samples', 0))} prompts")
     parts += [f"{content['failed']} failed"] if content.get("failed") else []
     parts.append(f"length {_number(content.get('completion_length'), '.1f')}")
@@ -234,18 +230,14 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
         prompt,
     ]
     for completion in group["completions"]:
-        rewards = ", ".join(
-            f"{name} {_number(value, '.3g')}" for name, value in completion["rewards"].items()
-        )
+        rewards = ", ".join(f"{name} {_number(value, '.3g')}" for name, value in completion["rewards"].items())
         versions = "→".join(str(step) for _, _, _, step in completion["spans"])
         tokens = len(completion["token_ids"])
         if "messages" in completion:
             lines.append(f"  ▸ {rewards} · {_episode_line(completion)} · version {versions}")
             lines += [f"    {line}" for line in _conversation(completion)]
         else:
-            lines.append(
-                f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}"
-            )
+            lines.append(f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}")
             lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
         lines += [f"    {name}: {value}" for name, value in completion.get("extra", {}).items()]
     return visible("\n".join(lines))
@@ -281,9 +273,7 @@ def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
 
 def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) -> str:
     """Return the findings of `ledger verify`: each problem on a line, then a summary of the comparisons."""
-    compared = [
-        f"  {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in facts.items()
-    ]
+    compared = [f"  {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in facts.items()]
     plural = "problem" if len(problems) == 1 else "problems"
     head = f"{len(problems)} {plural} in {run_id}:" if problems else f"{run_id}: all records agree"
     return "\n".join([head, *(f"  ✗ {visible(problem)}" for problem in problems), *compared])

@@ -68,16 +68,12 @@ def list_tokens(directory: Path, as_json: bool) -> None:
     now_s = time.time()
     if as_json:
         fields = ("name", "role", "created_s", "expires_s", "revoked_s")
-        found = [
-            {each: getattr(row, each) for each in fields} | {"valid": not row.refusal(now_s)} for row in rows
-        ]
+        found = [{each: getattr(row, each) for each in fields} | {"valid": not row.refusal(now_s)} for row in rows]
         print_json({"tokens": found})
         return
     for row in rows:
         state = "revoked" if row.revoked_s else "expired" if row.refusal(now_s) else "valid"
-        until = (
-            time.strftime("until %Y-%m-%d", time.gmtime(row.expires_s)) if row.expires_s else "without end"
-        )
+        until = time.strftime("until %Y-%m-%d", time.gmtime(row.expires_s)) if row.expires_s else "without end"
         click.echo(f"{row.name:24} {row.role or 'all roles':10} {state:8} {until}")
     if not rows:
         click.echo("no named tokens; the token in the directory has every role")

@@ -170,9 +170,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     set_keys = cluster.model_fields_set
     shares = rollout and number > 1
     room = number - 1 if shares else number
-    ranks = (
-        cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
-    )
+    ranks = cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
     if ranks > room:
         raise SpecError(
             f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs one"

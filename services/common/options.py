@@ -103,9 +103,7 @@ def worker_options(
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
         insecure_option,
         click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free one."),
-        click.option(
-            "--advertise-host", default="", help="This machine's address for other workers; default --host."
-        ),
+        click.option("--advertise-host", default="", help="This machine's address for other workers; default --host."),
         click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
         click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
         click.option(

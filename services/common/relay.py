@@ -136,9 +136,7 @@ def goes_by_host(spec: RunSpec) -> bool:
 
 def _set_zone(_context: click.Context, _option: click.Parameter, zone: str) -> None:
     if len(zone) > MAX_ZONE or not zone.isprintable():
-        raise click.UsageError(
-            str(InvalidInput(f"--zone {zone[:80]!r} is no name of {MAX_ZONE} characters at most"))
-        )
+        raise click.UsageError(str(InvalidInput(f"--zone {zone[:80]!r} is no name of {MAX_ZONE} characters at most")))
     if zone:
         os.environ[ZONE_VARIABLE] = zone
 

@@ -34,9 +34,7 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
     if is_required is None:
         return
     if is_required and (why := why_no_isolation()):
-        raise click.UsageError(
-            f"{option.opts[0]} cannot be kept here: {why}; docs/security.md says what it needs"
-        )
+        raise click.UsageError(f"{option.opts[0]} cannot be kept here: {why}; docs/security.md says what it needs")
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 
 

@@ -27,9 +27,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
         self._store = store
 
     @with_status
-    async def Missing(
-        self, request: bundle_pb2.MissingRequest, context: Context
-    ) -> bundle_pb2.MissingResponse:
+    async def Missing(self, request: bundle_pb2.MissingRequest, context: Context) -> bundle_pb2.MissingResponse:
         if len(request.blobs) > MAX_FILES + 1:
             raise InvalidInput(f"{len(request.blobs)} files are more than the {MAX_FILES} of a bundle")
         return await asyncio.to_thread(self._missing, request)
@@ -55,9 +53,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
-                    raise Unavailable(
-                        f"no part of a file came for {PART_WAIT_S:g} s; send the rest again"
-                    ) from None
+                    raise Unavailable(f"no part of a file came for {PART_WAIT_S:g} s; send the rest again") from None
                 await _shielded(upload.take, part.sha256, part.size, part.offset, part.data)
             upload.finish()
         finally:
@@ -144,9 +140,7 @@ class Upload:
     def close(self) -> None:
         """Keep what has come of an incomplete file, from where a later stream goes on."""
         if self._sha256:
-            with contextlib.suppress(
-                OSError
-            ):  # a disk that refuses the last bytes: the file goes on before them
+            with contextlib.suppress(OSError):  # a disk that refuses the last bytes: the file goes on before them
                 if self._file is not None:
                     self._file.close()
             self._store.end(self._sha256)

@@ -252,9 +252,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 open; Python's default would scan the newest objects after every 700 new ones."""
 
 
-def _pools(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> tuple[PoolConfig, ...]:
+def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> tuple[PoolConfig, ...]:
     try:
         return read_pools(texts)
     except InvalidInput as error:
@@ -264,9 +262,7 @@ def _pools(
 @click.command()
 @directory_option
 @store_option
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
-)
+@click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option(
@@ -300,9 +296,7 @@ def _pools(
     show_default=True,
     help="Admit no new groups while the ledger's disk has less than this free.",
 )
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
-)
+@click.option("--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens.")
 @click.option(
     "--bundle-quota-mb",
     type=click.IntRange(min=1),

@@ -86,11 +86,7 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
             return model
         passed = has_passed(model.verdicts) and model.stage != ROLLED_BACK
         if not passed and not override:
-            why = (
-                "it was rolled back"
-                if model.stage == ROLLED_BACK
-                else f"its gate says: {outcome_of(model.verdicts)}"
-            )
+            why = "it was rolled back" if model.stage == ROLLED_BACK else f"its gate says: {outcome_of(model.verdicts)}"
             raise Conflict(
                 f"{name}:{version} is not promoted, because {why}; promote a version that has passed, or give the reason to "
                 "promote it all the same (--override), which is recorded"
@@ -139,9 +135,7 @@ def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
 
 def _check_evidence(model: ModelVersion) -> None:
     if max(len(model.evaluations), len(model.verdicts)) > MAX_EVIDENCE:
-        raise InvalidInput(
-            f"{model.name} comes with more than {MAX_EVIDENCE} evaluations or verdicts; give fewer"
-        )
+        raise InvalidInput(f"{model.name} comes with more than {MAX_EVIDENCE} evaluations or verdicts; give fewer")
     check_evidence(
         model.export_sha256,
         {f"evaluation {index}": each for index, each in enumerate(model.evaluations)},
@@ -192,9 +186,7 @@ def _check_parent(ledger: Ledger, parent: str) -> None:
 
 def _check_reason(reason: str, field: str) -> None:
     if len(reason) > MAX_REASON:
-        raise InvalidInput(
-            f"{field} has {len(reason)} characters, at most {MAX_REASON} are recorded; shorten it"
-        )
+        raise InvalidInput(f"{field} has {len(reason)} characters, at most {MAX_REASON} are recorded; shorten it")
 
 
 def _checked(version: int) -> int:
@@ -275,9 +267,7 @@ class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
             return self._calls.Register(request)
 
     @with_status
-    async def List(
-        self, request: pb.ModelServiceListRequest, context: Context
-    ) -> pb.ModelServiceListResponse:
+    async def List(self, request: pb.ModelServiceListRequest, context: Context) -> pb.ModelServiceListResponse:
         return self._calls.List(request)
 
     @with_status
@@ -313,9 +303,7 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
     """Return the record of a message that is to be registered. Raises InvalidInput."""
     for field in ("export_sha256", "statement_sha256"):
         if not SHA256.fullmatch(getattr(model, field)):
-            raise InvalidInput(
-                f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits"
-            )
+            raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits")
     if not 0 < len(model.path) <= MAX_PATH:
         raise InvalidInput(f"model.path has {len(model.path)} characters, must have 1 to {MAX_PATH}")
     return ModelVersion(
@@ -333,9 +321,7 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
     found = []
     for index, text in enumerate(texts):
         if len(text) > MAX_DOCUMENT:
-            raise InvalidInput(
-                f"{field}[{index}] has {len(text)} characters, at most {MAX_DOCUMENT} are recorded"
-            )
+            raise InvalidInput(f"{field}[{index}] has {len(text)} characters, at most {MAX_DOCUMENT} are recorded")
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -60,9 +60,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return page(self._coordinator.committed, request)
 
     @with_stream_status
-    async def Watch(
-        self, request: run_pb2.WatchRequest, context: Context
-    ) -> AsyncIterator[run_pb2.WatchResponse]:
+    async def Watch(self, request: run_pb2.WatchRequest, context: Context) -> AsyncIterator[run_pb2.WatchResponse]:
         ledger, after = self._coordinator.committed, request.after
         ledger.run(request.run_id)
         while True:
@@ -100,9 +98,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.ResumeResponse(run=self._run(request.run_id))
 
     @with_status
-    async def DropGroups(
-        self, request: run_pb2.DropGroupsRequest, context: Context
-    ) -> run_pb2.DropGroupsResponse:
+    async def DropGroups(self, request: run_pb2.DropGroupsRequest, context: Context) -> run_pb2.DropGroupsResponse:
         await self._coordinator.commands.drop_groups(request.run_id, list(request.group_ids))
         return run_pb2.DropGroupsResponse(run=self._run(request.run_id))
 
@@ -238,9 +234,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         self._callers, self._note = callers, note
 
     @with_status
-    async def Identify(
-        self, request: access_pb2.IdentifyRequest, context: Context
-    ) -> access_pb2.IdentifyResponse:
+    async def Identify(self, request: access_pb2.IdentifyRequest, context: Context) -> access_pb2.IdentifyResponse:
         if len(request.token_sha256) != SHA256_BYTES:
             raise InvalidInput(f"token_sha256 has {len(request.token_sha256)} bytes, must be {SHA256_BYTES}")
         try:

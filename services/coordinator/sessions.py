@@ -214,9 +214,7 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
         keep.add(resumable.path)
     oldest = min((checkpoint.step for checkpoint in sound if checkpoint.path in keep), default=0)
     keep |= {checkpoint.path for checkpoint in kept if checkpoint.damaged and checkpoint.step > oldest}
-    ledger.checkpoints.mark_removed(
-        run_id, [checkpoint for checkpoint in kept if checkpoint.path not in keep]
-    )
+    ledger.checkpoints.mark_removed(run_id, [checkpoint for checkpoint in kept if checkpoint.path not in keep])
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
@@ -225,9 +223,7 @@ def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 
-def _value(
-    ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection
-) -> tuple[float | None, bool]:
+def _value(ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection) -> tuple[float | None, bool]:
     """Return the metric of the weights after `step` steps, and whether it is still to come."""
     if settings.metric_name is None:
         return None, False

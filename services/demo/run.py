@@ -66,13 +66,9 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
         Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf) as client,
     ):
         pools = f"{sft.cluster.rollout_workers} rollout, {sft.cluster.reward_workers} reward, {sft.cluster.learner_ranks} learner ranks"
-        screen.say(
-            f"Services are up: coordinator at {cluster.address}, {pools}; logs in {directory / 'logs'}"
-        )
+        screen.say(f"Services are up: coordinator at {cluster.address}, {pools}; logs in {directory / 'logs'}")
         start_page(cluster, "127.0.0.1", screen.say)
-        teacher = _train(
-            client, sft, "Stage 1, supervised: imitate a teacher who errs in half of the answers", screen
-        )
+        teacher = _train(client, sft, "Stage 1, supervised: imitate a teacher who errs in half of the answers", screen)
         model = f"policy.model_name={Path(teacher['directory']) / 'export'}"
         grpo = load_spec(files / "grpo.yaml", (f"grpo.seed={seed}", model, *overrides))
         age = grpo.async_grpo.max_trajectory_age_steps

@@ -81,9 +81,7 @@ class EngineList:
     def replace(self, addresses: Iterable[worker_pb2.EngineAddress]) -> None:
         """Take a new list. A worker that is on both keeps its sessions."""
         self._engines = {
-            each.member_id: Engine(
-                each.member_id, each.address, Version(each.version.session, each.version.step)
-            )
+            each.member_id: Engine(each.member_id, each.address, Version(each.version.session, each.version.step))
             for each in addresses
             if each.address
         }
@@ -242,9 +240,7 @@ class Engines:
                 self.list.put_off(engine.member_id, BROKEN_S)
             return answer
         except grpc.aio.AioRpcError as error:
-            return self._failed(
-                engine, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION
-            )
+            return self._failed(engine, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION)
         except asyncio.CancelledError:
             call.cancel()
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -291,9 +287,7 @@ class Engines:
 class LeasedTokens:
     """`TokenSource` of one leased group."""
 
-    def __init__(
-        self, engines: Engines, wanted: Wanted, on_turn: Callable[[int], object] = lambda num_tokens: None
-    ):
+    def __init__(self, engines: Engines, wanted: Wanted, on_turn: Callable[[int], object] = lambda num_tokens: None):
         """`on_turn` gets the number of tokens of each turn."""
         self._engines, self._wanted, self._on_turn = engines, wanted, on_turn
         self._sessions: set[str] = set()

@@ -77,9 +77,7 @@ def main(
         async with server, metrics, asyncio.TaskGroup() as tasks:
             await server.set_serving(NAME, True)
             announce(ready_file, worker.address)
-            loops = [
-                tasks.create_task(loop) for loop in (worker.membership.run(), worker.work(), remind(warning))
-            ]
+            loops = [tasks.create_task(loop) for loop in (worker.membership.run(), worker.work(), remind(warning))]
             stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())
             await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()

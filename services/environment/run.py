@@ -168,9 +168,7 @@ class EnvironmentRun:
     async def _end_earlier(self, group_id: int) -> None:
         """End the earlier attempt at a group that is leased to this worker again: the journal belongs to the new one."""
         if (task := self._groups.get(group_id)) is not None:
-            log.warning(
-                "group %d is leased to this worker again: its episodes begin from their journal", group_id
-            )
+            log.warning("group %d is leased to this worker again: its episodes begin from their journal", group_id)
             task.cancel()
             await asyncio.wait((task,))
 
@@ -285,9 +283,7 @@ class LeasedJournal:
         self._membership, self._run_id = membership, run_id
         self._group_id, self._attempt = group_id, attempt
 
-    async def turn(
-        self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
-    ) -> None:
+    async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         """Record a finished turn. Raises LeaseLost."""
         turn = pb.EpisodeTurn(
             group_id=self._group_id, attempt=self._attempt, sample=sample, life=life, index=index, last=last
@@ -325,9 +321,7 @@ def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:
     except ValueError as error:
         raise WireError(f"prompt or columns of group {lease.group_id} are no JSON: {error}") from None
     if not isinstance(columns, dict):
-        raise WireError(
-            f"columns of group {lease.group_id} are {type(columns).__name__}, have to be an object"
-        )
+        raise WireError(f"columns of group {lease.group_id} are {type(columns).__name__}, have to be an object")
     return EpisodeLease(
         group_id=lease.group_id,
         attempt=lease.attempt,
@@ -356,12 +350,8 @@ def _read_journal(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> Sampl
     turns = []
     for arrays, note in zip(record.arrays_frames, record.note_frames, strict=True):
         if not (0 < arrays <= len(payloads) and 0 < note <= len(payloads)):
-            raise WireError(
-                f"sample {record.sample} has frames {arrays} and {note} of a message with {len(payloads)}"
-            )
-        turns.append(
-            (TurnArrays.decode(payloads[arrays - 1]), parse_message(pb.TurnNote, payloads[note - 1]))
-        )
+            raise WireError(f"sample {record.sample} has frames {arrays} and {note} of a message with {len(payloads)}")
+        turns.append((TurnArrays.decode(payloads[arrays - 1]), parse_message(pb.TurnNote, payloads[note - 1])))
     return SampleJournal(record.life, record.failures, record.finished, record.given_up, tuple(turns))
 
 

@@ -126,9 +126,7 @@ class SessionServer:
         with fields_of_responses():
             asked = await self._chat_request(request, chat, [each.model_dump() for each in chat.messages])
         answer = await self._answer(opened, asked)
-        frame = ResponseAnswer(
-            f"resp_{uuid.uuid4().hex}", ask, self._run_id, _newest(answer), self._tokenizer.decode
-        )
+        frame = ResponseAnswer(f"resp_{uuid.uuid4().hex}", ask, self._run_id, _newest(answer), self._tokenizer.decode)
         return await _shaped(request, frame, answer, stream=bool(chat.stream))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -150,9 +148,7 @@ class SessionServer:
         frame = TokenAnswer(uuid.uuid4().hex, ask, self._run_id, _newest(answer))
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
-    async def _chat_request(
-        self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]
-    ) -> AgentRequest:
+    async def _chat_request(self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]) -> AgentRequest:
         """Return what a chat asks of its session. Raises Unsupported."""
         self._check(ask)
         self._note_parameters(ask)
@@ -170,9 +166,7 @@ class SessionServer:
     def _session(self, request: web.Request) -> _Open:
         opened = self._sessions.get(request.match_info["key"])
         if opened is None:
-            raise NotFound(
-                "no episode has this URL, or it is over; take the base URL that the episode was given"
-            )
+            raise NotFound("no episode has this URL, or it is over; take the base URL that the episode was given")
         return opened
 
     async def _answer(self, opened: _Open, request: AgentRequest) -> AgentAnswer:
@@ -232,9 +226,7 @@ def _newest(answer: AgentAnswer) -> Version:
     return max(Version(span.session, span.step) for span in answer.turn.spans)
 
 
-async def _shaped(
-    request: web.Request, frame: Frame, answer: AgentAnswer, *, stream: bool
-) -> web.StreamResponse:
+async def _shaped(request: web.Request, frame: Frame, answer: AgentAnswer, *, stream: bool) -> web.StreamResponse:
     choice = choice_of(answer)
     if not stream:
         return web.json_response(frame.whole([choice]))

@@ -137,9 +137,7 @@ class EnvironmentWorker:
                 return run_episodes(setting, lease, tokens, journal, code, sessions)
 
             most = processes * spec.environment.parallel_calls
-            yield EnvironmentRun(
-                spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts
-            )
+            yield EnvironmentRun(spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts)
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):

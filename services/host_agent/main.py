@@ -44,14 +44,10 @@ log = logging.getLogger(__name__)
     callback=check_coordinator,
     help="Address of the coordinator, as the workers of this host name it.",
 )
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
-)
+@click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @fabric_option
-@click.option(
-    "--port", default=0, show_default=True, help="Port for other hosts' agents; 0 takes a free one."
-)
+@click.option("--port", default=0, show_default=True, help="Port for other hosts' agents; 0 takes a free one.")
 @click.option(
     "--socket",
     "name",

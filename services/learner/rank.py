@@ -387,9 +387,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.CheckpointResponse(path=path, step=step)
 
     @with_status
-    async def Export(
-        self, request: learner_pb2.ExportRequest, context: Context
-    ) -> learner_pb2.ExportResponse:
+    async def Export(self, request: learner_pb2.ExportRequest, context: Context) -> learner_pb2.ExportResponse:
         run = self._check_running()
         name = request.name
         if name and not NAME.fullmatch(name):

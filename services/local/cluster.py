@@ -226,9 +226,7 @@ class LocalCluster:
         service.terminate()
         # Not joined: `stop` waits for the service itself.
         limit_s = self._grace_s + KILL_AFTER_S
-        threading.Thread(
-            target=service.wait_ended, args=(limit_s,), name=f"end of {service.name}", daemon=True
-        ).start()
+        threading.Thread(target=service.wait_ended, args=(limit_s,), name=f"end of {service.name}", daemon=True).start()
         return service.name
 
     def size(self, role: str) -> int:

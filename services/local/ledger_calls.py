@@ -43,9 +43,7 @@ class LedgerCalls:
         """Yield the events on record; only Watch is answered."""
         if not isinstance(request, run_pb2.WatchRequest):
             raise _needs_coordinator(method)
-        wanted = records_pb2.ListEventsRequest(
-            run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE
-        )
+        wanted = records_pb2.ListEventsRequest(run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE)
         while True:
             found = await self._on_thread(lambda: self._opened().ListEvents(wanted))
             for event in found.events:

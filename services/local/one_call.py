@@ -115,9 +115,7 @@ def train(
         cluster.on_failure = client.close
         for earlier in client.runs():
             if RunState.of(earlier) not in ENDED_STATES:
-                say(
-                    f"run {earlier.run_id} is still open and goes first; `paceline cancel {earlier.run_id}` ends it"
-                )
+                say(f"run {earlier.run_id} is still open and goes first; `paceline cancel {earlier.run_id}` ends it")
         run_id = client.submit(spec).run_id
         say(f"run {run_id}, {client.get(run_id).max_num_steps} steps; logs in {directory}/logs")
         try:
@@ -226,15 +224,11 @@ def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> Traine
         if line := _line(event):
             say(line)
         if _needs_a_person(event):
-            raise PacelineError(
-                f"run {run_id} is paused, and was cancelled: {event.content.get('message', '')}"
-            )
+            raise PacelineError(f"run {run_id} is paused, and was cancelled: {event.content.get('message', '')}")
     run = client.get(run_id)
     state, folder = RunState.of(run), Path(run.directory)
     if state is not RunState.SUCCEEDED:
-        raise PacelineError(
-            f"run {run_id} {state}: {run.message or 'see its events'}; its folder is {folder}"
-        )
+        raise PacelineError(f"run {run_id} {state}: {run.message or 'see its events'}; its folder is {folder}")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     export = summary.get("export_path")
     return TrainedRun(run_id, folder, Path(export) if export else None, metrics, evaluations, summary)

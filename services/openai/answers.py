@@ -51,9 +51,7 @@ class Answer(Frame):
         for choice in choices:
             self._note(choice.spans)
             content = {"message": message_of(choice, self._id)} if self._chat else {"text": choice.content}
-            entry = self._choice(
-                choice, content, 0, reason_of(choice) if self._chat else choice.finish_reason
-            )
+            entry = self._choice(choice, content, 0, reason_of(choice) if self._chat else choice.finish_reason)
             entry["versions"] = ranges(choice.spans)
             if choice.text != choice.content:
                 entry["completion"] = choice.text
@@ -62,9 +60,7 @@ class Answer(Frame):
             if choice.echo is not None:
                 self._put_before(entry, choice, choice.echo)
             entries.append(entry)
-        return self._frame("chat.completion" if self._chat else "text_completion", entries) | {
-            "usage": usage(choices)
-        }
+        return self._frame("chat.completion" if self._chat else "text_completion", entries) | {"usage": usage(choices)}
 
     def begin(self, num_choices: int) -> list[Event]:
         """See `Frame`: a chat stream's first chunk of a choice names the role."""

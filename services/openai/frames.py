@@ -85,9 +85,7 @@ def model_name(run_id: str, version: tuple[int, ...]) -> str:
 
 
 def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
-    return tuple(
-        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
-    )
+    return tuple(VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens)
 
 
 class Event(NamedTuple):

@@ -124,9 +124,7 @@ class ResponsesAsk(BaseModel):
                     messages.append({"role": "tool", **answered})
                     said = None
                 case _:
-                    raise Unsupported(
-                        f"input has an item of type {kind!r:.60}, which is unknown here", "input"
-                    )
+                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown here", "input")
         return [message for message in messages if message != _said()]
 
 
@@ -161,9 +159,7 @@ def _message(item: Json) -> Json:
 
 def _reasoning(item: Json) -> str | None:
     if item.get("encrypted_content"):
-        raise Unsupported(
-            "input has reasoning that is encrypted, which nobody here can read; remove it", "input"
-        )
+        raise Unsupported("input has reasoning that is encrypted, which nobody here can read; remove it", "input")
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise Unsupported(f"input has reasoning of another form: {item!r:.80}", "input")
@@ -178,9 +174,7 @@ def _call(item: Json) -> Json:
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise Unsupported(
-            f"tools has one of type {tool.get('type')!r:.60}; only functions are possible here", "tools"
-        )
+        raise Unsupported(f"tools has one of type {tool.get('type')!r:.60}; only functions are possible here", "tools")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
@@ -303,9 +297,7 @@ class ResponseAnswer(Frame):
         return [
             self._event("response.output_item.added", **self._at(), item=added),
             self._event("response.function_call_arguments.delta", **of_item, delta=call.arguments),
-            self._event(
-                "response.function_call_arguments.done", **of_item, arguments=call.arguments, name=call.name
-            ),
+            self._event("response.function_call_arguments.done", **of_item, arguments=call.arguments, name=call.name),
             self._event("response.output_item.done", **self._at(), item=item),
         ]
 
@@ -350,16 +342,12 @@ class ResponseAnswer(Frame):
             return 0
         ids = list(choice.token_ids)
         counts = range(len(ids) + 1)
-        return min(
-            bisect_left(counts, True, key=lambda count: END_THINK in self._decode(ids[:count])), len(ids)
-        )
+        return min(bisect_left(counts, True, key=lambda count: END_THINK in self._decode(ids[:count])), len(ids))
 
     def _response(self, status: str, choice: Choice | None) -> Json:
         ask, extra = self._ask, self._ask.model_extra or {}
         spans = choice.spans if choice is not None else ()
-        versions: list[tuple[int, ...]] = sorted({(span.session, span.step) for span in spans}) or [
-            self._at_first
-        ]
+        versions: list[tuple[int, ...]] = sorted({(span.session, span.step) for span in spans}) or [self._at_first]
         return {
             "id": self._id,
             "object": "response",

@@ -96,9 +96,7 @@ def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int
         reference = None if reference_row is None else read_frame(reference_row.arrays)
         group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
         if group.digest(row["digest"]) != row["digest"]:
-            raise Conflict(
-                f"group {row['group_id']} of step {step} is not what was trained; its digest differs"
-            )
+            raise Conflict(f"group {row['group_id']} of step {step} is not what was trained; its digest differs")
         groups.append(group)
     return groups
 

@@ -98,9 +98,7 @@ def replay(
 @click.option("--to", "end", type=int, required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @click.option("--device", required=True)
-def main(
-    ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str
-) -> None:
+def main(ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str) -> None:
     """One rank of a replay; `paceline replay` sets its options."""
     die_with_starter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -48,9 +48,7 @@ class GroupInputs:
         return [by_sample.get(sample) for sample in range(self.num_samples)]
 
 
-def inputs_of_completions(
-    prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]
-) -> GroupInputs:
+def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
     """Return the inputs of a group without an environment. An answer that the prompt begins is in the completion as a whole, as
     TRL has it."""
     count = len(completions)

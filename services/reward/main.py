@@ -146,9 +146,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._calls += 1
         try:
             async with RewardRunner(functions) as runner:
-                result = await runner.score(
-                    prompts, list(request.completions), [[] for _ in range(count)], columns
-                )
+                result = await runner.score(prompts, list(request.completions), [[] for _ in range(count)], columns)
         finally:
             self._calls -= 1
         if result.failure is not None:
@@ -186,9 +184,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         for name in names:
             if name not in used and name not in BUILTIN_FUNCTIONS:
-                raise InvalidInput(
-                    f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
-                )
+                raise InvalidInput(f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}")
         return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
 
 

@@ -175,9 +175,7 @@ class RewardWorker:
                     continue
                 request = pb.ExchangeRequest(
                     run_id=run_id,
-                    task=pb.TaskRequest(
-                        room=room, wait_s=TASK_WAIT_S, held=pb.Held(group_ids=running.values())
-                    ),
+                    task=pb.TaskRequest(room=room, wait_s=TASK_WAIT_S, held=pb.Held(group_ids=running.values())),
                 )
                 requesting = asyncio.create_task(self.membership.request(request))
                 await asyncio.wait((requesting, changed), return_when=asyncio.FIRST_COMPLETED)
@@ -380,7 +378,5 @@ def _inputs(
 
 def _code_of(spec: RunSpec) -> tuple[Stamp, ...]:
     """Return the stamps of the Python files in the folders of the spec's functions, which a function may import."""
-    folders = {
-        Path(reward.function.rpartition(":")[0]).parent for reward in spec.rewards if ":" in reward.function
-    }
+    folders = {Path(reward.function.rpartition(":")[0]).parent for reward in spec.rewards if ":" in reward.function}
     return tuple(stamp(folder, ["*.py"]) for folder in sorted(folders))

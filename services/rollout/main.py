@@ -39,9 +39,7 @@ log = logging.getLogger(__name__)
 @fabric_option
 @zone_option
 @engine_option
-@click.option(
-    "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
-)
+@click.option("--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none.")
 @token_file_option
 def main(
     coordinator: str,

@@ -99,9 +99,7 @@ class RolloutRun:
         self._unexpected = 0
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
-        self.weights = RolloutWeights(
-            run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, agent
-        )
+        self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, agent)
 
     @classmethod
     async def start(
@@ -125,9 +123,7 @@ class RolloutRun:
             await engine.close()
             raise
         log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
-        return cls(
-            spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, agent
-        )
+        return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, agent)
 
     @property
     def generated_tokens(self) -> int:

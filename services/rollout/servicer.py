@@ -42,9 +42,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._worker = worker
 
     @with_status
-    async def Generate(
-        self, request: rollout_pb2.GenerateRequest, context: Context
-    ) -> rollout_pb2.GenerateResponse:
+    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
         run = self._worker.served
         if run is None or run.engine.version is None:
             raise Conflict("this worker holds no weights yet; try again when a run has started")
@@ -68,9 +66,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         else:
             gate = self._worker.endpoint.gate_of(run)
             if number > gate.capacity:
-                raise InvalidInput(
-                    f"n is {number}, at most {gate.capacity} completions are made for one call here"
-                )
+                raise InvalidInput(f"n is {number}, at most {gate.capacity} completions are made for one call here")
 
             async def sample_in_turn(index: int) -> Completion:
                 async with gate.place():

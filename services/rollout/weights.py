@@ -68,9 +68,7 @@ class RolloutWeights:
                 run_id=run_id,
                 client=agent,
                 on_weights=self._on_weights,
-                on_ack=lambda version, ok, message, transfer: self._on_ack(
-                    version, ok, message, transfer=transfer
-                ),
+                on_ack=lambda version, ok, message, transfer: self._on_ack(version, ok, message, transfer=transfer),
                 on_agent=self._report_agent,
             )
 
@@ -92,9 +90,7 @@ class RolloutWeights:
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
-                raise WireError(
-                    f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
-                )
+                raise WireError(f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}")
             check_fits(stored.snapshot_bytes)
             self._store_receiver.offer(stored)
         except Exception as error:
@@ -145,9 +141,7 @@ class RolloutWeights:
             if serving is not None and version <= serving:
                 if version == serving:
                     return
-                raise Conflict(
-                    f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
-                )
+                raise Conflict(f"{tuple(version)} came after {tuple(serving)}, which this worker serves already")
             started_s = time.monotonic()
             swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
             # The engine answers or raises; the learner has its own deadline.

@@ -151,9 +151,7 @@ class RolloutWorker:
                 if self._device == "cpu" and not self.cpu_chosen:
                     refuse_cpu(spec.cluster, "rollout")
                 agent = await self.agent.connected() if goes_by_host(spec) else None
-                run = await RolloutRun.start(
-                    spec, assignment, self.member_id, self.membership, self._device, agent
-                )
+                run = await RolloutRun.start(spec, assignment, self.member_id, self.membership, self._device, agent)
                 if agent is not None and (identity := agent.identity) is not None:
                     await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             except EngineDied:
@@ -233,9 +231,7 @@ KEYS = ("backend", "max_batch_size", "stall_s", "vllm_cfg", "vllm_kwargs")
 OF_VLLM = ("vllm_cfg", "vllm_kwargs")
 
 
-def check_settings(
-    _context: click.Context, _option: click.Parameter, settings: tuple[str, ...]
-) -> tuple[str, ...]:
+def check_settings(_context: click.Context, _option: click.Parameter, settings: tuple[str, ...]) -> tuple[str, ...]:
     """Callback of --engine. Raises click.UsageError for a setting that is not a worker's."""
     for setting in settings:
         dotted, equals, _ = setting.partition("=")

@@ -143,18 +143,14 @@ def test_8b_is_offloaded_only_where_the_host_has_the_memory(
         monkeypatch.setattr(training, "available_bytes", lambda: gib << 30)
         return replace(training.room_of(torch.device("cpu")), gpu_bytes=85_000_000_000)
 
-    Qwen3Config(**SHAPES["8B"], dtype="bfloat16", architectures=["Qwen3ForCausalLM"]).save_pretrained(
-        tmp_path
-    )
+    Qwen3Config(**SHAPES["8B"], dtype="bfloat16", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(training.DoesNotFit, match=r"the host has 123\.7 GB for an estimated 131"):
         training.fitting(tmp_path, 4096, {}, room(128))
     spec, _ = training.fitting(tmp_path, 4096, {}, room(256))
     assert spec.policy.cpu_offload
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seed"), [(tokens, seed) for tokens in (64, 128, 8192) for seed in range(4)]
-)
+@pytest.mark.parametrize(("tokens", "seed"), [(tokens, seed) for tokens in (64, 128, 8192) for seed in range(4)])
 def test_mixed_lengths_fill_a_row(tokens: int, seed: int, gpu: ModuleType) -> None:
     from benchmarks.gpu_cases.training import mixed_lengths
 

@@ -197,9 +197,7 @@ class Upcoming:
         self._first = None
 
 
-def torment(
-    setting: Setting, run_id: str, upcoming: Upcoming, at_most: int, result: Result, leave: int = 0
-) -> str:
+def torment(setting: Setting, run_id: str, upcoming: Upcoming, at_most: int, result: Result, leave: int = 0) -> str:
     """Deals out up to `at_most` faults while the run goes on, then lets it end; why it was given up, empty when it ended."""
     cluster = setting.cluster
     pause = threading.Event()
@@ -280,9 +278,7 @@ def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]
     type=click.Choice([*ROLES, "environment"]),
     help="Only this one; repeatable.",
 )
-@click.option(
-    "--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this one; repeatable."
-)
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this one; repeatable.")
 @click.option(
     "--environments",
     is_flag=True,

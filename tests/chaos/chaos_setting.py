@@ -70,9 +70,7 @@ class Setting:
 
 
 @contextlib.contextmanager
-def tormented(
-    directory: Path, ranks: int, sizes: dict[str, int], apart: bool, seed: int = 0
-) -> Iterator[Setting]:
+def tormented(directory: Path, ranks: int, sizes: dict[str, int], apart: bool, seed: int = 0) -> Iterator[Setting]:
     """A cluster whose workers reach both ports of the coordinator through proxies; with `apart`, the rollout workers are
     in a network of their own. `seed` decides which bits are changed."""
     section = ClusterSection(

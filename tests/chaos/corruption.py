@@ -130,9 +130,7 @@ class Corruption:
         else:
             newest = ledger.checkpoints.newest(run_id)
             folder = Path(newest.path) if newest else Path("none")
-            names = (
-                [folder / CHECKPOINT_MANIFEST] if target == "manifest" else sorted(folder.glob("*.distcp"))
-            )
+            names = [folder / CHECKPOINT_MANIFEST] if target == "manifest" else sorted(folder.glob("*.distcp"))
             files = [path for path in names if path.is_file()]
         if not files:
             return None
@@ -159,9 +157,7 @@ class Corruption:
         with contextlib.closing(Ledger(self._path, read_only=True)) as ledger:
             if bit.target == "export":
                 owner = next(
-                    r["run_id"]
-                    for r in ledger.runs()
-                    if ledger.export_path(r["run_id"]) == str(bit.path.parent)
+                    r["run_id"] for r in ledger.runs() if ledger.export_path(r["run_id"]) == str(bit.path.parent)
                 )
                 if not (bit.path.parent / EXPORT_MANIFEST).exists():
                     self.not_found.append(f"{bit}: the export has no {EXPORT_MANIFEST}")
@@ -173,9 +169,7 @@ class Corruption:
         named = bit.path.parent.name if bit.target != "segment" else "cannot be read"
         found = [problem for problem in report.problems if named in problem or bit.path.name in problem]
         log.info("verify says of %s: %s", bit, found or "nothing")
-        if (
-            not found and bit.target != "segment"
-        ):  # a group may have been generated again, and its record be nobody's
+        if not found and bit.target != "segment":  # a group may have been generated again, and its record be nobody's
             self.not_found.append(f"{bit}: verify finds {report.problems or 'nothing'}")
 
     def _repair(self, bit: Bit, run_id: str) -> None:

@@ -12,9 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(
-    str(Path(__file__).resolve().parents[1] / "support" / "models")
-)  # pytest has it by its settings
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support" / "models"))  # pytest has it by its settings
 
 from tiny_chat import save_tiny_chat
 
@@ -104,9 +102,7 @@ def played(directory: Path) -> list[Played]:
     """Every instance so far. A line that a kill has cut off is no turn."""
     found = []
     for path in sorted((directory / "turns").glob("*.jsonl")):
-        lines = [
-            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
-        ]
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if lines:
             texts = tuple(line["text"] for line in lines[1:])
             found.append(Played(int(path.name.split("-")[0]), lines[0]["row"], texts))
@@ -144,7 +140,5 @@ def _common(first: tuple[str, ...], second: tuple[str, ...]) -> int:
 
 def broken_turns(run_folder: Path) -> int:
     """Most turns whose answer broke off that the environment workers of a run have reported at one time."""
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return int(max((line.get("environment_workers/broken_turns") or 0 for line in lines), default=0))

@@ -77,9 +77,7 @@ def schedule(
     those of ON_REQUEST."""
     rng = random.Random(seed)
     weights = {
-        kind: weight
-        for kind, weight in KINDS.items()
-        if kind in kinds or (not kinds and kind not in ON_REQUEST)
+        kind: weight for kind, weight in KINDS.items() if kind in kinds or (not kinds and kind not in ON_REQUEST)
     }
     while True:
         order = list(roles or ROLES)

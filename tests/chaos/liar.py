@@ -53,9 +53,7 @@ def arm(*_: object) -> None:
 def spans_with(sampled: Sampled, **facts: int) -> Sampled:
     """The same tokens, said to be of another version."""
     prompt_ids, completions = sampled
-    return prompt_ids, [
-        replace(c, spans=tuple(span._replace(**facts) for span in c.spans)) for c in completions
-    ]
+    return prompt_ids, [replace(c, spans=tuple(span._replace(**facts) for span in c.spans)) for c in completions]
 
 
 def logprobs_of(sampled: Sampled, value: float) -> Sampled:

@@ -95,9 +95,7 @@ def checker() -> Any:
 
 def helm(major: str, *arguments: str, values: str = "") -> subprocess.CompletedProcess[str]:
     extra = ("--values", "-") if values else ()
-    return subprocess.run(
-        [HELM[major], *arguments, *extra], input=values, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([HELM[major], *arguments, *extra], input=values, capture_output=True, text=True, timeout=120)
 
 
 @cache
@@ -136,9 +134,7 @@ def of_kind(manifests: tuple[Manifest, ...], kind: str) -> dict[str, Manifest]:
 @pytest.mark.parametrize("major", sorted(HELM))
 def test_lint_finds_nothing(major: str) -> None:
     for example in EXAMPLES:
-        answer = helm(
-            major, "lint", "--strict", str(CHART), "--values", str(CHART / f"values-{example}.yaml")
-        )
+        answer = helm(major, "lint", "--strict", str(CHART), "--values", str(CHART / f"values-{example}.yaml"))
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert "[WARNING]" not in answer.stdout
 
@@ -198,9 +194,7 @@ def restricted_faults(pod: Manifest) -> list[str]:
         "projected",
         "secret",
     }
-    faults += [
-        f"volume {key}" for volume in pod.get("volumes", []) for key in set(volume) - allowed - {"name"}
-    ]
+    faults += [f"volume {key}" for volume in pod.get("volumes", []) for key in set(volume) - allowed - {"name"}]
     general = pod.get("securityContext", {})
     faults += ["sysctls"] if general.get("sysctls") else []
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -269,9 +263,7 @@ def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> N
                 assert named == [options["metrics_port"]] * (options["metrics_port"] is not None)
                 environment = {v["name"]: v.get("value", "1") for v in container["env"]}
                 if options.get("nodes", "1") != "1":
-                    index = (
-                        {"NODE_RANK": "1"} if "NODE_RANK" in environment else {"JOB_COMPLETION_INDEX": "1"}
-                    )
+                    index = {"NODE_RANK": "1"} if "NODE_RANK" in environment else {"JOB_COMPLETION_INDEX": "1"}
                     given = options["nodes"], options["node_rank"], options["rendezvous"]
                     settings = node_settings(*given, index, "pod.domain")
                     assert settings is not None
@@ -297,17 +289,13 @@ def test_the_commands_of_the_test_and_of_the_cron_job_exist() -> None:
 
 @needs_helm
 def test_a_retraining_goes_on_after_success_alone() -> None:
-    job = of_kind(rendered("", values=EVERYTHING), "CronJob")["paceline-retrain"]["spec"]["jobTemplate"][
-        "spec"
-    ]
+    job = of_kind(rendered("", values=EVERYTHING), "CronJob")["paceline-retrain"]["spec"]["jobTemplate"]["spec"]
     assert job["podFailurePolicy"]["rules"][0] == {
         "action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3, 4]},
     }  # fmt: skip
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
-    assert [c["name"] for c in pod["initContainers"]] == [
-        "train"
-    ]  # a later container starts after exit status 0
+    assert [c["name"] for c in pod["initContainers"]] == ["train"]  # a later container starts after exit status 0
     assert pod["initContainers"][0]["command"][-1] == "--wait"
     assert [c["name"] for c in pod["containers"]] == ["then"]
 
@@ -321,9 +309,7 @@ def matches(selector: Manifest, labels: Manifest) -> bool:
 def test_selectors_find_pods(example: str, values: str) -> None:
     manifests = rendered(example, values=values)
     labelled = [
-        m["spec"]["template"]["metadata"]["labels"]
-        for m in manifests
-        if m["kind"] in ("Deployment", "StatefulSet")
+        m["spec"]["template"]["metadata"]["labels"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")
     ]
     for manifest in manifests:
         spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
@@ -366,10 +352,7 @@ def may_talk(manifests: tuple[Manifest, ...], caller: str, called: str, port: in
                 p.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") == peer
                 for p in rule.get(side, [])
             )
-            and (
-                "ports" not in rule
-                or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"])
-            )
+            and ("ports" not in rule or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"]))
             for rule in rules
         )
 
@@ -395,19 +378,13 @@ def test_roles_talk_to_whom_the_list_says_and_to_nobody_else() -> None:
 
 @needs_helm
 def test_engines_of_a_pod_have_ports_and_claims_of_their_own() -> None:
-    (pod,) = (
-        pod for name, pod in pods(rendered("", values=EVERYTHING)) if name == "Deployment/paceline-rollout"
-    )
+    (pod,) = (pod for name, pod in pods(rendered("", values=EVERYTHING)) if name == "Deployment/paceline-rollout")
     ports = [port["containerPort"] for container in pod["containers"] for port in container["ports"]]
     assert sorted(ports) == [7080, 7081, 8000, 8001, 9465, 9466]
     assert [c["resources"]["claims"] for c in pod["containers"]] == [[{"name": "gpu-0"}], [{"name": "gpu-1"}]]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
-    policy = of_kind(rendered("", values=EVERYTHING), "NetworkPolicy")["paceline-environment"]["spec"][
-        "egress"
-    ]
-    assert {"protocol": "TCP", "port": 7080, "endPort": 7081} in [
-        p for rule in policy for p in rule.get("ports", [])
-    ]
+    policy = of_kind(rendered("", values=EVERYTHING), "NetworkPolicy")["paceline-environment"]["spec"]["egress"]
+    assert {"protocol": "TCP", "port": 7080, "endPort": 7081} in [p for rule in policy for p in rule.get("ports", [])]
 
 
 MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
@@ -428,12 +405,8 @@ def test_metrics_of_workers_are_scraped_where_they_have_a_port() -> None:
     assert scraped("dashboard") == []
     monitor = of_kind(manifests, "PodMonitor")["paceline-workers"]["spec"]
     assert "jobLabel" not in monitor  # the alert about the coordinator is about the job `paceline`
-    ports = {
-        port["name"] for _, pod in pods(manifests) for c in pod["containers"] for port in c.get("ports", [])
-    }
-    assert (
-        {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {"metrics", "metrics-1"} < ports
-    )
+    ports = {port["name"] for _, pod in pods(manifests) for c in pod["containers"] for port in c.get("ports", [])}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {"metrics", "metrics-1"} < ports
     (rule,) = monitor["podMetricsEndpoints"][0]["relabelings"]
     for labels, dropped in {
         ("learner", "0", ""): False,
@@ -465,22 +438,22 @@ def test_the_page_is_off_until_asked_for_and_let_to_clients_alone() -> None:
         assert container[probe]["httpGet"] == {"path": "/", "port": 7080}
         assert "grpc" not in container[probe]
     policy = of_kind(manifests, "NetworkPolicy")["paceline-dashboard"]["spec"]
-    assert policy["ingress"] == [
-        {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": 7080}]}
-    ]
+    assert policy["ingress"] == [{"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": 7080}]}]
     assert "ingress" not in of_kind(rendered(""), "NetworkPolicy")["paceline-dashboard"]["spec"]
     stored = rendered("cluster", values="dashboard: {enabled: true}")
-    (container,) = of_kind(stored, "Deployment")["paceline-dashboard"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = of_kind(stored, "Deployment")["paceline-dashboard"]["spec"]["template"]["spec"]["containers"]
     assert "envFrom" not in container  # keys of the store are no business of a page
 
 
 @needs_helm
 def test_what_all_workers_have_does_not_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_INSECURE", "1")
-    elsewhere = "learner: {enabled: false}\ncoordinator: {enabled: false, address: other:7070}\ntoken: {existingSecret: t}\n"
-    worker = "{gpus: 8, containers: 2, httpPort: 8000, sharedMemory: 1Gi, fabric: {kind: roce, devices: 1, interface: eth1}}"
+    elsewhere = (
+        "learner: {enabled: false}\ncoordinator: {enabled: false, address: other:7070}\ntoken: {existingSecret: t}\n"
+    )
+    worker = (
+        "{gpus: 8, containers: 2, httpPort: 8000, sharedMemory: 1Gi, fabric: {kind: roce, devices: 1, interface: eth1}}"
+    )
     pools = "pools: {reward: null, environment: null}\ndashboard: {enabled: true}\n"
     manifests = rendered("", values=f"{elsewhere}{pools}defaults: {worker}\n")
     template = of_kind(manifests, "Deployment")["paceline-dashboard"]["spec"]["template"]
@@ -499,11 +472,7 @@ def test_with_certificates_everything_is_encrypted_and_checked() -> None:
     for name, pod in pods(manifests):
         secrets = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
         is_command = name.split("/")[0] in ("Pod", "CronJob")
-        expected = (
-            "paceline-coordinator-tls"
-            if name == "StatefulSet/paceline-coordinator"
-            else "paceline-worker-tls"
-        )
+        expected = "paceline-coordinator-tls" if name == "StatefulSet/paceline-coordinator" else "paceline-worker-tls"
         assert secrets["tls"]["secretName"] == expected, name
         assert ("items" in secrets["tls"]) == is_command, name  # people's commands get the authority alone
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -621,9 +590,7 @@ def test_a_pool_restricts_user_code_by_the_options_of_its_role() -> None:
 def test_the_list_says_which_roles_run_user_code_and_which_choose_functions() -> None:
     for role, command in COMMANDS.items():
         options = {option for parameter in command.params for option in parameter.opts}
-        assert ("code" in ROLES[role]["takes"]) == ({"--require-isolation", "--functions-from"} <= options), (
-            role
-        )
+        assert ("code" in ROLES[role]["takes"]) == ({"--require-isolation", "--functions-from"} <= options), role
         assert ("only" in ROLES[role]["takes"]) == ("--only" in options), role
 
 
@@ -637,9 +604,7 @@ def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) 
     )
     assert "replicas" not in deployment["spec"]
     (trigger,) = scaled["spec"]["triggers"]
-    (container,) = of_kind(manifests, "StatefulSet")["paceline-coordinator"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = of_kind(manifests, "StatefulSet")["paceline-coordinator"]["spec"]["template"]["spec"]["containers"]
     options = coordinator_main.make_context("coordinator", list(container["args"])).params
     assert trigger == {
         "type": "metrics-api",
@@ -710,9 +675,7 @@ def test_a_new_role_joins_by_its_entry(tmp_path: Path) -> None:
 
 
 def test_the_workflow_is_restricted_and_gates_on_exit_statuses() -> None:
-    workflow = yaml.safe_load((ROOT / "deploy/examples/argo-retrain.yaml").read_text())["spec"][
-        "workflowSpec"
-    ]
+    workflow = yaml.safe_load((ROOT / "deploy/examples/argo-retrain.yaml").read_text())["spec"]["workflowSpec"]
     templates = {template["name"]: template for template in workflow["templates"]}
     for name in ("train", "look"):
         container = templates[name]["container"]
@@ -720,9 +683,7 @@ def test_the_workflow_is_restricted_and_gates_on_exit_statuses() -> None:
         assert restricted_faults(pod) == []
         answer = CliRunner().invoke(cli, [*container["command"][1:], "--help"])
         assert answer.exit_code == 0, answer.output
-        assert {mount["name"] for mount in container["volumeMounts"]} <= {
-            v["name"] for v in workflow["volumes"]
-        }
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {v["name"] for v in workflow["volumes"]}
     assert templates["train"]["container"]["command"][-1] == "--wait"
     assert [step[0]["template"] for step in templates["retrain"]["steps"]] == ["train", "look"]
     assert templates["train"]["retryStrategy"]["expression"] == "asInt(lastRetry.exitCode) == 1"
@@ -749,9 +710,7 @@ def test_the_split_of_two_models_is_valid_restricted_and_keeps_feedback_with_its
             variables = {each["name"]: each["value"] for each in container["env"]}
             answer = CliRunner().invoke(cli, [*container["command"][1:], "--help"], env=variables)
             assert answer.exit_code == 0, answer.output
-            assert {mount["name"] for mount in container["volumeMounts"]} == {
-                v["name"] for v in pod["volumes"]
-            }
+            assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     rated, rated_else, split = found["HTTPRoute", "assistant"]["spec"]["rules"]
     for backend in split["backendRefs"]:
         (header,) = backend["filters"][0]["responseHeaderModifier"]["set"]

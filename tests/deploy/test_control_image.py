@@ -71,9 +71,7 @@ def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path
 
     def run(*arguments: str) -> str:
         command = without("paceline.services.cli.main", *arguments)
-        ended = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=STARTS_S
-        )
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=STARTS_S)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
@@ -134,9 +132,7 @@ def test_locks_have_the_versions_that_are_tested(name: str) -> None:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     )
-    locked = dict(
-        re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", (LOCKS / f"{name}.txt").read_text(), flags=re.M)
-    )
+    locked = dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", (LOCKS / f"{name}.txt").read_text(), flags=re.M))
     assert {
         key: version for key, version in locked.items() if tested.get(module.name_of(key), version) != version
     } == {}  # type: ignore[attr-defined]
@@ -166,9 +162,7 @@ def test_the_audit_fails_on_what_it_cannot_look_up_and_has_every_locked_package(
     assert all(call.startswith("--strict ") for call in calls)
     (audited,) = re.findall(r"for lock in ([a-z ]+); do \(set -x; \$\(AUDIT_VENV\)", makefile)
     pin = re.compile(r"^[A-Za-z0-9._-]+==[^\s;\\]+", re.M)
-    looked_up = {
-        found for name in audited.split() for found in pin.findall((LOCKS / f"{name}.txt").read_text())
-    }
+    looked_up = {found for name in audited.split() for found in pin.findall((LOCKS / f"{name}.txt").read_text())}
     for path in LOCKS.glob("*.txt"):
         if path.stem != "torch-cpu":  # torch's version is that of constraints.txt
             assert set(pin.findall(path.read_text())) <= looked_up, path.name

@@ -33,9 +33,7 @@ from paceline.services.rollout.main import main as rollout_main
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-ROLES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "helm/paceline/files/roles.yaml").read_text())[
-    "roles"
-]
+ROLES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "helm/paceline/files/roles.yaml").read_text())["roles"]
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 COMMANDS: dict[str, click.Command] = {
@@ -162,9 +160,7 @@ def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: st
     (compiles,) = [number for number, command in enumerate(commands) if "/locks/compile.py" in command]
     assert compiles > trims[-1]
     started = SCRIPTS["paceline"] if role == "cli" else f"{COMMANDS[role].callback.__module__}:main"
-    assert {started.split(":")[0], "paceline.services.common.serving.healthcheck"} <= set(
-        commands[compiles].split()
-    )
+    assert {started.split(":")[0], "paceline.services.common.serving.healthcheck"} <= set(commands[compiles].split())
 
 
 def script_of_build(name: str) -> Any:
@@ -183,9 +179,7 @@ def test_compiled_files_are_taken_whatever_their_times_are(tmp_path: Path) -> No
     assert script_of_build("compile").compile_all([source]) > 0
     source.write_text("ANSWER = 2  # later, and longer\n")
     code = "import answers; print(answers.ANSWER)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
 
 
@@ -254,17 +248,13 @@ def test_libraries_that_a_wheel_s_build_has_changed_keep_their_symbols(tmp_path:
 
 
 def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
-    let_through = [
-        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
-    ]
+    let_through = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for word, rest in (pair for stage in STAGES.values() for pair in stage):
         if word == "COPY" and not rest.startswith("--from"):
             for path in rest.split()[:-1]:
                 assert (ROOT / path).exists(), path
                 assert any(path == allowed or path.startswith(f"{allowed}/") for allowed in let_through), path
-    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
-        "include"
-    ]
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     copied = {rest.split()[0] for _, rest in STAGES["source"]}
     assert {name.removesuffix("*") for name in packaged} <= copied
 
@@ -287,16 +277,12 @@ def test_no_compiler_is_in_images_but_those_for_gpus() -> None:
 def test_no_file_of_the_project_names_a_package_index() -> None:
     names = re.compile(r"(pypi\.org|pythonhosted|download\.pytorch\.org|registry\.npmjs)")
     paths = [*DEPLOY.rglob("*"), *(ROOT / ".ci").iterdir(), ROOT / "Makefile", ROOT / "constraints.txt"]
-    assert not [
-        path.name for path in paths if path.is_file() and names.search(path.read_text(errors="replace"))
-    ]
+    assert not [path.name for path in paths if path.is_file() and names.search(path.read_text(errors="replace"))]
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_compose_runs_every_role(profile: str) -> None:
-    services = {
-        name: service for name, service in COMPOSE["services"].items() if profile in service["profiles"]
-    }
+    services = {name: service for name, service in COMPOSE["services"].items() if profile in service["profiles"]}
     assert {name.removesuffix("-gpu") for name in services} == set(SERVICES)
     for name, service in services.items():
         role = name.removesuffix("-gpu")
@@ -327,10 +313,7 @@ def test_workers_of_a_run_reach_the_exports_that_it_may_start_from() -> None:
 
 
 def test_compose_gives_the_storage_key_to_those_that_read_and_write_files() -> None:
-    given = {
-        name: service["environment"].get("PACELINE_STORAGE_KEY")
-        for name, service in COMPOSE["services"].items()
-    }
+    given = {name: service["environment"].get("PACELINE_STORAGE_KEY") for name, service in COMPOSE["services"].items()}
     holders = {name for name, value in given.items() if value == "${PACELINE_STORAGE_KEY:-}"}
     assert holders == {"coordinator", "learner", "learner-gpu", "cli"}
 
@@ -363,9 +346,7 @@ def test_compose_keeps_ledger_and_store_where_the_coordinator_looks() -> None:
 )
 def test_hadolint_finds_nothing() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
-    found = subprocess.run(
-        [hadolint, DEPLOY / "docker/Dockerfile"], capture_output=True, text=True, timeout=60
-    )
+    found = subprocess.run([hadolint, DEPLOY / "docker/Dockerfile"], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
 
 
@@ -396,9 +377,7 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
             "--ready-file",
             str(ready),
         ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.services.reward.main", *options], cwd=ROOT
-        )
+        process = subprocess.Popen([sys.executable, "-m", "paceline.services.reward.main", *options], cwd=ROOT)
         try:
             deadline_s = time.monotonic() + STARTS_S
             while not ready.exists():

@@ -29,9 +29,7 @@ def normal(name: str) -> str:
 def test_locks_of_make_have_the_versions_of_the_constraints(licences: Any) -> None:
     locked = {normal(name): version for lock in ("run", "dev") for name, version in licences.pins(lock)}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    constraints = dict(
-        line.strip().split("==") for line in lines if "==" in line and not line.startswith("#")
-    )
+    constraints = dict(line.strip().split("==") for line in lines if "==" in line and not line.startswith("#"))
     del constraints["torchao"]  # of an extra that `make` does not install
     assert {normal(name): version for name, version in constraints.items()}.items() <= locked.items()
     only_elsewhere = locked.keys() - {normal(name) for name in constraints}

@@ -36,9 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names that a scrape of a coordinator has which recorded every metric of docs/metrics.md without a parameter."""
     directory = tmp_path_factory.mktemp("ledger")
     registry = CollectorRegistry()
-    meter = MeterProvider([PrometheusMetricReader(scope_info_enabled=False, registry=registry)]).get_meter(
-        "paceline"
-    )
+    meter = MeterProvider([PrometheusMetricReader(scope_info_enabled=False, registry=registry)]).get_meter("paceline")
     steps, ledger = StepMeters(meter), Ledger(directory / "ledger.sqlite")
     for part in PARTS:
         if part.kind in ("train", "eval"):
@@ -94,14 +92,10 @@ def test_every_alert_has_a_runbook_entry_and_a_test() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
     cases = [case for test in TESTS for case in test["alert_rule_test"]]
     assert {case["alertname"] for case in cases if case.get("exp_alerts")} == names
-    assert {case["alertname"] for case in cases if not case.get("exp_alerts")} >= names - {
-        "PacelineDiskFillsUp"
-    }
+    assert {case["alertname"] for case in cases if not case.get("exp_alerts")} >= names - {"PacelineDiskFillsUp"}
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not here"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not here")
 def test_alerts_fire_when_they_should() -> None:
     tested = subprocess.run(
         ["promtool", "test", "rules", ROOT / "deploy/alerts_test.yaml"],
@@ -112,13 +106,9 @@ def test_alerts_fire_when_they_should() -> None:
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not here"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not here")
 def test_every_query_of_the_dashboard_can_be_read(tmp_path: Path) -> None:
-    queries = [
-        t["expr"].replace("$run", ".*") for panel in DASHBOARD["panels"] for t in panel.get("targets", [])
-    ]
+    queries = [t["expr"].replace("$run", ".*") for panel in DASHBOARD["panels"] for t in panel.get("targets", [])]
     rules = [{"record": f"panel:query:n{number}", "expr": query} for number, query in enumerate(queries)]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))

@@ -46,14 +46,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, train.jsonl and validation.jsonl."""
     folder = tmp_path_factory.mktemp("files")
     make_model(folder / "model", seed=0, hidden=32, layers=1, heads=2)
-    rows = [
-        {"prompt": problem(a, b), "answer": answer(a, b)} for a in range(0, 100, 3) for b in range(0, 100, 7)
-    ]
+    rows = [{"prompt": problem(a, b), "answer": answer(a, b)} for a in range(0, 100, 3) for b in range(0, 100, 7)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[20:]))
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
     (folder / "rewards.py").write_text(
-        "def digits(completions, **columns):\n"
-        "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
+        "def digits(completions, **columns):\n    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
     )
     return folder
 
@@ -65,9 +62,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def guarded(
-    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[LocalCluster]:
+def guarded(tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     """A coordinator alone, under TLS."""
     monkeypatch.setenv("PACELINE_TOKEN_FILE", "")
     monkeypatch.delenv("PACELINE_TOKEN_FILE")

@@ -93,26 +93,16 @@ async def test_what_changes_something_and_what_is_refused_is_on_record(
             run_id = (await runs.Submit(submission, metadata=metadata(ann))).run.run_id  # type: ignore[misc]
             cancel = run_pb2.CancelRequest(run_id=run_id)
             assert await refused(runs.Cancel(cancel)) is grpc.StatusCode.UNAUTHENTICATED
-            assert (
-                await refused(runs.Cancel(cancel, metadata=metadata(old))) is grpc.StatusCode.UNAUTHENTICATED
-            )
-            assert (
-                await refused(runs.Cancel(cancel, metadata=metadata(eve)))
-                is grpc.StatusCode.PERMISSION_DENIED
-            )
+            assert await refused(runs.Cancel(cancel, metadata=metadata(old))) is grpc.StatusCode.UNAUTHENTICATED
+            assert await refused(runs.Cancel(cancel, metadata=metadata(eve))) is grpc.StatusCode.PERMISSION_DENIED
             hello = iter([worker_pb2.ConnectRequest(hello=taken)])
-            assert (
-                await refused(service.Connect(hello, metadata=metadata(boot)))
-                is grpc.StatusCode.FAILED_PRECONDITION
-            )
+            assert await refused(service.Connect(hello, metadata=metadata(boot))) is grpc.StatusCode.FAILED_PRECONDITION
             await workers[1].answer_to_forged(workers[0])
             await asyncio.to_thread(knock_with_a_strangers_key, workers[0])
             paceline("certs", "revoke", "pool-b", "--directory", str(guarded.directory))
             await until_gone(service, boot, "reward-b")
             async with open_aio_channel(guarded.address, folder=TlsFolder(folders["pool-b"])) as late:
-                listing = run_pb2_grpc.RunServiceStub(late).List(
-                    run_pb2.ListRequest(), metadata=metadata(boot)
-                )
+                listing = run_pb2_grpc.RunServiceStub(late).List(run_pb2.ListRequest(), metadata=metadata(boot))
                 assert await refused(listing) is grpc.StatusCode.UNAUTHENTICATED
             assert workers[0].membership.has_stream
             await runs.Cancel(cancel, metadata=metadata(ann))  # type: ignore[misc]

@@ -45,10 +45,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_streamed_chats_with_tools_and_prepared_examples(
     client: Client, cluster: LocalCluster, make_spec: Callable[..., RunSpec], model: Path, tmp_path: Path
 ) -> None:
-    chats = [
-        {"prompt": [{"role": "user", "content": f"{n}+1?"}], "tools": TOOLS if n % 2 else None}
-        for n in range(40)
-    ]
+    chats = [{"prompt": [{"role": "user", "content": f"{n}+1?"}], "tools": TOOLS if n % 2 else None} for n in range(40)]
     write(tmp_path / "set" / "train.jsonl", chats)
     (tmp_path / "own.py").write_text(OWN)
     policy = {"model_name": str(model), "max_total_sequence_length": 256}
@@ -74,9 +71,7 @@ def test_streamed_chats_with_tools_and_prepared_examples(
         assert text.startswith('<|system|>[{"type": "function"' if has_tools else "<|user|>")
     assert seen == {True, False}
     warnings = [event.content["message"] for event in client.records.events(run.run_id, kinds=["warning"])]
-    assert not [line for line in warnings if "not compared" in line], (
-        "the coordinator encodes the same prompts"
-    )
+    assert not [line for line in warnings if "not compared" in line], "the coordinator encodes the same prompts"
     assert client.records.verify(run.run_id).problems == []
 
     preparation = {

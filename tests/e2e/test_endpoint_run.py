@@ -41,9 +41,7 @@ def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_
                 model=run.run_id, prompt="07+45=", n=4, seed=1, max_tokens=6, logprobs=0
             )
             with pytest.raises(BadRequestError, match="no chat template"):
-                client.chat.completions.create(
-                    model=run.run_id, messages=[{"role": "user", "content": "1+1="}]
-                )
+                client.chat.completions.create(model=run.run_id, messages=[{"role": "user", "content": "1+1="}])
             stream = client.completions.create(
                 model=run.run_id, prompt="1+1=", max_tokens=250, stream=True, extra_body={"min_tokens": 250}
             )
@@ -54,8 +52,7 @@ def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_
             pass  # another life of the worker trains on
         pause = threading.Event()
         while not any(
-            member.HasField("version") and member.http_address not in ("", address)
-            for member in paceline.members()
+            member.HasField("version") and member.http_address not in ("", address) for member in paceline.members()
         ):
             pause.wait(0.05)
         paceline.cancel(run.run_id)
@@ -76,9 +73,7 @@ def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_
         assert choice.versions[-1][3] == len(choice.logprobs.tokens)
     assert chunks[-1].choices[0].finish_reason == "length"
     assert sum(len(chunk.choices[0].text) for chunk in chunks) > 100
-    assert (
-        ended.tokens["generated"] == ended.tokens["trained"] + ended.tokens["dropped"] + ended.tokens["live"]
-    )
+    assert ended.tokens["generated"] == ended.tokens["trained"] + ended.tokens["dropped"] + ended.tokens["live"]
     ledger = Ledger(tmp_path / "ledger.sqlite", read_only=True)
     try:
         assert verify(ledger, run.run_id).problems == []

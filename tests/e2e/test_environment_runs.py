@@ -172,9 +172,7 @@ def make_episodes(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) ->
 def turns_of(cluster: LocalCluster, run_id: str) -> int:
     """Turns that are in the journal."""
     with contextlib.closing(Ledger(cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
-        return int(
-            ledger.db.execute("SELECT COUNT(*) FROM episodes WHERE run_id = ?", (run_id,)).fetchone()[0]
-        )
+        return int(ledger.db.execute("SELECT COUNT(*) FROM episodes WHERE run_id = ?", (run_id,)).fetchone()[0])
 
 
 def wait_for_turns(cluster: LocalCluster, run_id: str, number: int) -> int:
@@ -230,9 +228,7 @@ def test_episodes_are_trained_and_can_be_looked_at(
     assert lines[-1]["environment_workers/bridge_breaks"] >= 0
     assert restarts(cluster, run_id) == Counter()
 
-    shown = CliRunner().invoke(
-        main, ["samples", run_id, "--step", "0", "--directory", str(cluster.directory)]
-    )
+    shown = CliRunner().invoke(main, ["samples", run_id, "--step", "0", "--directory", str(cluster.directory)])
     assert shown.exit_code == 0, shown.output
     assert "go " in shown.output
 
@@ -240,9 +236,7 @@ def test_episodes_are_trained_and_can_be_looked_at(
 def test_the_run_can_be_trained_again_bit_by_bit(
     client: Client, cluster: LocalCluster, make_episodes: MakeSpec
 ) -> None:
-    run_id = client.submit(
-        make_episodes(grpo={"max_num_steps": 2}, async_grpo={"max_trajectory_age_steps": 0})
-    ).run_id
+    run_id = client.submit(make_episodes(grpo={"max_num_steps": 2}, async_grpo={"max_trajectory_age_steps": 0})).run_id
     finish(client, cluster, run_id)
     for line in metrics(cluster, run_id):  # at age 0 the learner is the policy that sampled
         assert line["age"] == 0
@@ -290,16 +284,12 @@ def test_the_forms_of_trl_train(
     finish(client, cluster, run_id)
     (line,) = metrics(cluster, run_id)
     assert 1 <= line["environment/turns_per_sample"] <= 3
-    shown = CliRunner().invoke(
-        main, ["samples", run_id, "--step", "0", "--directory", str(cluster.directory)]
-    )
+    shown = CliRunner().invoke(main, ["samples", run_id, "--step", "0", "--directory", str(cluster.directory)])
     assert shown.exit_code == 0, shown.output
     assert any(word in shown.output for word in ("Count to", "Reach the goal.", "1+2")), shown.output
 
 
-def test_an_agent_trains_by_its_base_url(
-    client: Client, cluster: LocalCluster, make_episodes: MakeSpec
-) -> None:
+def test_an_agent_trains_by_its_base_url(client: Client, cluster: LocalCluster, make_episodes: MakeSpec) -> None:
     spec = make_episodes(environment={"class": "", "agent": "agent.py:solve"}, grpo={"max_num_steps": 2})
     run_id = client.submit(spec).run_id
     finish(client, cluster, run_id)

@@ -52,11 +52,7 @@ def test_no_process_listens_on_anything_but_the_host(
         found = {process: open_sockets(process) for process in processes(cluster)}
     finally:
         gate.touch()
-    wrong = {
-        f"{process.name()} {process.cmdline()}": at
-        for process, at in found.items()
-        if set(at) - {"127.0.0.1"}
-    }
+    wrong = {f"{process.name()} {process.cmdline()}": at for process, at in found.items() if set(at) - {"127.0.0.1"}}
     assert not wrong
     ranks = [at for process, at in found.items() if "paceline.services.learner.rank" in process.cmdline()]
     assert len(ranks) == 2

@@ -52,9 +52,7 @@ def test_the_exit_status_of_a_wait(
     done = paceline("submit", spec, "--wait", coordinator=cluster.address)
     assert done.exit_code == 0, done.output
     assert "succeeded at step 2" in done.stdout
-    (tmp_path / "broken.py").write_text(
-        "def broken(completions, **columns):\n    raise ValueError('no such thing')\n"
-    )
+    (tmp_path / "broken.py").write_text("def broken(completions, **columns):\n    raise ValueError('no such thing')\n")
     functions = f"rewards=[{{function: {tmp_path / 'broken.py'}:broken}}]"
     paused = paceline("submit", spec, functions, "--wait", coordinator=cluster.address)
     assert paused.exit_code == 4, paused.output
@@ -78,9 +76,7 @@ def test_an_urgent_run_goes_first_and_the_other_goes_on_from_its_checkpoint(
     second = client.submit(urgent)
     assert client.wait(second.run_id, timeout_s=180).step == 2
     assert client.wait(first.run_id, timeout_s=300).step == 60
-    events = [
-        event for event in client.watch(first.run_id) if event.kind in ("session", "checkpoint", "state")
-    ]
+    events = [event for event in client.watch(first.run_id) if event.kind in ("session", "checkpoint", "state")]
     states = [event.content["state"] for event in events if event.kind == "state"]
     assert states == ["queued", "running", "queued", "running", "succeeded"]
     sessions = [event.content["step"] for event in events if event.kind == "session"]

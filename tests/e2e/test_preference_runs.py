@@ -103,9 +103,7 @@ def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     assert not info["missing_keys"]
     assert model.config.num_labels == 1
     rows = [json.loads(line) for line in (pairs / "validation.jsonl").read_text().splitlines()]
-    scores = [
-        reward_model([row["prompt"]] * 3, [row["chosen"], *row["rejected"]], path=folder) for row in rows
-    ]
+    scores = [reward_model([row["prompt"]] * 3, [row["chosen"], *row["rejected"]], path=folder) for row in rows]
     won = sum((chosen > one) / 2 for chosen, *rejected in scores for one in rejected)  # type: ignore[operator]
     assert won / len(rows) == pytest.approx(after["accuracy"], abs=1e-6)
 
@@ -116,9 +114,7 @@ def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     for group in client.groups(run.run_id, 1):
         texts = [completion["text"] for completion in group["completions"]]
         own = reward_model([group["prompt"]] * len(texts), texts, path=folder)
-        assert [each["rewards"]["reward_model"] for each in group["completions"]] == pytest.approx(
-            own, abs=1e-5
-        )
+        assert [each["rewards"]["reward_model"] for each in group["completions"]] == pytest.approx(own, abs=1e-5)
     _exchange_while_the_run_goes_on(client, cluster, make_spec, summary)
 
 
@@ -131,9 +127,7 @@ def _exchange_while_the_run_goes_on(
     kwargs = {"path": f"run:{trained['run_id']}/newest", "refresh_s": 0.1}
     reward = {"function": "reward_model", "kwargs": kwargs, "name": "rm"}
     steps = 120
-    spec = make_spec(
-        rewards=[reward | ROOM], grpo={"max_num_steps": steps}, checkpointing={"save_period": steps}
-    )
+    spec = make_spec(rewards=[reward | ROOM], grpo={"max_num_steps": steps}, checkpointing={"save_period": steps})
     run = client.submit(spec)
     wait_for_step(client, cluster, run.run_id, 2)
     made = cluster.directory / "opposite"
@@ -172,9 +166,7 @@ def teacher(cluster: LocalCluster, make_spec: MakeSpec, pairs: Path) -> str:
 def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str
 ) -> None:
-    spec = make_spec(
-        algorithm="distillation", distillation={"teacher_model_name": teacher}, grpo={"max_num_steps": 24}
-    )
+    spec = make_spec(algorithm="distillation", distillation={"teacher_model_name": teacher}, grpo={"max_num_steps": 24})
     kl = kl_to_the_teacher(cluster, finish(client, cluster, client.submit(spec).run_id))
     assert len(kl) == 24
     assert sum(kl[-4:]) < 0.8 * sum(kl[:4])

@@ -81,8 +81,7 @@ def test_a_run_becomes_a_champion_whose_traces_are_pairs(
     )
     assert overlapping.exit_code == 0, overlapping.output
     assert (
-        f"warning: 8 of 8 questions have at least 50% of their words in {files / 'train.jsonl'}"
-        in overlapping.stderr
+        f"warning: 8 of 8 questions have at least 50% of their words in {files / 'train.jsonl'}" in overlapping.stderr
     )
     verdict, key = tmp_path / "verdict.json", tmp_path / "key.pem"
     done(
@@ -119,9 +118,7 @@ def test_a_run_becomes_a_champion_whose_traces_are_pairs(
     assert len(statement["predicate"]["run"]["batches"]) == summary["steps"] == 3
 
     ids = asyncio.run(used(champion, tmp_path / "traces"))
-    rated = [
-        json.loads(line) for line in (tmp_path / "traces" / "rated-000001.jsonl").read_text().splitlines()
-    ]
+    rated = [json.loads(line) for line in (tmp_path / "traces" / "rated-000001.jsonl").read_text().splitlines()]
     assert [(row["id"], row["final_reward"], row["model"]) for row in rated] == [
         (name, number % 2, "sums:1") for number, name in enumerate(ids)
     ]

@@ -23,9 +23,7 @@ writing a checkpoint (after 4 and 8), or asking for a batch. No step after the n
 
 
 @pytest.fixture(scope="module")
-def folder(
-    cluster: LocalCluster, make_spec: MakeSpec, gated: Callable[[int], tuple[dict[str, Any], Path]]
-) -> Path:
+def folder(cluster: LocalCluster, make_spec: MakeSpec, gated: Callable[[int], tuple[dict[str, Any], Path]]) -> Path:
     """The folder of a run of 12 steps whose learner was killed twice."""
     reward, gate = gated(9 * 8)
     with Client(cluster.address) as client:
@@ -59,9 +57,7 @@ def replay(folder: Path, start: int, output: Path, *options: str) -> tuple[Resul
 
 
 @pytest.mark.parametrize("start", [0, 8])
-def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(
-    folder: Path, tmp_path: Path, start: int
-) -> None:
+def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(folder: Path, tmp_path: Path, start: int) -> None:
     result, facts = replay(folder, start, tmp_path / "out")
 
     assert result.exit_code == 0, result.output
@@ -69,16 +65,12 @@ def test_a_replay_reaches_the_weights_of_the_run_bit_for_bit(
     assert facts["compared_with"].endswith("-12")
     assert facts["identical"] is True, facts
     assert facts["equal_losses"] == 12 - start
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(start, 12))
 
 
 def test_another_objective_on_the_same_batches_reaches_other_weights(folder: Path, tmp_path: Path) -> None:
-    result, facts = replay(
-        folder, 8, tmp_path / "out", "loss_fn.ratio_clip_max=0.0", "loss_fn.ratio_clip_min=0.0"
-    )
+    result, facts = replay(folder, 8, tmp_path / "out", "loss_fn.ratio_clip_max=0.0", "loss_fn.ratio_clip_min=0.0")
 
     assert result.exit_code == 0, result.output
     assert facts["identical"] is False

@@ -79,9 +79,7 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
 
 @pytest.mark.merge
 @pytest.mark.slow
-def test_age_zero_is_synchronous_and_on_policy(
-    client: Client, cluster: LocalCluster, make_spec: MakeSpec
-) -> None:
+def test_age_zero_is_synchronous_and_on_policy(client: Client, cluster: LocalCluster, make_spec: MakeSpec) -> None:
     spec = make_spec(async_grpo={"max_trajectory_age_steps": 0})
     summary = finish(client, cluster, client.submit(spec).run_id)
 

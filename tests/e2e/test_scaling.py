@@ -166,9 +166,7 @@ def _ready(client: Client, name: str) -> int:
     return next((pool.ready for pool in client.status().pools if pool.name == name), 0)
 
 
-def _check_nothing_was_lost(
-    cluster: LocalCluster, keda: Keda, run_ids: list[str], least_departures: int
-) -> None:
+def _check_nothing_was_lost(cluster: LocalCluster, keda: Keda, run_ids: list[str], least_departures: int) -> None:
     """Every worker that was removed returned its work: nothing counts as a crash or was generated twice."""
     cluster.stop()
     ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
@@ -177,9 +175,7 @@ def _check_nothing_was_lost(
             assert verify(ledger, run_id).found == []
             assert ledger.token_books(run_id)["wasted"] == 0
             assert ledger.failures(run_id) == {}
-            left = [
-                event["json"] for event in ledger.events(run_id, 0, 100_000) if '"left: ' in event["json"]
-            ]
+            left = [event["json"] for event in ledger.events(run_id, 0, 100_000) if '"left: ' in event["json"]]
             assert all("left: in good order" in text for text in left)
         departures = sum(
             '"left: in good order' in text for run_id in run_ids for text in _member_events(ledger, run_id)

@@ -70,9 +70,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def isolated(
-    tmp_path: Path, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[LocalCluster]:
+def isolated(tmp_path: Path, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     """A cluster whose workers isolate user code; `LocalCluster` would keep the token's variable."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "runs" / "token"))
@@ -157,9 +155,7 @@ def test_no_secret_gets_out(
     key = next((tmp_path / "ca").rglob("*.key")).read_text().splitlines()[1]
     wanted = {**secrets, "the token": token, "a private key": key}
     assert len(left) > 30
-    leaks = [
-        (what, where) for what, value in wanted.items() for where, data in left.items() if holds(data, value)
-    ]
+    leaks = [(what, where) for what, value in wanted.items() for where, data in left.items() if holds(data, value)]
     assert not leaks
     assert holds(other.read_bytes(), secrets["HF_TOKEN"])
 

@@ -40,17 +40,13 @@ class Reflected:
     def call(self, service: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """A unary call."""
         path, message, reply = self._resolve(service, method, request)
-        answer = self._channel.unary_unary(path, lambda m: m.SerializeToString(), reply.FromString)(
-            message, timeout=30
-        )
+        answer = self._channel.unary_unary(path, lambda m: m.SerializeToString(), reply.FromString)(message, timeout=30)
         return json_format.MessageToDict(answer)
 
     def stream(self, service: str, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
         """A call that answers with a stream, to its end."""
         path, message, reply = self._resolve(service, method, request)
-        call = self._channel.unary_stream(path, lambda m: m.SerializeToString(), reply.FromString)(
-            message, timeout=120
-        )
+        call = self._channel.unary_stream(path, lambda m: m.SerializeToString(), reply.FromString)(message, timeout=120)
         return [json_format.MessageToDict(answer) for answer in call]
 
     def _resolve(self, service: str, method: str, request: dict[str, Any]) -> tuple[str, Any, Any]:
@@ -77,9 +73,7 @@ def address_of(client: Client, role: str) -> str:
     )
 
 
-def test_every_service_answers_by_reflection(
-    client: Client, cluster: LocalCluster, make_spec: MakeSpec
-) -> None:
+def test_every_service_answers_by_reflection(client: Client, cluster: LocalCluster, make_spec: MakeSpec) -> None:
     run = client.submit(make_spec(grpo={"max_num_steps": 1_000_000}))
     client_events = client.watch(run.run_id)
     while next(client_events).kind != "step":
@@ -147,9 +141,7 @@ def test_a_bad_reward_pauses_its_run_with_the_reason_and_nothing_else(
     file = tmp_path / "bad.py"
     file.write_text(REWARDS[fault])
     reward = {"function": f"{file}:f", "timeout_s": 0.5}
-    run = client.submit(
-        make_spec(rewards=[reward], grpo={"num_prompts_per_step": 2, "max_generation_batches": 1})
-    )
+    run = client.submit(make_spec(rewards=[reward], grpo={"num_prompts_per_step": 2, "max_generation_batches": 1}))
     warnings = []
     for event in client.watch(run.run_id):
         if event.kind == "warning":
@@ -170,18 +162,13 @@ def test_prompts_that_are_too_long_are_dropped_and_named(
 ) -> None:
     rows = [{"prompt": "1" * (200 if i % 2 else 4) + "+1="} for i in range(40)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = make_spec(
-        data={"train": str(tmp_path / "mixed.jsonl"), "validation": None}, grpo={"max_num_steps": 3}
-    )
+    spec = make_spec(data={"train": str(tmp_path / "mixed.jsonl"), "validation": None}, grpo={"max_num_steps": 3})
     ended = client.wait(client.submit(spec).run_id, timeout_s=120)
     warnings = [event.content["message"] for event in client.watch(ended.run_id) if event.kind == "warning"]
 
     assert ended.step == 3, ended.message
     assert any("203 tokens" in warning for warning in warnings), warnings
-    assert (
-        sum(n for name, n in ended.groups.items() if name.startswith("dropped:") and "run_ended" not in name)
-        > 0
-    )
+    assert sum(n for name, n in ended.groups.items() if name.startswith("dropped:") and "run_ended" not in name) > 0
 
 
 def test_bad_specs_and_data_are_refused_at_submit(
@@ -215,9 +202,7 @@ def test_a_missing_model_and_a_missing_reward_file_pause_their_runs_with_the_pat
         client.cancel(run_id)
 
 
-def test_junk_on_every_port_disturbs_nobody(
-    client: Client, cluster: LocalCluster, make_spec: MakeSpec
-) -> None:
+def test_junk_on_every_port_disturbs_nobody(client: Client, cluster: LocalCluster, make_spec: MakeSpec) -> None:
     run = client.submit(make_spec(grpo={"max_num_steps": 10}))
     exchange = next(
         line.split("exchange on tcp://")[1].split(",")[0]

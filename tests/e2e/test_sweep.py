@@ -34,9 +34,7 @@ SWEEP = {
         "loss_fn.ratio_clip_max": {"choices": [0.2, 0.28]},
         "async_grpo.max_trajectory_age_steps": {"low": 0, "high": 2},
     },
-    "start": [
-        {"policy.optimizer.lr": 1e-5, "loss_fn.ratio_clip_max": 0.2, "async_grpo.max_trajectory_age_steps": 1}
-    ],
+    "start": [{"policy.optimizer.lr": 1e-5, "loss_fn.ratio_clip_max": 0.2, "async_grpo.max_trajectory_age_steps": 1}],
     "pruning": {"startup_trials": 3, "warmup_steps": 8},
 }
 SHORT = ["grpo.max_num_steps=24", "grpo.val_period=8", "grpo.max_val_samples=256"]
@@ -59,12 +57,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.merge
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(
-    folder: Path, tmp_path: Path
-) -> None:
-    killed = subprocess.Popen(
-        command(folder), cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ
-    )
+def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(folder: Path, tmp_path: Path) -> None:
+    killed = subprocess.Popen(command(folder), cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         assert killed.stdout is not None
         for line in killed.stdout:
@@ -75,9 +69,7 @@ def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(
     finally:
         killed.send_signal(signal.SIGKILL)
         killed.communicate()
-    again = subprocess.run(
-        [*command(folder), "--json"], cwd=tmp_path, timeout=LIMIT_S, capture_output=True, text=True
-    )
+    again = subprocess.run([*command(folder), "--json"], cwd=tmp_path, timeout=LIMIT_S, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert f"trial {KILLED_AT} goes on as " in again.stderr
     facts = json.loads(again.stdout)
@@ -95,9 +87,7 @@ def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(
 
 
 @pytest.mark.slow
-def test_trials_are_runs_of_a_coordinator_that_is_there(
-    make_spec: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_trials_are_runs_of_a_coordinator_that_is_there(make_spec: Callable[..., RunSpec], tmp_path: Path) -> None:
     """Its services go on afterwards, and the study lies where the sweep ran."""
     (tmp_path / "spec.yaml").write_text(spec_to_yaml(make_spec()))
     search = {"policy.optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True}}

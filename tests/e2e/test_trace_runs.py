@@ -36,9 +36,7 @@ def test_an_export_trains_offline_with_a_ratio_of_one(
     exported = CliRunner().invoke(main, ["traces", "export", sampled.run_id, str(traces), *options])
     assert exported.exit_code == 0, exported.output
     section = {"num_examples_per_step": 8, "max_num_steps": 1}
-    spec = make_spec(
-        algorithm="offline_grpo", data={"train": str(traces), "validation": None}, offline_grpo=section
-    )
+    spec = make_spec(algorithm="offline_grpo", data={"train": str(traces), "validation": None}, offline_grpo=section)
     run = client.submit(spec)
     (step,) = metrics(finish(client, cluster, run.run_id), cluster)
     assert step["ratio_behaviour"] == pytest.approx(1.0, abs=1e-4)

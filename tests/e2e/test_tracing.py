@@ -53,9 +53,7 @@ class MetricsCollector(metrics_service_pb2_grpc.MetricsServiceServicer):
                         self.values[metric.name] = float(point.count)
                     for point in metric.gauge.data_points:
                         self.values[metric.name] = point.as_double
-                        self.runs |= {
-                            a.value.string_value for a in point.attributes if a.key == "paceline.run"
-                        }
+                        self.runs |= {a.value.string_value for a in point.attributes if a.key == "paceline.run"}
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
@@ -84,9 +82,7 @@ def test_a_group_and_a_step_each_have_one_trace_over_all_services_and_a_version_
     finally:
         server.stop(1.0).wait()
 
-    group, step = (
-        trace_id(text) for text in (group_traceparent(run.run_id, 0), step_traceparent(run.run_id, 1))
-    )
+    group, step = (trace_id(text) for text in (group_traceparent(run.run_id, 0), step_traceparent(run.run_id, 1)))
     assert {name for trace, name in collector.spans if trace == group} >= {"lease", "generate", "score"}
     assert {name for trace, name in collector.spans if trace == step} >= {
         *("wait", "train", "publish"),

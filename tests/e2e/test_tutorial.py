@@ -46,9 +46,7 @@ def test_the_tutorial_can_be_followed(tmp_path: Path) -> None:
         short = [f"grpo.max_num_steps={STEPS}"] if words[1] == "up" else []
         said[shlex.join(words)] = run(tmp_path, *words, *short)
     assert len(said) == 7
-    evaluations = [
-        re.findall(r"exact (\d\.\d+) ±", text) for name, text in said.items() if " up " in f"{name} "
-    ]
+    evaluations = [re.findall(r"exact (\d\.\d+) ±", text) for name, text in said.items() if " up " in f"{name} "]
     assert len(evaluations) == 2
     assert all(float(found[-1]) > float(found[0]) + 0.1 for found in evaluations)
     assert "all records agree" in said["paceline ledger verify exact-4"]

@@ -154,9 +154,7 @@ def test_what_reaches_a_native_worker_reaches_this_one_too(
     wait_for(lambda: cluster.check() or client.get(run_id).step >= 8)
     summary = finish(client, cluster, run_id)
     lines = metrics(summary, cluster)
-    sizes_bytes = {
-        line["size_bytes"] for line in metrics(summary, cluster, "weights") if "size_bytes" in line
-    }
+    sizes_bytes = {line["size_bytes"] for line in metrics(summary, cluster, "weights") if "size_bytes" in line}
     ratios = [line["ratio_behaviour"] for line in lines]
     print(f"{what}: ratios {min(ratios):.6f} to {max(ratios):.6f}, versions of {sorted(sizes_bytes)} bytes")
     assert all(abs(ratio - 1) <= 1e-4 for ratio in ratios), ratios
@@ -169,9 +167,7 @@ def test_what_reaches_a_native_worker_reaches_this_one_too(
 
 
 @pytest.mark.slow
-def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
-    vllm_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_services_that_are_killed_leave_no_process_and_no_shared_memory(vllm_spec: MakeSpec, tmp_path: Path) -> None:
     sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=1)
     cluster = LocalCluster(tmp_path, sizes)
     choose = random.Random(5)
@@ -180,9 +176,7 @@ def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
         with Client(address) as client:
             client.submit(vllm_spec())
             for round_ in range(KILLS):
-                stage = ["first process", "shared memory", "up"][
-                    round_ % 3 if round_ < 3 else choose.randrange(3)
-                ]
+                stage = ["first process", "shared memory", "up"][round_ % 3 if round_ < 3 else choose.randrange(3)]
                 how = ["SIGKILL", "SIGTERM", "SIGKILL of the group"][round_ % 3]
                 one_life(address, tmp_path / f"{round_}.log", stage, how)
     finally:

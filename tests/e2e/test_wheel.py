@@ -60,9 +60,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree, wheels, installed = (tmp_path_factory.mktemp(name) for name in ("tree", "wheels", "installed"))
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in listed.stdout.splitlines():
-        if name.startswith(("tests/", "docs/", "benchmarks/", "recipes/")) or not os.path.lexists(
-            ROOT / name
-        ):
+        if name.startswith(("tests/", "docs/", "benchmarks/", "recipes/")) or not os.path.lexists(ROOT / name):
             continue
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)

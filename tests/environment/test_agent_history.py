@@ -26,9 +26,7 @@ def call(arguments: Any) -> dict[str, Any]:
 
 
 def asked(sent: list[Any], said: dict[str, Any], token: int = 5, tools: list[Any] | None = None) -> Asked:
-    turn = SampledTurn(
-        np.array([token], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop", ""
-    )
+    turn = SampledTurn(np.array([token], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop", "")
     return Asked(Conversation(sent, tools or []), np.array([1], np.int32), turn, said, sent, trains=True)
 
 
@@ -47,9 +45,7 @@ def test_the_longest_conversation_that_a_request_goes_on_from_is_its_parent() ->
     assert parent(history, [QUESTION, answer("maybe"), MORE]) is None
     assert parent(history, [MORE, answer(), MORE]) is None
     assert parent(history, [QUESTION]) is None
-    assert (
-        parent(history, [QUESTION, answer(), MORE], [{"type": "function"}]) is None
-    )  # other tools, another prompt
+    assert parent(history, [QUESTION, answer(), MORE], [{"type": "function"}]) is None  # other tools, another prompt
 
 
 @pytest.mark.parametrize(

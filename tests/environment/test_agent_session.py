@@ -93,9 +93,7 @@ class AgentCode:
 
     classes: Mapping[str, ClassFacts] = {}
 
-    def __init__(
-        self, program: Program, host: Host, trains: Callable[[Any, Any], bool] | None = None
-    ) -> None:
+    def __init__(self, program: Program, host: Host, trains: Callable[[Any, Any], bool] | None = None) -> None:
         self._program, self._host, self._trains = program, host, trains
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: Any) -> float | None:
@@ -112,9 +110,7 @@ class AgentCode:
 class World:
     """An agent, a policy that counts, and a journal."""
 
-    def __init__(
-        self, program: Program, template: str = HERMES, trains: Any = None, **environment: Any
-    ) -> None:
+    def __init__(self, program: Program, template: str = HERMES, trains: Any = None, **environment: Any) -> None:
         section = {"class": "", "agent": "agent.py:solve", **environment}
         if trains:
             section["train_call"] = "agent.py:train_call"
@@ -149,9 +145,7 @@ async def test_a_conversation_is_one_row() -> None:
     world = World(three_turns)
     rows = await world.run()
     (text,) = world.read(rows)
-    assert [text.count(said) for said in ("one", "two", "three", "answer 0", "answer 1", "answer 2")] == [
-        1
-    ] * 6
+    assert [text.count(said) for said in ("one", "two", "three", "answer 0", "answer 1", "answer 2")] == [1] * 6
     assert (len(rows.rows.turns), world.setting.counts.bridge_breaks) == (3, 0)
     sample = rows.samples[0]
     assert (sample.ending, sample.reward, sample.detail) == ("done", 1.5, "")
@@ -219,9 +213,7 @@ async def test_a_rewritten_history_begins_a_row_of_its_own() -> None:
     assert "answer 2" not in first
     assert "so far: one and two" in second
     assert second.count("answer") == 2
-    assert rows.completions[1].num_sampled == len(
-        ids_of("answer 2", world.tokenizer)
-    )  # what was read does not train
+    assert rows.completions[1].num_sampled == len(ids_of("answer 2", world.tokenizer))  # what was read does not train
     assert world.setting.counts.rows == 2
 
 
@@ -269,9 +261,7 @@ async def test_equal_requests_have_rows_of_their_own_and_ambiguous_parents_too()
     world.texts[1] = world.texts[0]  # the same tokens twice
     rows = await world.run()
     assert len(rows.completions) == 3
-    assert [row.num_sampled for row in rows.completions] == [
-        len(turn.token_ids) for _, turn in world.source.asked
-    ]
+    assert [row.num_sampled for row in rows.completions] == [len(turn.token_ids) for _, turn in world.source.asked]
 
 
 async def test_requests_may_overlap() -> None:
@@ -457,9 +447,7 @@ async def test_a_deterministic_agent_goes_on_from_its_record(records: int) -> No
     with pytest.raises(LeaseLost):
         await world.run()
     world.journal.fail_at = None
-    world.source = ScriptedSource(
-        lambda request, number: world.say(request, number + records), world.tokenizer
-    )
+    world.source = ScriptedSource(lambda request, number: world.say(request, number + records), world.tokenizer)
     rows = await world.run()
     assert world.read(rows) == expected.read(want)
     assert [turn[:3] for turn in rows.rows.turns] == [turn[:3] for turn in want.rows.turns]

@@ -129,9 +129,7 @@ class World:
         self.code, self.journal = LocalCode({"": cls}), MemoryJournal()
 
     async def run(self, prompt: Any = None, **changes: Any) -> GroupRows:
-        leased = lease(
-            user("Count.") if prompt is None else prompt, journal=dict(self.journal.samples), **changes
-        )
+        leased = lease(user("Count.") if prompt is None else prompt, journal=dict(self.journal.samples), **changes)
         try:
             return await run_group(self.setting, self.source, self.code, leased, self.journal)
         finally:
@@ -323,9 +321,7 @@ async def test_a_fault_ends_a_life_and_the_sample_is_given_up_alone() -> None:
     world = World(Faulty, add(1), "Done.", max_failures=1)
     world.code = FaultyCode({"": Faulty})
     rows = await world.run(num_samples=2)
-    assert world.journal.ended == [
-        (0, 1, "environment_failed", "get_reward raised RuntimeError: no scale", True)
-    ]
+    assert world.journal.ended == [(0, 1, "environment_failed", "get_reward raised RuntimeError: no scale", True)]
     assert (rows.rows.samples, rows.rows.num_samples) == ((1,), 2)
     assert [(text.ending, text.HasField("reward")) for text in rows.samples] == [
         ("failed", False),

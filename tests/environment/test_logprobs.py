@@ -91,9 +91,7 @@ async def test_log_probabilities_are_those_of_a_forward_pass_over_the_rows(model
     for completion in rows.completions:
         assert completion.prompt_ids is not None
         assert completion.sampled_T is not None
-        tokens = torch.tensor(
-            np.concatenate([completion.prompt_ids, completion.token_ids])[None], dtype=torch.long
-        )
+        tokens = torch.tensor(np.concatenate([completion.prompt_ids, completion.token_ids])[None], dtype=torch.long)
         with torch.no_grad():
             logprobs_TV = torch.log_softmax(model(tokens).logits[0].float(), -1)
         start = len(completion.prompt_ids)

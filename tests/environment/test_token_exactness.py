@@ -45,9 +45,7 @@ class Tools:
         """
         if a == 0:
             raise ValueError("a is 0 <tool_call> user")
-        return self.dice.choice(
-            [str(a + b), f"{a} + {b} = {a + b}\n", "", "☃ <|im_end|> x", "numbers and " * 40]
-        )
+        return self.dice.choice([str(a + b), f"{a} + {b} = {a + b}\n", "", "☃ <|im_end|> x", "numbers and " * 40])
 
 
 def call(dice: random.Random) -> str:

@@ -52,9 +52,7 @@ class Deployment:
             self._page = self.cluster.start_dashboard(0)
             model = ["serve", "model", str(self._model), "--port", "0", "--device", "cpu", "--name", "policy"]
             ready = ["--ready-file", str(self._directory / "model.address")]
-            self._start(
-                "model server", "-c", "from paceline.services.cli.main import main; main()", *model, *ready
-            )
+            self._start("model server", "-c", "from paceline.services.cli.main import main; main()", *model, *ready)
             agent = ["--coordinator", self.cluster.address, "--socket", f"@fuzz-{id(self)}-{time.time_ns()}"]
             self._start("host agent", "-m", "paceline.services.host_agent.main", *agent, "--stay")
         except BaseException:
@@ -102,9 +100,9 @@ class Deployment:
 
     def resident_mb(self) -> dict[str, float]:
         """Return the resident memory of each service with its children."""
-        pids = {
-            f"{role}-{index}": pid for role in ROLES for index, pid in self.cluster.pids(role).items()
-        } | {name: process.pid for name, process in self._beside.items()}
+        pids = {f"{role}-{index}": pid for role in ROLES for index, pid in self.cluster.pids(role).items()} | {
+            name: process.pid for name, process in self._beside.items()
+        }
         sizes = {}
         for name, pid in pids.items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -128,11 +126,7 @@ class Deployment:
     def unforeseen(self) -> list[str]:
         """Return the kinds of errors that nobody foresaw, by the services' logs."""
         logs = [*(self._directory / "runs" / "logs").glob("*.log"), *map(self._log, self._beside)]
-        found = {
-            f"{log.stem}: {kind}"
-            for log in logs
-            for kind in UNFORESEEN.findall(log.read_text(errors="replace"))
-        }
+        found = {f"{log.stem}: {kind}" for log in logs for kind in UNFORESEEN.findall(log.read_text(errors="replace"))}
         return sorted(found)
 
     def _start(self, name: str, *command: str) -> None:

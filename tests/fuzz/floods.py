@@ -132,9 +132,7 @@ async def fault_of(port: Port) -> str:
                 return ""
         except (grpc.aio.AioRpcError, aiohttp.ClientError, OSError, TimeoutError) as error:
             fault = f"{port.service} ({port.address}) does not answer in a flood: {error}"
-            await asyncio.sleep(
-                0.5
-            )  # it may have closed a full port's newest connection, and says when to come again
+            await asyncio.sleep(0.5)  # it may have closed a full port's newest connection, and says when to come again
     return fault
 
 

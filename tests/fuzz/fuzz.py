@@ -280,9 +280,7 @@ class Campaign:
         seed, known, messages = self._seed, self._known, self._amount.messages
         found: list[tuple[str, Source, int]] = []
         for index in range(2):
-            found.append(
-                ("exchange", Strangers(endpoint, f"{seed}/strangers/{index}", known), 3 * messages // 10)
-            )
+            found.append(("exchange", Strangers(endpoint, f"{seed}/strangers/{index}", known), 3 * messages // 10))
             found.append(("exchange", RawFrames(endpoint, f"{seed}/raw/{index}"), messages // 10))
         roles = {1: common_pb2.ROLE_ROLLOUT, 2: common_pb2.ROLE_REWARD, 3: common_pb2.ROLE_LEARNER}
         address = self._deployment.cluster.address
@@ -364,9 +362,7 @@ def raise_file_limit(connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + SPARE_FILES
     if hard < needed:
-        raise click.UsageError(
-            f"--connections {connections} needs {needed} open files, and this system allows {hard}"
-        )
+        raise click.UsageError(f"--connections {connections} needs {needed} open files, and this system allows {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
 
 
@@ -377,12 +373,8 @@ def raise_file_limit(connections: int) -> None:
     show_default=True,
     help="Frames for the exchange; every other port gets a fiftieth.",
 )
-@click.option(
-    "--connections", default=1000, show_default=True, help="Half-open connections at each port in turn."
-)
-@click.option(
-    "--submissions", default=10 * STEERING.burst, show_default=True, help="Submissions as fast as they go."
-)
+@click.option("--connections", default=1000, show_default=True, help="Half-open connections at each port in turn.")
+@click.option("--submissions", default=10 * STEERING.burst, show_default=True, help="Submissions as fast as they go.")
 @click.option("--seconds", default=1e9, help="Send for so long at most.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print nothing but the JSON object on standard output.")

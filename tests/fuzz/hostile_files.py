@@ -178,9 +178,7 @@ def attack(case: Case, rounds: int, seed: int) -> list[str]:
         for _ in range(rounds):
             if case.values is not None and dice.random() < 0.8:
                 value = changed_value(json.loads(valid), dice)
-                with contextlib.suppress(
-                    ValueError, TypeError, RecursionError
-                ):  # a value that cannot be signed
+                with contextlib.suppress(ValueError, TypeError, RecursionError):  # a value that cannot be signed
                     case.values(value)
             else:
                 case.file.write_bytes(changed(valid, dice))
@@ -189,9 +187,7 @@ def attack(case: Case, rounds: int, seed: int) -> list[str]:
                     case.read()
             except (Exception, Slow) as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                ours = [
-                    f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename
-                ]
+                ours = [f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename]
                 where = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "?"
                 fault = f"{type(error).__name__} in {where}: {str(error)[:100]}"
                 if not any(known.startswith(fault.partition(":")[0]) and where in known for known in faults):
@@ -287,9 +283,7 @@ def _data_cases(folder: Path) -> list[Case]:
         found.append(Case(f"data {name}", folder / name, _inspect(spec)))
     trace = {"prompt": "1+1=", "completion": "2", "final_reward": 1.0}
     traces = folder / "traces.jsonl"
-    traces.write_text(
-        "".join(json.dumps(trace | {"final_reward": reward}) + "\n" for reward in (1.0, 0.0, 0.9))
-    )
+    traces.write_text("".join(json.dumps(trace | {"final_reward": reward}) + "\n" for reward in (1.0, 0.0, 0.9)))
     found.append(Case("traces", traces, lambda: command("traces", "pairs", traces, folder / "pairs.jsonl")))
     return found
 

@@ -66,11 +66,7 @@ class Http:
 
     def _object(self) -> dict[str, Any]:
         made = self._maker.json()
-        return (
-            made
-            if isinstance(made, dict)
-            else {"role": "assistant", "call_id": "c", "name": "f", "content": made}
-        )
+        return made if isinstance(made, dict) else {"role": "assistant", "call_id": "c", "name": "f", "content": made}
 
     def _body(self) -> Any:
         dice, anything = self._maker.random, self._maker.json
@@ -132,9 +128,7 @@ class Page:
             body = made.encode(errors="replace") if isinstance(made, str) else b"{}"
         else:
             verb = dice.choice(["GET", "POST", "PUT", "HEAD"])
-            path = dice.choice(
-                ["", "openapi.json", "session", "tokens", "static/../app.py", "a.B/C", "x", "%2e%2e"]
-            )
+            path = dice.choice(["", "openapi.json", "session", "tokens", "static/../app.py", "a.B/C", "x", "%2e%2e"])
             body = json.dumps(self._maker.json()).encode(errors="replace")
         headers = {"Content-Type": "application/json"} if dice.random() < 0.95 else {}
         is_order = path.rpartition("/")[2] in ORDERS

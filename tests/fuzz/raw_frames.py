@@ -55,9 +55,7 @@ class RawFrames:
         """One frame, of which most are malformed."""
         dice = self._random
         body = dice.randbytes(dice.choice((0, 1, 7, 255, 256, 4000)))
-        flags = dice.choice(
-            (0, MORE, LONG, LONG | MORE, COMMAND, COMMAND | LONG, COMMAND | MORE, 8, 0x80, 0xFF)
-        )
+        flags = dice.choice((0, MORE, LONG, LONG | MORE, COMMAND, COMMAND | LONG, COMMAND | MORE, 8, 0x80, 0xFF))
         if not flags & LONG:
             return bytes([flags, dice.choice((len(body) & 255, 0, 255))]) + body
         length = dice.choice((len(body), 0, 2**31, 2**62, 2**63, 2**64 - 1))

@@ -88,9 +88,7 @@ class Rpcs:
         self._maker = Maker(seed, known)
         self._methods = methods_of(role)
         self._credentials = credentials
-        self._channel = grpc.aio.insecure_channel(
-            address, options=[("grpc.max_receive_message_length", 256 << 20)]
-        )
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 256 << 20)])
         self.sent = 0
 
     async def send_one(self) -> None:
@@ -138,9 +136,7 @@ class Rpcs:
 class Impostor:
     """A member that the coordinator has accepted and that then says anything, on its stream and on the exchange."""
 
-    def __init__(
-        self, role: common_pb2.Role.ValueType, name: str, address: str, known: Known, credentials: Metadata
-    ):
+    def __init__(self, role: common_pb2.Role.ValueType, name: str, address: str, known: Known, credentials: Metadata):
         self._maker = Maker(name, known)
         self._role, self._name, self._credentials = role, name, credentials
         self._channel = grpc.aio.insecure_channel(address)
@@ -157,9 +153,7 @@ class Impostor:
         """Says Hello, learns term, secret and endpoint, and keeps the stream. Raises what gRPC raises when it is refused."""
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(metadata=self._credentials)
         # Not rank 0, which would get the run.
-        hello = worker_pb2.Hello(
-            role=self._role, member_id=self._name, protocol=PROTOCOL, rank=1, world_size=2
-        )
+        hello = worker_pb2.Hello(role=self._role, member_id=self._name, protocol=PROTOCOL, rank=1, world_size=2)
         await self._call.write(worker_pb2.ConnectRequest(hello=hello))
         welcome = (await asyncio.wait_for(self._call.read(), CALL_S)).welcome
         self._maker.known |= {"term": [welcome.term], "secret": [welcome.secret], "member_id": [self._name]}
@@ -273,10 +267,7 @@ def exchange_message(maker: Maker) -> list[bytes]:
 
 def _completion(maker: Maker) -> Completion:
     dice, length = maker.random, maker.random.randrange(1, 9)
-    ids = [
-        dice.choice((2, 3, 5, 8, -1, 10**6, 2**31 - 1) if dice.random() < 0.1 else (2, 3, 5))
-        for _ in range(length)
-    ]
+    ids = [dice.choice((2, 3, 5, 8, -1, 10**6, 2**31 - 1) if dice.random() < 0.1 else (2, 3, 5)) for _ in range(length)]
     logprobs = np.full(length, dice.choice((-0.5, 0.0, 1.0, -1e38, 3e38)), np.float32)
     span = VersionSpan(dice.choice((1, 1, 9, 2**31)), dice.choice((0, 1, 10**9, -1)), 0, length)
     return Completion(np.array(ids, np.int32), logprobs, (span,), "length", "12")

@@ -49,14 +49,10 @@ def gradients(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_objective_in_float32_computes_what_a_cpu_does(
-    name: str, models: Path, device: torch.device
-) -> None:
+def test_an_objective_in_float32_computes_what_a_cpu_does(name: str, models: Path, device: torch.device) -> None:
     model, case = CASES[name]
     expected, on_cpu = run_case(models / model, case, batch_of(name), ROW_TOKENS)
-    metrics, on_gpu = run_case(
-        models / model, case | {"precision": "float32"}, batch_of(name), ROW_TOKENS, device
-    )
+    metrics, on_gpu = run_case(models / model, case | {"precision": "float32"}, batch_of(name), ROW_TOKENS, device)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-4)
     for key, tensor in gradients(on_cpu).items():
         assert torch.allclose(on_gpu[key].cpu(), tensor, rtol=1e-3, atol=1e-4), key
@@ -75,9 +71,7 @@ def test_a_setting_in_16_bits_stays_near(name: str, model: str, models: Path, de
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_flash_attention_is_that_of_the_runs(
-    window: int | None, key_value_heads: int, device: torch.device
-) -> None:
+def test_flash_attention_is_that_of_the_runs(window: int | None, key_value_heads: int, device: torch.device) -> None:
     layout = SequenceLayout.of([17, 9, 9, 3], device)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -86,9 +80,7 @@ def test_flash_attention_is_that_of_the_runs(
     )
     module = torch.nn.Identity()
     out, _ = packed_attention(module, q, k, v, None, layout=layout, sliding_window=window)
-    exact, _ = packed_attention(
-        module, q.float(), k.float(), v.float(), None, layout=layout, sliding_window=window
-    )
+    exact, _ = packed_attention(module, q.float(), k.float(), v.float(), None, layout=layout, sliding_window=window)
     assert (out.float() - exact).abs().max() < 0.02
 
 
@@ -111,9 +103,7 @@ def test_the_head_computes_what_a_cpu_does(float32_head: bool, device: torch.dev
         assert torch.allclose(on_gpu, on_cpu, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_goes_on_where_it_was_written(
-    models: Path, tmp_path: Path, device: torch.device
-) -> None:
+def test_a_checkpoint_goes_on_where_it_was_written(models: Path, tmp_path: Path, device: torch.device) -> None:
     def trainer() -> Trainer:
         torch.manual_seed(0)
         return Trainer(make_spec(models / "dense", precision="bfloat16", deterministic=True), device)
@@ -124,9 +114,7 @@ def test_a_checkpoint_goes_on_where_it_was_written(
     assert saved is not None
     expected = first.train_step(make_batch(), 1)
     second = trainer()
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=second.model, optimizer=second.optimizer
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=second.model, optimizer=second.optimizer)
     metrics = second.train_step(make_batch(), 1)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)

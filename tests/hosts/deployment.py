@@ -147,7 +147,9 @@ class Submitter:
 
 
 MAKE_BUCKET = "import s3fs; s3fs.S3FileSystem().makedirs('bucket', exist_ok=True)"
-UPLOAD = "import sys, fsspec.generic, s3fs; s3fs.S3FileSystem().put(sys.argv[1] + '/', sys.argv[2] + '/', recursive=True)"
+UPLOAD = (
+    "import sys, fsspec.generic, s3fs; s3fs.S3FileSystem().put(sys.argv[1] + '/', sys.argv[2] + '/', recursive=True)"
+)
 
 
 def until(condition: Any, what: str, timeout_s: float = DEADLINE_S) -> None:

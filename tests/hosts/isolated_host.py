@@ -155,9 +155,7 @@ class Host:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def run(
-        self, *command: str, timeout_s: float = 60.0, check: bool = True
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a program there to its end. Raises CalledProcessError unless `check` is False, TimeoutExpired."""
         return subprocess.run(
             self._entering(command),
@@ -214,12 +212,7 @@ class Host:
         own = {name: os.environ[name] for name in KEPT if name in os.environ}
         path = os.pathsep.join((str(Path(sys.executable).parent), own.get("PATH", "")))
         threads = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-        return (
-            own
-            | threads
-            | {"HOME": HOME, "PATH": path, "TMPDIR": "/tmp", "HF_HUB_OFFLINE": "1"}
-            | self.variables
-        )
+        return own | threads | {"HOME": HOME, "PATH": path, "TMPDIR": "/tmp", "HF_HUB_OFFLINE": "1"} | self.variables
 
     def _wait_for_child(self) -> int:
         """Return the process id of the namespace's first process, once its disk is there."""

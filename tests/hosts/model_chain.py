@@ -33,21 +33,15 @@ def run_chain(sft_steps: int, grpo_steps: int, logs: Path) -> Chain:
         deployment.start()
         submitter = Submitter(deployment.client, deployment.access)
         submitter.prepare()
-        first = submitter.submit(
-            "sft.yaml", f"policy.model_name={BUCKET}/model", f"sft.max_num_steps={sft_steps}"
-        )
+        first = submitter.submit("sft.yaml", f"policy.model_name={BUCKET}/model", f"sft.max_num_steps={sft_steps}")
         runs = [submitter.wait(first)]
         deployment.coordinator.stop()
         deployment.start_coordinator(deployment.coordinator)
-        second = submitter.submit(
-            "grpo.yaml", f"policy.model_name=run:{first}", f"grpo.max_num_steps={grpo_steps}"
-        )
+        second = submitter.submit("grpo.yaml", f"policy.model_name=run:{first}", f"grpo.max_num_steps={grpo_steps}")
         runs.append(submitter.wait(second))
         coordinator = deployment.coordinator
         recorded = coordinator.run("cat", f"/tmp/ledger/{second}/metrics.jsonl").stdout.splitlines()
-        coordinator.run(
-            "paceline", "export", second, EXPORT, "--directory", "/tmp/ledger", timeout_s=DEADLINE_S
-        )
+        coordinator.run("paceline", "export", second, EXPORT, "--directory", "/tmp/ledger", timeout_s=DEADLINE_S)
         elsewhere = deployment.host("elsewhere")
         said = elsewhere.run(
             *(

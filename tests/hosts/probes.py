@@ -306,9 +306,7 @@ def read_agent(plan: Plan, folder: str) -> None:
             channel = transport.connect(agent, WAIT_S)
             try:
                 nonce = frames.receive(channel, frames.NONCE_BYTES)
-                request = host_agent_pb2.ReadRequest(
-                    protocol=frames.PROTOCOL, run_id="x", manifest=True, proof=nonce
-                )
+                request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id="x", manifest=True, proof=nonce)
                 frames.send_request(channel, request)
                 kind, _, length = frames.receive_head(channel)
                 said = frames.receive(channel, length).decode(errors="replace")

@@ -75,9 +75,7 @@ class SecureDeployment:
         self.store.start("python", "-m", "moto.server", "-H", self.store.address, "-p", "5000", *files)
         until(lambda: self.client.run("python", "-c", MAKE_BUCKET, check=False).returncode == 0, "the store")
         self._serve("coordinator")
-        until(
-            lambda: self.coordinator.run("test", "-s", "runs/token", check=False).returncode == 0, "its token"
-        )
+        until(lambda: self.coordinator.run("test", "-s", "runs/token", check=False).returncode == 0, "its token")
         for command in self._lines("paceline token create"):
             self.coordinator.run("sh", "-c", command)
         for name, host in {**self.hosts, "client": self.client}.items():

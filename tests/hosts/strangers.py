@@ -51,9 +51,9 @@ LOGGED = (
 
 AUDITED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "FAILED_PRECONDITION")
 """Statuses of calls that were refused, and not by TLS."""
-CALLS = {
-    f"paceline.v1.{call}" for call in ("WorkerService/Connect", "RunService/Submit", "RunService/Cancel")
-} | {"exchange/task"}
+CALLS = {f"paceline.v1.{call}" for call in ("WorkerService/Connect", "RunService/Submit", "RunService/Cancel")} | {
+    "exchange/task"
+}
 """What the audit log has refusals of."""
 
 
@@ -201,9 +201,7 @@ class Campaign:
         logs = {path.stem: path.read_text() for path in self._deployment.logs.glob("*.log")}
         for probe in probes:
             name, said = probe["name"], probe["said"]
-            click.echo(
-                f"{'refused' if probe['refused'] else 'let in':8} {name} ({probe['seconds']} s): {said}"
-            )
+            click.echo(f"{'refused' if probe['refused'] else 'let in':8} {name} ({probe['seconds']} s): {said}")
             if name.startswith("control"):
                 if probe["refused"] or said:
                     self._problem(f"{name}: {said}")

@@ -40,9 +40,7 @@ NAN = math.nan
     ],
 )
 def test_two_of_four(preset: Preset, high: float, low: float) -> None:
-    np.testing.assert_allclose(
-        advantages(np.array([1.0, 0, 0, 1]), preset), [high, low, low, high], rtol=1e-12
-    )
+    np.testing.assert_allclose(advantages(np.array([1.0, 0, 0, 1]), preset), [high, low, low, high], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +179,7 @@ def exact(rows: list[Column], weights: Sequence[str], preset: str) -> list[Decim
         context.prec = 50
         if preset == "gdpo":
             columns = [exact_relative([row[f] for row in rows], "trl") for f in range(len(weights))]
-            terms = [
-                [Decimal(weight) * z for z in column] for weight, column in zip(weights, columns, strict=True)
-            ]
+            terms = [[Decimal(weight) * z for z in column] for weight, column in zip(weights, columns, strict=True)]
             return [sum(of_row, Decimal(0)) for of_row in zip(*terms, strict=True)]
         totals: Column = [
             None
@@ -203,9 +199,7 @@ def groups(draw: st.DrawFn) -> tuple[list[Column], list[str]]:
     functions = draw(st.integers(1, 4))
     weights = draw(st.lists(st.sampled_from(WEIGHTS), min_size=functions, max_size=functions))
     kinds = draw(
-        st.lists(
-            st.lists(st.sampled_from(PARTS), min_size=functions, max_size=functions), min_size=1, max_size=3
-        )
+        st.lists(st.lists(st.sampled_from(PARTS), min_size=functions, max_size=functions), min_size=1, max_size=3)
     )
     return draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=9)), weights
 
@@ -221,9 +215,7 @@ def as_stored(rows: list[Column]) -> np.ndarray:
 def test_advantages_are_those_of_exact_fractions(preset: str, group: tuple[list[Column], list[str]]) -> None:
     rows, weights = group
     spec, rewards_CF = spec_of([float(w) for w in weights], preset), as_stored(rows)
-    expected = [
-        float(value) if abs(value) > Decimal("1e-30") else 0.0 for value in exact(rows, weights, preset)
-    ]
+    expected = [float(value) if abs(value) > Decimal("1e-30") else 0.0 for value in exact(rows, weights, preset)]
     found = group_advantages(rewards_CF, spec, 0)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
     assert bool(found.any()) == any(expected), "a group of equal rewards has exactly no advantage"
@@ -282,9 +274,7 @@ def test_equal_totals_train_nothing_whatever_they_are_made_of(
 
 
 @pytest.mark.parametrize(("weights", "rows"), EQUAL)
-def test_one_outlier_among_equal_totals_is_left_undivided(
-    weights: list[float], rows: list[list[float]]
-) -> None:
+def test_one_outlier_among_equal_totals_is_left_undivided(weights: list[float], rows: list[list[float]]) -> None:
     scale = max(abs(w) for w in weights)
     rewards_CF = np.array([*(rows * 4)[:7], [1.0 / w if w == scale else 0.0 for w in weights]], np.float32)
     rewards_CF[7] += np.nan_to_num(rewards_CF[0])  # each outlier is above the others

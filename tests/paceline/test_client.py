@@ -146,9 +146,7 @@ def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> N
     assert [e.content["state"] for e in events] == ["paused", "running", "cancelled"]
 
 
-def test_watch_goes_on_after_the_coordinator_was_killed(
-    cluster: LocalCluster, client: Client, spec_path: Path
-) -> None:
+def test_watch_goes_on_after_the_coordinator_was_killed(cluster: LocalCluster, client: Client, spec_path: Path) -> None:
     """Each event comes once, in order, and the stream ends with the run."""
     run_id = client.submit(spec_path).run_id
     events = client.watch(run_id)

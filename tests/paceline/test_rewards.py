@@ -71,9 +71,7 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
     found = totals(np.array([[1.0, 1.0], [1.0, NAN], [NAN, NAN]], np.float32), chosen, 0)
     assert found[:2].tolist() == [2.5, 2.0]
     assert math.isnan(found[2])
-    assert totals(np.array([[3e38, 3e38]], np.float32), functions({"weight": 9.0}, {}), 0).tolist() == [
-        math.inf
-    ]
+    assert totals(np.array([[3e38, 3e38]], np.float32), functions({"weight": 9.0}, {}), 0).tolist() == [math.inf]
 
 
 def test_weighted_rewards_skip_what_does_not_apply() -> None:

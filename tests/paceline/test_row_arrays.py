@@ -81,9 +81,7 @@ def test_what_cannot_be_true_is_a_wire_error(name: str, value: np.ndarray, fault
 
 def test_a_completion_that_was_cut_off_arrives_so() -> None:
     group = episode_group()
-    cut = replace(
-        group, completions=(replace(group.completions[0], finish_reason="length"), *group.completions[1:])
-    )
+    cut = replace(group, completions=(replace(group.completions[0], finish_reason="length"), *group.completions[1:]))
     assert [c.finish_reason for c in decode_group(7, frame_of(cut), [1.0, 0.0]).completions] == [
         "length", "stop", "stop",
     ]  # fmt: skip

@@ -45,9 +45,7 @@ def test_a_group_comes_back_as_it_was() -> None:
         completion(1, VersionSpan(2, 5, 0, 1), reason="length"),
     )
     frame = encode_completions(PROMPT_IDS, completions)
-    prompt_ids, decoded = decode_completions(
-        frame, ["stop", "abort", "length"], [c.text for c in completions]
-    )
+    prompt_ids, decoded = decode_completions(frame, ["stop", "abort", "length"], [c.text for c in completions])
     assert prompt_ids.tolist() == [3, 1]
     for before, after in zip(completions, decoded, strict=True):
         assert after.token_ids.tolist() == before.token_ids.tolist()
@@ -164,9 +162,7 @@ def test_a_digest_of_scores_covers_rewards_and_reference_and_knows_one_not_a_num
     other_nan = np.array([0xFFC00001], "<u4").view("<f4")
     assert np.isnan(other_nan[0])
     one, other = decode_rewards([1.0, math.nan], 2), decode_rewards([1.0, float(other_nan[0])], 2)
-    assert (
-        scores_digest(one) == scores_digest(other) == scores_digest(np.array([[1.0], [np.nan]], np.float32))
-    )
+    assert scores_digest(one) == scores_digest(other) == scores_digest(np.array([[1.0], [np.nan]], np.float32))
     reference = np.array([-0.5, -0.25, -1.0], np.float32)
     assert scores_digest(one, [reference]) == scores_digest(one, [reference[:1], reference[1:]])
     different = [scores_digest(one), scores_digest(one * 2), scores_digest(one, [reference])]
@@ -184,6 +180,4 @@ def test_holders_are_on_record_by_attempt_and_bounded() -> None:
     holders = lines.split("\n")
     assert len(holders) == 999
     assert holders[-1] == held_attempt(lines, 999) == "m999"
-    assert [attempt for attempt, holder in enumerate(holders, 1) if holder] == list(
-        range(1000 - MAX_HOLDERS, 1000)
-    )
+    assert [attempt for attempt, holder in enumerate(holders, 1) if holder] == list(range(1000 - MAX_HOLDERS, 1000))

@@ -59,9 +59,7 @@ def test_unknown_built_in_says_what_was_meant_and_lists_all() -> None:
 
 
 def test_settings_of_built_ins_are_checked() -> None:
-    assert "takes no 'answer_colum', did you mean 'answer_column'?" in refusal(
-        "math_accuracy", answer_colum="x"
-    )
+    assert "takes no 'answer_colum', did you mean 'answer_column'?" in refusal("math_accuracy", answer_colum="x")
     assert "needs 'pattern' in its kwargs" in refusal("format_regex")
     assert "takes no 'completions'" in refusal("exact_match", completions=[])
 
@@ -96,9 +94,7 @@ def test_a_file_that_fails_to_import_says_where(tmp_path: Path) -> None:
     for _ in range(2):  # the failed module must not be taken for a loaded one
         message = refusal(f"{path}:f")
         assert "No module named 'no_such_module_at_all' (broken.py:2 in <module>)" in message
-    assert "SystemExit: 2 (leaves.py:1" in refusal(
-        f"{write(tmp_path / 'leaves.py', 'raise SystemExit(2)')}:f"
-    )
+    assert "SystemExit: 2 (leaves.py:1" in refusal(f"{write(tmp_path / 'leaves.py', 'raise SystemExit(2)')}:f")
     assert "(typo.py:2)" in refusal(f"{write(tmp_path / 'typo.py', 'x = 1' + chr(10) + 'def f(:')}:f")
 
 
@@ -114,9 +110,7 @@ def test_what_cannot_be_called_or_is_no_python(functions_file: Path, tmp_path: P
 
 
 def test_settings_of_own_functions_are_checked_unless_they_take_all(functions_file: Path) -> None:
-    assert "takes no 'anser', did you mean 'answer'?" in refusal(
-        f"{functions_file}:takes_one_column", anser=1
-    )
+    assert "takes no 'anser', did you mean 'answer'?" in refusal(f"{functions_file}:takes_one_column", anser=1)
     load_function(f"{functions_file}:scaled", {"anything": 1})
 
 
@@ -132,9 +126,7 @@ def test_an_exception_of_several_lines_keeps_its_type_and_first_line() -> None:
 def test_a_users_package_of_the_name_of_a_folder_of_ours_is_theirs(tmp_path: Path) -> None:
     """In a child of user code too, which imports `paceline` from the folder of all our packages."""
     write(tmp_path / "services" / "__init__.py", "WANTED = 4\n")
-    file = write(
-        tmp_path / "mine.py", "from services import WANTED\ndef f(completions): return [float(WANTED)]\n"
-    )
+    file = write(tmp_path / "mine.py", "from services import WANTED\ndef f(completions): return [float(WANTED)]\n")
     found, _, _ = BOOT.partition("importlib.import_module")
     script = f"from paceline.reward.calling import load_function; print(load_function('{file}:f')(completions=['']))"
     command = [sys.executable, "-P", "-c", found + script, ROOT]

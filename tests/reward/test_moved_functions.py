@@ -84,9 +84,7 @@ if __name__ == "__main__":
         train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
     ).train()
 '''
-CHAT = [
-    [{"role": "assistant", "content": text}] for text in ("<think>x</think><answer>4</answer>", "please 5")
-]
+CHAT = [[{"role": "assistant", "content": text}] for text in ("<think>x</think><answer>4</answer>", "please 5")]
 GROUP: dict[str, Any] = {
     "prompts": [[{"role": "user", "content": "2+2="}]] * 2,
     "completions": CHAT,
@@ -128,8 +126,7 @@ def test_the_settings_move(moved: RunSpec, tmp_path: Path) -> None:
 
 def test_the_functions_score_a_chat_as_in_the_script(moved: RunSpec) -> None:
     scores = {
-        reward.label: call_function(load_function(reward.function), GROUP, {}, asyncio.run)
-        for reward in moved.rewards
+        reward.label: call_function(load_function(reward.function), GROUP, {}, asyncio.run) for reward in moved.rewards
     }
     assert scores == EXPECTED
 

@@ -66,9 +66,7 @@ def plain(folder: Path, ids: IntArray) -> list[float]:
 
 @pytest.mark.parametrize("row_tokens", [1, 12, 8192])
 @pytest.mark.parametrize("chunk_tokens", [2, 1024])
-def test_each_token_has_the_models_own_log_probability(
-    row_tokens: int, chunk_tokens: int, model: Path
-) -> None:
+def test_each_token_has_the_models_own_log_probability(row_tokens: int, chunk_tokens: int, model: Path) -> None:
     policy = spec_of(model, train_mb_tokens=row_tokens, logprob_chunk_tokens=chunk_tokens).frozen_policy
     assert policy is not None
     found = ReferenceModel(policy, 0.7).logprobs(PROMPT, COMPLETIONS)

@@ -132,7 +132,9 @@ async def test_a_process_that_somebody_else_kills_says_nothing_about_the_group(
     score_two: ScoreTwo, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pid")
-    source = "import os, time\ndef f(completions, **_):\n    open(FIFO, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    source = (
+        "import os, time\ndef f(completions, **_):\n    open(FIFO, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    )
     (tmp_path / "slow.py").write_text(source.replace("FIFO", repr(str(tmp_path / "pid"))))
     async with RewardRunner([RewardFunctionSection(function=f"{tmp_path}/slow.py:f")]) as runner:
         scoring = asyncio.create_task(score_two(runner))
@@ -232,9 +234,7 @@ async def test_the_example_on_the_rewards_page(make_runner: MakeRunner, tmp_path
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     path = tmp_path / "page.py"
     path.write_text(example)
-    runner = await make_runner(
-        {"function": f"{path}:brevity", "kwargs": {"limit_tokens": 2}, "memory_mb": 10**13}
-    )
+    runner = await make_runner({"function": f"{path}:brevity", "kwargs": {"limit_tokens": 2}, "memory_mb": 10**13})
     result = await runner.score(["p", "p"], ["a", "b"], [[1, 2], [1, 2, 3]], {"answer": ["x", "y"]})
     assert rewards_of(result) == [[1], [0]]
 
@@ -264,9 +264,7 @@ async def test_a_function_that_cannot_be_loaded_stops_the_start(
 ) -> None:
     leaves = functions_file.with_name("leaves.py")
     leaves.write_text("import os\nos._exit(9)\n")
-    function = (
-        section["function"].replace("FILE_THAT_LEAVES", str(leaves)).replace("FILE", str(functions_file))
-    )
+    function = section["function"].replace("FILE_THAT_LEAVES", str(leaves)).replace("FILE", str(functions_file))
     runner = RewardRunner([RewardFunctionSection(function=function)], num_processes=2)
     with pytest.raises(InvalidInput, match=message):
         await runner.start()
@@ -291,9 +289,7 @@ async def test_a_file_that_goes_missing_fails_groups_and_heals(
     assert rewards_of(await score_two(runner)) == [[1], [3]]
 
 
-async def test_close_ends_every_process_and_refuses_calls(
-    make_runner: MakeRunner, score_two: ScoreTwo
-) -> None:
+async def test_close_ends_every_process_and_refuses_calls(make_runner: MakeRunner, score_two: ScoreTwo) -> None:
     runner = await make_runner("by_length", num_processes=2)
     pids = [process.pid for process in runner._processes]
     await runner.close()

@@ -57,9 +57,7 @@ async def engine(
     return engine
 
 
-def ask(
-    name: str, num_tokens: int = 12, seed: int = 0, prompt: Any = PROMPT, **more: Any
-) -> GenerationRequest:
+def ask(name: str, num_tokens: int = 12, seed: int = 0, prompt: Any = PROMPT, **more: Any) -> GenerationRequest:
     prefix = more.pop("prefix", None)
     return GenerationRequest(name, prompt, SamplingParams(num_tokens, **more), seed, prefix)
 
@@ -70,9 +68,7 @@ def same(first: Completion, second: Completion) -> bool:
     )
 
 
-async def test_logprobs_equal_a_plain_forward_pass(
-    engine: Engine, model: Any, reference_logprobs: Any
-) -> None:
+async def test_logprobs_equal_a_plain_forward_pass(engine: Engine, model: Any, reference_logprobs: Any) -> None:
     for temperature in (1.0, 0.6):
         completion = await engine.generate(ask("a", 100, temperature=temperature))
         expected = reference_logprobs(model, PROMPT, completion, temperature)
@@ -102,9 +98,7 @@ async def test_first_tokens_follow_the_softmax(engine: Engine, model: Any, refer
     counts_V = np.bincount([int(c.token_ids[0]) for c in completions], minlength=23)
     probabilities_V = np.exp(
         [
-            reference_logprobs(
-                model, PROMPT, Completion(np.array([t], np.int32), np.zeros(1, np.float32), (), "")
-            )
+            reference_logprobs(model, PROMPT, Completion(np.array([t], np.int32), np.zeros(1, np.float32), (), ""))
             for t in range(23)
         ]
     )[:, 0]
@@ -364,9 +358,7 @@ async def test_weights_in_a_segment_are_verified_before_any_is_loaded(
             r"'model.norm.weight' has shape \(3,\), the model's is \(32,\)",
         ),
         (
-            lambda weights: weights.update(
-                {"model.norm.weight": weights["model.norm.weight"] * float("nan")}
-            ),
+            lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"] * float("nan")}),
             "'model.norm.weight' has NaN",
         ),
     ],

@@ -30,11 +30,7 @@ def shown(directory: Path) -> list[dict[str, Any]]:
 
 def found(records: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
     """Return the records that have these texts in their fields."""
-    return [
-        record
-        for record in records
-        if all(value in str(record.get(name, "")) for name, value in wanted.items())
-    ]
+    return [record for record in records if all(value in str(record.get(name, "")) for name, value in wanted.items())]
 
 
 async def refused(call: Any) -> grpc.StatusCode:

@@ -92,7 +92,9 @@ NONE_CALLS = """\
 {%- else %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}{% endfor %}"""
 """Writes calls where the content is none, as DeepSeek R1's distillations do."""
 
-THINKS = "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}{% endfor %}"
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}{% endfor %}"
+)
 """Has its own name for the reasoning, as gpt-oss does."""
 
 WITH_IDS = (

@@ -48,17 +48,13 @@ class Plane:
             WorkerServicer(self.coordinator, "tcp://127.0.0.1:1", capacity),
         )
         self.server.add(runs, run_pb2_grpc.add_RunServiceServicer_to_server, "paceline.v1.RunService")
-        self.server.add(
-            workers, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService"
-        )
+        self.server.add(workers, worker_pb2_grpc.add_WorkerServiceServicer_to_server, "paceline.v1.WorkerService")
         self.server.add(
             BundleServicer(self.coordinator.blobs),
             bundle_pb2_grpc.add_BundleServiceServicer_to_server,
             "paceline.v1.BundleService",
         )
-        self.records_servicer = RecordsServicer(
-            self.ledger.path, self.coordinator.members, self.coordinator.committed
-        )
+        self.records_servicer = RecordsServicer(self.ledger.path, self.coordinator.members, self.coordinator.committed)
         self.server.add(
             self.records_servicer,
             records_pb2_grpc.add_RecordsServiceServicer_to_server,
@@ -67,9 +63,7 @@ class Plane:
         self._loops: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def started(
-        cls, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None
-    ) -> Plane:
+    async def started(cls, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None) -> Plane:
         """Return a plane that listens."""
         plane = cls(directory, timeout_s, capacity)
         await plane.start()

@@ -78,9 +78,7 @@ class EnvironmentWorker:
         """The leases given, each with what its journal has."""
         return read_leases(self.ask(room, **fields))
 
-    def turn(
-        self, held: Episodes, sample: int, arrays: TurnArrays, *, last: bool = False, **fields: Any
-    ) -> Outcome:
+    def turn(self, held: Episodes, sample: int, arrays: TurnArrays, *, last: bool = False, **fields: Any) -> Outcome:
         """Journals a turn; it is part of the sample once it is committed."""
         outcome = self.world.send(*self.turn_message(held, sample, arrays, last=last, **fields))
         if outcome.reply.status == COMMITTED:
@@ -160,9 +158,7 @@ class EnvironmentWorker:
             )
         return outcome
 
-    def result(
-        self, held: Episodes, turn_rewards: Sequence[float] = ()
-    ) -> tuple[pb.ExchangeRequest, list[bytes]]:
+    def result(self, held: Episodes, turn_rewards: Sequence[float] = ()) -> tuple[pb.ExchangeRequest, list[bytes]]:
         """The message for a finished group, its turns with these rewards."""
         group, samples = assemble(held)
         if turn_rewards:
@@ -170,9 +166,7 @@ class EnvironmentWorker:
             rewarded = [t._replace(reward=r) for t, r in zip(group.rows.turns, turn_rewards, strict=True)]
             group = replace(group, rows=group.rows._replace(turns=tuple(rewarded)))
         frames = encode_result(group.prompt_ids, group.completions, group.rows, samples)
-        result = pb.GroupResult(
-            group_id=held.lease.group_id, attempt=held.lease.attempt, digest=group.digest()
-        )
+        result = pb.GroupResult(group_id=held.lease.group_id, attempt=held.lease.attempt, digest=group.digest())
         return pb.ExchangeRequest(member_id=self.member_id, group=result), frames
 
     def finish(self, held: Episodes, turn_rewards: Sequence[float] = ()) -> int:
@@ -199,9 +193,7 @@ def read_leases(outcome: Outcome) -> list[Episodes]:
         samples = [Episode() for _ in range(lease.num_generations)]
         for journal in lease.journal:
             turns = [TurnArrays.decode(outcome.payloads[frame - 1]) for frame in journal.arrays_frames]
-            notes = [
-                pb.TurnNote.FromString(bytes(outcome.payloads[frame - 1])) for frame in journal.note_frames
-            ]
+            notes = [pb.TurnNote.FromString(bytes(outcome.payloads[frame - 1])) for frame in journal.note_frames]
             left_out = tuple(notes[-1].left_out) if notes else ()
             samples[journal.sample] = Episode(
                 journal.life, journal.failures, turns, left_out, journal.finished, journal.given_up
@@ -217,9 +209,7 @@ def assemble(held: Episodes) -> tuple[Group, list[pb.SampleText]]:
     turns: list[Turn] = []
     texts = []
     for sample, episode in enumerate(held.samples):
-        texts.append(
-            pb.SampleText(messages_json="[]", ending="failed" if episode.given_up else "done", reward=1.0)
-        )
+        texts.append(pb.SampleText(messages_json="[]", ending="failed" if episode.given_up else "done", reward=1.0))
         kept = [turn for index, turn in enumerate(episode.turns) if index not in episode.left_out]
         for row in sorted({turn.row for turn in kept}):
             parts = [(index, turn) for index, turn in enumerate(episode.turns) if turn.row == row]
@@ -231,9 +221,7 @@ def assemble(held: Episodes) -> tuple[Group, list[pb.SampleText]]:
     return Group(held.lease.group_id, prompt_ids, tuple(completions), rows=rows), texts
 
 
-def _row(
-    parts: list[tuple[int, TurnArrays]], left_out: tuple[int, ...], row: int, turns: list[Turn]
-) -> Completion:
+def _row(parts: list[tuple[int, TurnArrays]], left_out: tuple[int, ...], row: int, turns: list[Turn]) -> Completion:
     """A row of its turns; the turns that are left out are context."""
     prompt_ids = parts[0][1].context_ids
     tokens, logprobs, sampled, spans = [], [], [], []

@@ -189,6 +189,4 @@ class EpisodeLife:
             request.term = 0
             reply = self.world.send(request, frames).reply
         if reply.status == COMMITTED:  # its holder has heard nothing of it, and has to lease the group anew
-            self.held = [
-                (worker, held) for worker, held in self.held if held.lease.group_id != request.turn.group_id
-            ]
+            self.held = [(worker, held) for worker, held in self.held if held.lease.group_id != request.turn.group_id]

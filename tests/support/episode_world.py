@@ -159,9 +159,7 @@ class MemoryJournal:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a sample is finished."""
 
-    async def turn(
-        self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
-    ) -> None:
+    async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         self._count()
         before = self.samples.get(sample, SampleJournal())
         assert (life, index) == (before.life, len(before.turns))
@@ -197,9 +195,7 @@ class LocalInstance:
         self.facts, self._code, self._environment = code.classes[name], code, environment
         self._open = True
 
-    async def tools(
-        self, calls: Sequence[tuple[str, Any]], time_left_s: float
-    ) -> tuple[list[dict[str, Any]], str]:
+    async def tools(self, calls: Sequence[tuple[str, Any]], time_left_s: float) -> tuple[list[dict[str, Any]], str]:
         self._code.num_calls += len(calls)
         results = []
         for name, arguments in calls:

@@ -131,9 +131,7 @@ class World:
                 self.begun[lease.group_id, lease.attempt] = begun
         return replace(outcome, payloads=payloads)
 
-    def enter(
-        self, member_id: str, role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT, **fields: Any
-    ) -> Member:
+    def enter(self, member_id: str, role: common_pb2.Role.ValueType = common_pb2.ROLE_ROLLOUT, **fields: Any) -> Member:
         """A worker says Hello; it has a secret from then on."""
         self._known[member_id] = enter(self.exchange, member_id, role, **fields)
         return self._known[member_id]
@@ -388,9 +386,7 @@ class Learner:
         self.world_size = world_size
         self.session = world.new_session() if session is None else session
         for rank in range(world_size):
-            world.enter(
-                f"learner-{rank}", common_pb2.ROLE_LEARNER, rank=rank, session=0 if rank else self.session
-            )
+            world.enter(f"learner-{rank}", common_pb2.ROLE_LEARNER, rank=rank, session=0 if rank else self.session)
 
     def ask(self, step: int, rank: int = 0) -> Outcome:
         """Asks for a rank's part."""
@@ -403,9 +399,7 @@ class Learner:
         assert reply.status == OK, reply.message
         return list(reply.batch.groups) if reply.batch.state == pb.BATCH_STATE_READY else None
 
-    def receipt(
-        self, step: int, rank: int, groups: Sequence[pb.BatchGroup], tokens: int | None = None
-    ) -> Outcome:
+    def receipt(self, step: int, rank: int, groups: Sequence[pb.BatchGroup], tokens: int | None = None) -> Outcome:
         """Reports what the rank trained."""
         if tokens is None:
             tokens = sum(self.world.group(group.group_id)["tokens"] for group in groups)

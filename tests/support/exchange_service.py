@@ -45,9 +45,7 @@ class Peer:
         self.socket.connect(endpoint)
         world.enter(member_id, role)
 
-    async def send(
-        self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1
-    ) -> None:
+    async def send(self, request: pb.ExchangeRequest, frames: list[bytes] | None = None, number: int = 1) -> None:
         """Sends a request."""
         request.protocol = request.protocol or PROTOCOL
         request.term = request.term or self.world.ledger.term
@@ -79,9 +77,7 @@ class Service:
         self.context = context
         self.notices: list[Notice] = []
         self.peers: list[Peer] = []
-        self.server = ExchangeServer(
-            world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, host, 0
-        )
+        self.server = ExchangeServer(world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, host, 0)
 
     def peer(self, member_id: str, role: Role.ValueType = ROLE_ROLLOUT) -> Peer:
         """A new connection of a member."""

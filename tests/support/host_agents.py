@@ -110,9 +110,7 @@ class LearnerHost:
             reply, _ = client.reply(lambda reply: reply.WhichOneof("reply") == "staged")
             digests[source] = list(reply.staged.digests)
         iterators = {source: iter(of_source) for source, of_source in digests.items()}
-        manifest = self.manifest.of(
-            version, tuple(next(iterators[p.source]) for p in self.manifest.pieces)
-        ).to_bytes()
+        manifest = self.manifest.of(version, tuple(next(iterators[p.source]) for p in self.manifest.pieces)).to_bytes()
         self.clients[0].send(
             manifest=host_agent_pb2.StageManifest(run_id=RUN, version=message(version), manifest=manifest)
         )
@@ -133,9 +131,7 @@ class LearnerHost:
             agent.close()
 
 
-def plan(
-    version: worker_pb2.HostVersion, *upstreams: Sequence[str], position: int = 0
-) -> worker_pb2.HostPlan:
+def plan(version: worker_pb2.HostVersion, *upstreams: Sequence[str], position: int = 0) -> worker_pb2.HostPlan:
     """Return the plan of a host that reads from these, and from the learner's hosts at last."""
     return worker_pb2.HostPlan(
         run_id=version.run_id,

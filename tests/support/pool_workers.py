@@ -20,9 +20,7 @@ def another_worker(cluster: LocalCluster, folder: Path, *options: str) -> Iterat
     command = [*PACELINE, "serve", "rollout", "--coordinator", cluster.address, "--name", "other", *options]
     variables = environment() | {"PACELINE_TOKEN_FILE": str(cluster.token_file)}
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            [*command, "--ready-file", str(ready)], stdout=out, stderr=out, env=variables
-        )
+        process = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=out, stderr=out, env=variables)
     try:
         wait_for(ready, process)
         yield

@@ -44,9 +44,7 @@ class PoolingServer(ThreadingHTTPServer):
         if body["model"] != "rm":
             return _error(404, f"The model `{body['model']}` does not exist.")
         if body["task"] != self.task:
-            return _error(
-                400, f"Try switching the model's pooling_task via --pooler-config.task {body['task']}."
-            )
+            return _error(400, f"Try switching the model's pooling_task via --pooler-config.task {body['task']}.")
         if any(len(ids) > self.longest for ids in texts):
             return _error(400, f"This model's maximum context length is {self.longest} tokens.")
         outputs = []

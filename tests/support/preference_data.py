@@ -67,9 +67,7 @@ def sums_of(folder: Path, batch: list[TrainingSample]) -> list[float]:
     plain = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     sums = []
     for sequence in batch:
-        ids = torch.from_numpy(
-            np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64)
-        )
+        ids = torch.from_numpy(np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64))
         with torch.no_grad():
             logp_RV = plain(ids[None]).logits[0].log_softmax(-1)
         places = torch.arange(len(sequence.prompt_ids) - 1, len(ids) - 1)

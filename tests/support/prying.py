@@ -96,11 +96,7 @@ def strange_descriptors():
         with contextlib.suppress(OSError):
             targets.append((int(name), os.readlink(f"/proc/self/fd/{name}")))
     sockets = [target for number, target in targets if number > 2 and target.startswith("socket:")]
-    files = [
-        target
-        for number, target in targets
-        if number > 2 and target.startswith("/") and "/proc/" not in target
-    ]
+    files = [target for number, target in targets if number > 2 and target.startswith("/") and "/proc/" not in target]
     return [*sockets[3:], *files]
 
 

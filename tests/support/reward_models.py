@@ -13,9 +13,7 @@ from paceline.services.demo.task import make_tokenizer
 MAX_TOKENS = 64
 
 
-def save_classifier(
-    folder: Path, *, seed: int = 0, labels: int = 1, by_token: bool = False, **changes: Any
-) -> Path:
+def save_classifier(folder: Path, *, seed: int = 0, labels: int = 1, by_token: bool = False, **changes: Any) -> Path:
     """Write a classification of sequences, or with `by_token` of tokens, whose scores differ clearly by the text."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)

@@ -99,6 +99,4 @@ class Bench:
 
 def lease(group_id: int, prompt: str = ONE_TURN, attempt: int = 1, **fields: Any) -> pb.Lease:
     params = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0}
-    return pb.Lease(
-        group_id=group_id, attempt=attempt, prompt_json=prompt, num_generations=2, params=params, **fields
-    )
+    return pb.Lease(group_id=group_id, attempt=attempt, prompt_json=prompt, num_generations=2, params=params, **fields)

@@ -310,9 +310,7 @@ def surroundings(folder: Path) -> Iterator[Surroundings]:
     os.environ["PACELINE_ATTACKED"] = SECRET
     reached: list[str] = []
     before, tempfile.tempdir = tempfile.tempdir, str(folder / "tmp")
-    handlers = {
-        number: signal.signal(number, lambda n, _: reached.append(f"signal {n}")) for number in (10, 12)
-    }
+    handlers = {number: signal.signal(number, lambda n, _: reached.append(f"signal {n}")) for number in (10, 12)}
     kept = b"memory of the caller"
     listeners = _listeners(folder)
     threads = [threading.Thread(target=_accept, args=(each, reached), daemon=True) for each in listeners]

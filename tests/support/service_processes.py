@@ -34,9 +34,7 @@ class Services:
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", *COMMANDS[role], "--grace", "25", *options]
         with (self.directory / f"{role}.log").open("ab") as log:
-            self.processes[role] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
-            )
+            self.processes[role] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
 
     def log(self, role: str) -> str:
         """Return all output of a role."""

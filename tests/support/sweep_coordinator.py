@@ -80,9 +80,7 @@ class SweepCoordinator:
             if self.killed_after == "watch" and step == 2:
                 raise Killed
             yield Event(2 * step, "step", {"step": step, "reward": quality(spec) * (step + 1) / STEPS})
-            yield Event(
-                2 * step + 1, "evaluation", {"step": step, "reward": quality(spec) * (step + 1) / STEPS}
-            )
+            yield Event(2 * step + 1, "evaluation", {"step": step, "reward": quality(spec) * (step + 1) / STEPS})
             if self.states[run_id][0] == "cancelled":
                 return
             if step == 1 and (fault := self.fails(spec)):
@@ -105,9 +103,7 @@ def sweep_of(**settings: Any) -> Sweep:
     return Sweep.model_validate({"name": "lr", "trials": 6, "search": LR, "start": [BAD]} | settings)
 
 
-def trials(
-    folder: Path, coordinator: SweepCoordinator, sweep: Sweep, said: list[str] | None = None
-) -> Trials:
+def trials(folder: Path, coordinator: SweepCoordinator, sweep: Sweep, said: list[str] | None = None) -> Trials:
     """The trials of a sweep with its study in `folder`/lr, as a new process opens it."""
     (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC))
     say = (said if said is not None else []).append

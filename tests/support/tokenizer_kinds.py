@@ -17,9 +17,7 @@ KINDS = (
     "unigram_always", "strips", "characters",
 )  # fmt: skip
 EXACT = tuple(
-    kind
-    for kind in KINDS
-    if kind not in ("metaspace_always", "legacy_llama", "unigram_always", "byte_level_prefix")
+    kind for kind in KINDS if kind not in ("metaspace_always", "legacy_llama", "unigram_always", "byte_level_prefix")
 )
 """Kinds that put no white space of their own behind a mark."""
 
@@ -78,9 +76,7 @@ def _sentence_piece(scheme: str | None) -> Tokenizer:
     tokenizer = Tokenizer(_merged([*fallback, *characters], SPACE, byte_fallback=True, fuse_unk=True))
     ends: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if scheme is None:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
-        )
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
         ends.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
@@ -110,9 +106,7 @@ def _unigram(scheme: str, strips: bool = False) -> Tokenizer:
 
 def _characters() -> Tokenizer:
     tokenizer = Tokenizer(
-        models.WordLevel(
-            {character: number for number, character in enumerate(string.printable)}, string.printable[0]
-        )
+        models.WordLevel({character: number for number, character in enumerate(string.printable)}, string.printable[0])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

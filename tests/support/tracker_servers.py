@@ -37,9 +37,7 @@ class RecordedRun:
     def add_steps(self, number: int) -> None:
         """Record steps."""
         for step in range(self.steps, self.steps + number):
-            self.add(
-                "step", step=step, time=1.7e9 + step, reward=step / 8, **{"reward/exact_match": step / 4}
-            )
+            self.add("step", step=step, time=1.7e9 + step, reward=step / 8, **{"reward/exact_match": step / 4})
         self.steps += number
 
     def add(self, kind: str, **content: Any) -> None:

@@ -51,9 +51,7 @@ class Writer:
         self.exchange.active = ActiveRun(RUN_ID, self.spec, open_prompts(self.spec.data, 1), None)
         for role in ("rollout", "reward", "learner"):
             number = common_pb2.Role.Value(f"ROLE_{role.upper()}")
-            self.exchange.senders.enter(
-                Member(role, number, "", 0, 0.0, session=1 if role == "learner" else 0)
-            )
+            self.exchange.senders.enter(Member(role, number, "", 0, 0.0, session=1 if role == "learner" else 0))
         self.exchange.versions["rollout"] = Version(1, 1)
 
     def send(self, member_id: str, frames: list[bytes] | None = None, **body: Any) -> Outcome:
@@ -95,9 +93,7 @@ class Writer:
             rewards=[1.0, 0.5, 0.0, float("nan")],
         )
         self.send("reward", score=score)
-        (group,) = self.send(
-            "learner", batch=pb.BatchRequest(step=0, rank=0, world_size=1)
-        ).reply.batch.groups
+        (group,) = self.send("learner", batch=pb.BatchRequest(step=0, rank=0, world_size=1)).reply.batch.groups
         receipt = pb.Receipt(step=0, rank=0, world_size=1, tokens=sum(COMPLETION_LENGTHS))
         receipt.groups.add(group_id=group.group_id, digest=group.digest, scores_digest=group.scores_digest)
         self.send("learner", receipt=receipt)

@@ -177,9 +177,7 @@ class ElasticRun:
     ):
         self.directory = directory
         self.workers: dict[str, Worker] = {}
-        self.cluster = LocalCluster(
-            directory / "runs", ClusterSection(learner_ranks=ranks), say=lambda _: None
-        )
+        self.cluster = LocalCluster(directory / "runs", ClusterSection(learner_ranks=ranks), say=lambda _: None)
         self._number = 0
         self._metrics: list[dict[str, Any]] = []
         self._metrics_read = 0
@@ -203,9 +201,7 @@ class ElasticRun:
         self.client.close()
         self.cluster.stop()
 
-    def start_worker(
-        self, faulty: bool = False, prefix: Sequence[str] = (), beside_learner: bool = False
-    ) -> Worker:
+    def start_worker(self, faulty: bool = False, prefix: Sequence[str] = (), beside_learner: bool = False) -> Worker:
         """One more rollout worker."""
         name = f"elastic-{self._number}"
         self._number += 1
@@ -303,15 +299,11 @@ class ElasticRun:
 
         def both() -> Sampled | None:
             greedy, random = (
-                self.client.generate(
-                    PROMPT, temperature=temperature, max_new_tokens=12, seed=5, worker=member.address
-                )
+                self.client.generate(PROMPT, temperature=temperature, max_new_tokens=12, seed=5, worker=member.address)
                 for temperature in (1e-4, 1.0)
             )
             versions = {
-                Version(span.version.session, span.version.step)
-                for (said,) in (greedy, random)
-                for span in said.spans
+                Version(span.version.session, span.version.step) for (said,) in (greedy, random) for span in said.spans
             }
             if len(versions) != 1:
                 return None  # an update came in between
@@ -362,9 +354,7 @@ class ElasticRun:
     @contextlib.contextmanager
     def learner_status(self) -> Iterator[Callable[[], Any]]:
         """Return a function that asks the learner what it does, without the coordinator."""
-        (address,) = {
-            m.address for m in self.client.members() if m.role == Role.Value("ROLE_LEARNER") and m.address
-        }
+        (address,) = {m.address for m in self.client.members() if m.role == Role.Value("ROLE_LEARNER") and m.address}
         with open_channel(address) as channel:
             stub = learner_pb2_grpc.LearnerServiceStub(channel)
             yield lambda: stub.Status(learner_pb2.LearnerServiceStatusRequest(), timeout=60.0)
@@ -374,9 +364,7 @@ class ElasticRun:
         for member in self.client.members():
             if member.role == Role.Value("ROLE_LEARNER") and member.address:
                 with open_channel(member.address) as channel, contextlib.suppress(grpc.RpcError):
-                    return getattr(learner_pb2_grpc.LearnerServiceStub(channel), method)(
-                        request, timeout=60.0
-                    )
+                    return getattr(learner_pb2_grpc.LearnerServiceStub(channel), method)(request, timeout=60.0)
         return None
 
 

@@ -57,9 +57,7 @@ class FaultyHostReceiver(HostReceiver):
     def __init__(self, **settings: Any) -> None:
         answer = settings.pop("on_ack")
 
-        def on_ack(
-            version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
-        ) -> None:
+        def on_ack(version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None) -> None:
             if ok:
                 strike("answer")
             answer(version, ok, message, transfer)

@@ -59,9 +59,7 @@ class Recorded:
         communicator._obj.value = 77
         return self._note("begin", bytes(unique_id), rank, ranks, size, magic, version, blocking)
 
-    def _transfer(
-        self, name: str, memory: Any, size: Any, kind: int, peer: int, handle: Any, stream: Any
-    ) -> int:
+    def _transfer(self, name: str, memory: Any, size: Any, kind: int, peer: int, handle: Any, stream: Any) -> int:
         return self._note(name, memory.value, size.value, kind, peer, handle.value, stream.value)
 
     def _note(self, *call: Any) -> int:

@@ -81,9 +81,7 @@ class Soak:
             replacements.append(self.run.start_worker(faulty=True))
         for victim in victims:
             struck_s = victim.struck_at_s()
-            begun_s = until(
-                "the learner's next step", lambda struck_s=struck_s: self.run.step_begun_after(struck_s)
-            )
+            begun_s = until("the learner's next step", lambda struck_s=struck_s: self.run.step_begun_after(struck_s))
             result.step_wait_s = max(result.step_wait_s, begun_s - struck_s)
         for replacement in replacements:
             result.replacement_s = max(result.replacement_s, self._serving_after_s(replacement))
@@ -127,9 +125,7 @@ class Soak:
             if version not in references:
                 references[version] = self.run.replayed(version.step)
             if difference := sampled.difference(references[version]):
-                result.problems.append(
-                    f"while the learner was away: {name} at {tuple(version)}: {difference}"
-                )
+                result.problems.append(f"while the learner was away: {name} at {tuple(version)}: {difference}")
         self._compare(result, self._receivers, [])
         self._end(result)
         return result
@@ -178,9 +174,7 @@ def table(rounds: list[Round]) -> str:
         these = [one for one in rounds if one.what == what]
         step_s, replacement_s = max(r.step_wait_s for r in these), max(r.replacement_s for r in these)
         problems, seconds = sum(len(r.problems) for r in these), max(r.seconds for r in these)
-        lines.append(
-            f"| {what} | {len(these)} | {step_s:.1f} | {replacement_s:.1f} | {seconds:.0f} | {problems} |"
-        )
+        lines.append(f"| {what} | {len(these)} | {step_s:.1f} | {replacement_s:.1f} | {seconds:.0f} | {problems} |")
     return "\n".join(lines)
 
 
@@ -191,9 +185,7 @@ def table(rounds: list[Round]) -> str:
 )
 @click.option("--signal", "signals", multiple=True, type=click.Choice(SIGNALS), help="Only this; repeatable.")
 @click.option("--target", default="worker", show_default=True, type=click.Choice(TARGETS))
-@click.option(
-    "--together", is_flag=True, help="A receiver is harmed in each phase at once, with two more beside them."
-)
+@click.option("--together", is_flag=True, help="A receiver is harmed in each phase at once, with two more beside them.")
 @click.option("--directory", type=click.Path(path_type=Path), help="A new folder; default a temporary one.")
 def main(
     rounds: int,

@@ -137,9 +137,7 @@ def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
     found = []
     for begin in range(0, len(base_N), BLOCK):
         end = begin + BLOCK
-        places = np.flatnonzero(
-            np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end])
-        )
+        places = np.flatnonzero(np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end]))
         if len(places):
             places += begin
             found.append(places)
@@ -188,9 +186,7 @@ def decode(data: bytes | memoryview, base_N: Bits) -> tuple[Positions, Bits]:
     try:
         return _decode(memoryview(data), base_N)
     except (ValueError, zstandard.ZstdError) as error:
-        raise WireError(
-            f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}"
-        ) from None
+        raise WireError(f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}") from None
 
 
 def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:

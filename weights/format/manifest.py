@@ -102,9 +102,7 @@ class WeightManifest:
             if same_as is not None:
                 first = entries[same_as]
                 if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                    raise ValueError(
-                        f"tensor {name!r} cannot share the bytes of {same_as!r}: they differ in shape"
-                    )
+                    raise ValueError(f"tensor {name!r} cannot share the bytes of {same_as!r}: they differ in shape")
                 entry = entry._replace(offset=first.offset)
             entries[name] = entry
             end = max(end, entry.offset + entry.num_bytes)
@@ -143,15 +141,11 @@ class WeightManifest:
     def from_bytes(cls, data: bytes) -> WeightManifest:
         """Read what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
         if len(data) > MAX_MANIFEST_BYTES:
-            raise WireError(
-                f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}"
-            )
+            raise WireError(f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
-                raise WireError(
-                    f"weight manifest has format {document['format']!r}, this side reads {FORMAT}"
-                )
+                raise WireError(f"weight manifest has format {document['format']!r}, this side reads {FORMAT}")
             manifest = cls(
                 tuple(_entry(raw) for raw in document["tensors"]),
                 _count(document["total_bytes"]),

@@ -61,9 +61,7 @@ def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[Tens
     return sorted(share)
 
 
-def verify(
-    flat: torch.Tensor, manifest: WeightManifest, pieces: Sequence[TensorBytes], *, digests: bool
-) -> int:
+def verify(flat: torch.Tensor, manifest: WeightManifest, pieces: Sequence[TensorBytes], *, digests: bool) -> int:
     """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
 
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
@@ -85,13 +83,9 @@ def _verify_piece(flat: torch.Tensor, piece: TensorBytes, algorithm: Algorithm, 
     # The checksum first: bytes that are not the sender's may look like anything.
     found = str(digest.hexdigest()) if digests else piece.checksum
     if found != piece.checksum:
-        raise WireError(
-            f"tensor {piece.name!r} arrived with {algorithm} {found!r}, the sender has {piece.checksum!r}"
-        )
+        raise WireError(f"tensor {piece.name!r} arrived with {algorithm} {found!r}, the sender has {piece.checksum!r}")
     if not is_finite:
-        raise InvalidInput(
-            f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving"
-        )
+        raise InvalidInput(f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving")
 
 
 def _is_finite(raw: torch.Tensor, dtype: str) -> bool:

@@ -53,9 +53,7 @@ def parent(position: int, fan_out: int) -> int:
     return position - 1 if fan_out == 1 else position // fan_out - 1
 
 
-def upstreams(
-    position: int, hops: Sequence[Hop], sources: Sequence[str], size_bytes: int
-) -> list[worker_pb2.Upstream]:
+def upstreams(position: int, hops: Sequence[Hop], sources: Sequence[str], size_bytes: int) -> list[worker_pb2.Upstream]:
     """Return where the host at `position` reads, in the order of preference: its parent, the parent's parent and so on, and
     the learner's hosts at the end."""
     fan_out = width(size_bytes)

@@ -73,9 +73,7 @@ class RelayClient:
         if identity is None:
             return None
         host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
-        return worker_pb2.HostAgent(
-            agent_id=identity.agent_id, address=f"{host}:{identity.port}", zone=self._zone
-        )
+        return worker_pb2.HostAgent(agent_id=identity.agent_id, address=f"{host}:{identity.port}", zone=self._zone)
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:
         """Send a request. Raises Unavailable where there is no connection; `on_connected` follows then."""

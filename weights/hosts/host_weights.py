@@ -105,9 +105,7 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
         self.state: State = state
 
     @classmethod
-    def packed(
-        cls, tensors: Mapping[str, torch.Tensor], segments: SegmentPair, timeout_s: float
-    ) -> HostWeights:
+    def packed(cls, tensors: Mapping[str, torch.Tensor], segments: SegmentPair, timeout_s: float) -> HostWeights:
         """Copy `tensors` into a segment of `segments`, which the caller releases; names of one memory stay one.
 
         Raises Unavailable when no segment is free within `timeout_s`.

@@ -58,9 +58,7 @@ def listen(name: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno != errno.EADDRINUSE:
-            raise Unavailable(
-                f"nobody can listen at {name} ({error}); is {FOLDER_VARIABLE} right?"
-            ) from error
+            raise Unavailable(f"nobody can listen at {name} ({error}); is {FOLDER_VARIABLE} right?") from error
         raise Conflict(f"another agent listens at {name}") from error
     return listener
 

@@ -88,9 +88,7 @@ def check_owned(owned: Sequence[Owned], layout: WeightManifest) -> None:
     end = 0
     for one in owned:
         if not end <= one.begin < one.end <= layout.total_bytes or one.source < 0:
-            raise WireError(
-                f"a range of {one.begin} to {one.end} bytes of {layout.total_bytes} comes after byte {end}"
-            )
+            raise WireError(f"a range of {one.begin} to {one.end} bytes of {layout.total_bytes} comes after byte {end}")
         end = one.end
     place = 0
     for entry in sorted(layout.entries, key=lambda entry: entry.offset):
@@ -163,9 +161,7 @@ class HostManifest:
                 raise WireError(f"the manifest has format {document['format']!r}, this side reads {FORMAT}")
             algorithm = document["algorithm"]
             if algorithm not in DIGEST_BYTES:
-                raise WireError(
-                    f"pieces have digests of {algorithm!r}; this side knows {', '.join(DIGEST_BYTES)}"
-                )
+                raise WireError(f"pieces have digests of {algorithm!r}; this side knows {', '.join(DIGEST_BYTES)}")
             session, step = document["version"]
             manifest = cls(
                 str(document["run_id"]),

@@ -106,9 +106,7 @@ class Reading:
             self._store.describe(here, manifest, data)
         with self._store.writing(here):
             threads = [
-                threading.Thread(
-                    target=self._read_stream, args=(here, *part), name="weights-read", daemon=True
-                )
+                threading.Thread(target=self._read_stream, args=(here, *part), name="weights-read", daemon=True)
                 for part in self._parts(here, manifest)
             ]
             for thread in threads:
@@ -150,10 +148,7 @@ class Reading:
             if not held.present[index]
         }
         return [
-            (stream, source)
-            for stream in range(self._streams)
-            for source in sources
-            if (stream, source) in missing
+            (stream, source) for stream in range(self._streams) for source in sources if (stream, source) in missing
         ]
 
     def _manifest(self) -> bytes | None:
@@ -207,9 +202,7 @@ class Reading:
         for begin, end in piece.ranges:
             channel.receive_into(held.memory[begin:end])
         if piece_digest(held.memory, piece, manifest.algorithm) != manifest.digests[index]:
-            raise WireError(
-                f"piece {index} of version {self.version.step} has another digest than the learner's"
-            )
+            raise WireError(f"piece {index} of version {self.version.step} has another digest than the learner's")
         with self._lock:
             self.transfer.received_bytes += piece.size_bytes
             self._last_piece_s = time.monotonic()

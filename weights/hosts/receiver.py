@@ -218,9 +218,7 @@ class HostReceiver:
             else:
                 self._refused = refused
 
-    def _answer(
-        self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
-    ) -> None:
+    def _answer(self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None) -> None:
         try:
             self._on_ack(version, ok, message, transfer)
         except Exception as error:  # of the listener: this thread has to load further versions

@@ -117,9 +117,7 @@ class Relay:
         """Bring a version to this host. The newest plan counts; the same version again may have other upstreams."""
         version = version_of(plan)
         with self.store.changed:
-            newer = (
-                self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
-            )
+            newer = self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
             if newer:
                 if plan.run_id != self.store.run_id and self._reading is not None:
                     self._reading.close()
@@ -339,9 +337,7 @@ class _Client:
         self._end_staging(complete=False)
         held = self._relay.store.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
-            refusal = host_agent_pb2.AgentRefusal(
-                message="there is no memory for it", version=version_message(version)
-            )
+            refusal = host_agent_pb2.AgentRefusal(message="there is no memory for it", version=version_message(version))
             self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return
         with self._relay.store.changed:

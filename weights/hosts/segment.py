@@ -79,9 +79,7 @@ class HostSegment:
         except BaseException:
             os.close(fd)
             raise
-        FOOTER.pack_into(
-            segment._memory, segment._footer, MAGIC, FORMAT, num_buckets, size_bytes, bucket_bytes, 0, 0
-        )
+        FOOTER.pack_into(segment._memory, segment._footer, MAGIC, FORMAT, num_buckets, size_bytes, bucket_bytes, 0, 0)
         return segment
 
     @classmethod

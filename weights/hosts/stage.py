@@ -121,9 +121,7 @@ class RankStage:
             asked = -1
             while self._buffer is None or self._buffer[0] != version:
                 if asked != self._lives:
-                    begin = host_agent_pb2.StageBegin(
-                        run_id=self._layout.run_id, version=version_message(version)
-                    )
+                    begin = host_agent_pb2.StageBegin(run_id=self._layout.run_id, version=version_message(version))
                     if self.send(host_agent_pb2.AgentRequest(begin=begin)):
                         asked = self._lives
                 if self._closed or time.monotonic() > deadline_s:

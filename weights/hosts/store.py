@@ -110,9 +110,7 @@ class HostStore:
             is_older = newest is not None and version < newest.version
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
-    def begin(
-        self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float
-    ) -> HeldVersion | None:
+    def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
         """Return memory for a version: the one that it has already, or that of an older one. None if engines read all
         segments for `wait_s`, or a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
@@ -237,11 +235,7 @@ class HostStore:
         parts = [index for index in _pieces_of(held, piece) if held.pieces[index].bucket == bucket]
         if all(held.present[index] for index in parts):
             # Of several hosts nobody has made the digest of the whole; engines compare what this host has verified.
-            whole = (
-                digest
-                if len(parts) == 1
-                else piece_digest(held.memory, _whole_bucket(held, bucket), "xxh3_128")
-            )
+            whole = digest if len(parts) == 1 else piece_digest(held.memory, _whole_bucket(held, bucket), "xxh3_128")
             held.segment.publish(bucket, whole)
 
     def _note_complete(self, held: HeldVersion) -> None:

@@ -104,9 +104,7 @@ class Listener:
         self._socket.close()
 
 
-def next_connection(
-    listener: socket.socket, is_closed: Callable[[], bool]
-) -> tuple[socket.socket, Any] | None:
+def next_connection(listener: socket.socket, is_closed: Callable[[], bool]) -> tuple[socket.socket, Any] | None:
     """Return the next connection with its address; None once `is_closed`. A peer that has gone and a lack of descriptors end
     nothing."""
     while True:
@@ -187,9 +185,7 @@ class TlsChannel(Channel):
 
     _socket: ssl.SSLSocket
 
-    def __init__(
-        self, connection: socket.socket, peer: str, timeout_s: float, peers: PeerTls, server: bool
-    ) -> None:
+    def __init__(self, connection: socket.socket, peer: str, timeout_s: float, peers: PeerTls, server: bool) -> None:
         super().__init__(connection, peer, timeout_s)
         self._socket = peers.context(server=server).wrap_socket(
             connection, server_side=server, do_handshake_on_connect=False

@@ -78,19 +78,14 @@ class Chain:
 
     def snapshot_is_due(self) -> bool:
         """Return whether the interval is over, or a start from the last snapshot reads more in deltas than a new one has."""
-        return (
-            len(self._since_snapshot) >= self._anchor_interval
-            or sum(self._since_snapshot) > self._snapshots[-1][2]
-        )
+        return len(self._since_snapshot) >= self._anchor_interval or sum(self._since_snapshot) > self._snapshots[-1][2]
 
     def stored(self, size_bytes: int, seconds: float) -> Stored:
         """Return the newest version with its snapshot."""
         assert self.newest is not None
         assert self.newest_version is not None
         version, snapshot, snapshot_bytes = self._snapshots[-1]
-        return Stored(
-            self.newest_version, self.newest, version, snapshot, snapshot_bytes, size_bytes, seconds
-        )
+        return Stored(self.newest_version, self.newest, version, snapshot, snapshot_bytes, size_bytes, seconds)
 
     def prune(self) -> list[str]:
         """Remove the versions that neither a member nor the newest chains need, and return their names."""

@@ -149,9 +149,7 @@ class StoreReader:
             snapshot.version,
             snapshot.contents,
         ):
-            raise WireError(
-                f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.snapshot.name}"
-            )
+            raise WireError(f"the delta to {tuple(deltas[-1].version)} is for another base than {offer.snapshot.name}")
         if not deltas and target.contents != snapshot.contents:
             raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")
         self._held = held = HeldWeights(snapshot)
@@ -255,9 +253,7 @@ class StoreReader:
         held.check(rank, note.chunk, bits_N)
         held.write(rank, note.chunk, bits_N)
 
-    def _change(
-        self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer, *, must_check: bool
-    ) -> None:
+    def _change(self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer, *, must_check: bool) -> None:
         bits_N, in_place = held.read(rank, note.chunk)
         positions_K, values_K = delta_codec.decode(data, bits_N)
         bits_N[positions_K] = values_K
@@ -376,9 +372,7 @@ class HeldWeights:
             found, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
             boxes.sort()
             if found != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
-                raise WireError(
-                    f"the snapshot's parts have {found} of {needed} elements of {name!r}, or some twice"
-                )
+                raise WireError(f"the snapshot's parts have {found} of {needed} elements of {name!r}, or some twice")
 
     def _names(self, rank: int, chunk: int) -> str:
         layout = self.layouts[rank]

@@ -221,9 +221,7 @@ class PartHeader:
         notes = self.notes
         chunks = {note.chunk for note in notes}
         if len(chunks) != len(notes) or not chunks <= set(range(len(layout.chunks))):
-            raise WireError(
-                f"part of rank {self.rank} has a chunk twice or one that is not of {len(layout.chunks)}"
-            )
+            raise WireError(f"part of rank {self.rank} has a chunk twice or one that is not of {len(layout.chunks)}")
         return notes
 
     def places_of(self, layout: RankLayout, places: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
@@ -258,9 +256,7 @@ class PartHead(NamedTuple):
     """[start, end) of each tensor in the file."""
 
 
-def part_chunks(
-    header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]
-) -> list[Buffer]:
+def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]) -> list[Buffer]:
     """Return a part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying
     the bytes."""
     metadata = {"format": FORMAT, **asdict(header)}

@@ -82,9 +82,7 @@ class KeptVersion:
         end = 0
         for piece in self.layout.chunks[chunk]:
             block = self.layout.blocks[piece.block]
-            run = self.slices[piece.block].bits[
-                piece.first * block.row_elements : piece.last * block.row_elements
-            ]
+            run = self.slices[piece.block].bits[piece.first * block.row_elements : piece.last * block.row_elements]
             start, end = end, end + len(run)
             if len(run) < len(bits_N):
                 run[:] = bits_N[start:end]

@@ -158,9 +158,7 @@ class StoreWriter:
             assert isinstance(job.source, WholeSlices), "changes before the first version"
             self._kept = self._keep(job.version, job.source)
         elif job.source is not None and before is not None:
-            coded, self._kept = coded_chunks(
-                before, job.version, job.source, self._algorithm, self._helpers.map
-            )
+            coded, self._kept = coded_chunks(before, job.version, job.source, self._algorithm, self._helpers.map)
             part = self._write_delta(coded, self._kept, before.version)
             self._leave(f"delta/{job.number}", part, self._kept)
             wants_snapshot = self._finish_delta(job)
@@ -208,9 +206,7 @@ class StoreWriter:
         ]
         return self._write_part(header, tensors)
 
-    def _write_part(
-        self, header: PartHeader, tensors: list[tuple[str, str, tuple[int, ...], Buffer]]
-    ) -> Part:
+    def _write_part(self, header: PartHeader, tensors: list[tuple[str, str, tuple[int, ...], Buffer]]) -> Part:
         chunks = part_chunks(header, tensors)
         name = part_name(header.kind, header.version, self._rank)
         self._retried(lambda: self._store.write(name, chunks))
@@ -269,9 +265,7 @@ class StoreWriter:
         assert self._chain is not None
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
-    def _all_parts(
-        self, key: str
-    ) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
+    def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
         """Return (parts, heads, contents) by rank, when every rank has left its note."""
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         notes = [json.loads(self._wait(key)) for key in keys]
@@ -426,9 +420,7 @@ class StoreJobs:
     def begin(self) -> Job | None:
         """Wait for the next job, without a deadline because the learner decides when it comes; None once closed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
-            )
+            self._changed.wait_for(lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held))
             if self.closed.is_set():
                 return None
             self._jobs[0].begun = True

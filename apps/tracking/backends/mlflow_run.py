@@ -59,10 +59,7 @@ class MlflowRun(Tracker):
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
         time_ms = int(step.time_s * 1000)
-        values = [
-            self._mlflow.Metric(_allowed(name), value, time_ms, step.number)
-            for name, value in metrics.items()
-        ]
+        values = [self._mlflow.Metric(_allowed(name), value, time_ms, step.number) for name, value in metrics.items()]
         for start in range(0, len(values), METRICS_AT_ONCE):
             chunk = values[start : start + METRICS_AT_ONCE]
             self._call(self._client.log_batch, self._run_id, metrics=chunk)
@@ -89,9 +86,7 @@ class MlflowRun(Tracker):
 
     def _found(self, experiment_id: str, run: TrackedRun) -> str:
         """Return the run of an earlier life."""
-        found = self._client.search_runs(
-            [experiment_id], f"tags.`{IDENTITY}` = '{run.identity}'", max_results=1
-        )
+        found = self._client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{run.identity}'", max_results=1)
         if not found:
             return ""
         return str(found[0].info.run_id)
@@ -104,15 +99,11 @@ class MlflowRun(Tracker):
 
     def _send_parameters(self, config: Mapping[str, Any]) -> None:
         values = [
-            self._mlflow.Param(_allowed(name), text[:MAX_PARAMETER])
-            for name, text in flat(config).items()
-            if text
+            self._mlflow.Param(_allowed(name), text[:MAX_PARAMETER]) for name, text in flat(config).items() if text
         ]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
             chunk = values[start : start + PARAMETERS_AT_ONCE]
-            with contextlib.suppress(
-                Refused
-            ):  # a resumed run's spec may differ, and parameters there are for good
+            with contextlib.suppress(Refused):  # a resumed run's spec may differ, and parameters there are for good
                 self._call(self._client.log_batch, self._run_id, params=chunk)
 
     def _call(self, call: Any, *arguments: Any, **named: Any) -> None:

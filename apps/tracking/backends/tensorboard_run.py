@@ -33,9 +33,7 @@ class TensorboardRun(Tracker):
         """Write the metrics, and the samples as a Markdown table, as one event; it is in the file afterwards."""
         # Exact in a float of 32 bits only below 2^24, so it is written as text.
         values = [self._text(SEQUENCE, str(step.sequence))]
-        values += [
-            self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-        ]
+        values += [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         if samples:
             values.append(self._text("train/samples", _markdown(*as_table(list(samples)))))
         self._write(step, values)

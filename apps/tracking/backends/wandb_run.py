@@ -84,9 +84,7 @@ class WandbRun(Tracker):
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Send an alert, which W&B delivers by mail or Slack, and a line of the history, which tells that it was sent."""
-        self._run.alert(
-            title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN
-        )
+        self._run.alert(title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN)
         self._run.log({AXIS: step.number, WARNED: 1}, step=step.sequence)
 
     def change_state(self, step: Step, state: str, message: str) -> None:

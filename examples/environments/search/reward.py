@@ -6,9 +6,6 @@ from typing import Any
 def answered(completions: list[list[dict[str, Any]]], answer: list[str], **_: object) -> list[float]:
     """1 where the model's last message has the answer, else 0."""
     return [
-        float(
-            messages[-1]["role"] == "assistant"
-            and right.lower() in str(messages[-1]["content"] or "").lower()
-        )
+        float(messages[-1]["role"] == "assistant" and right.lower() in str(messages[-1]["content"] or "").lower())
         for messages, right in zip(completions, answer, strict=True)
     ]

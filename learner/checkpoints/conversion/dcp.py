@@ -87,9 +87,7 @@ class _BlockPlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         begin, count = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
         name = write_item.index.fqn.removeprefix(f"{KEY}.")
-        self._written = self._weights.read(
-            name, begin, begin + count
-        ).clone()  # read memory cannot be resized
+        self._written = self._weights.read(name, begin, begin + count).clone()  # read memory cannot be resized
         return self._written
 
     @staticmethod
@@ -147,9 +145,7 @@ class DcpCheckpoint:
 class _ChunkPlanner(LoadPlanner):
     """Planner that reads whole chunks and passes each on as soon as it is there."""
 
-    def __init__(
-        self, names: Mapping[str, str], tensors: Mapping[str, TensorStorageMetadata], take: Chunk
-    ) -> None:
+    def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorStorageMetadata], take: Chunk) -> None:
         self._names, self._tensors, self._take = names, tensors, take
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:

@@ -55,9 +55,7 @@ OFF: Sequence[Any] = (None, False, "", [], {})
 class ModelWeights:
     """The tensors of a model folder, by their names in its files."""
 
-    def __init__(
-        self, files: WeightFiles, dtype: torch.dtype | None = None, adapter: Path | None = None
-    ) -> None:
+    def __init__(self, files: WeightFiles, dtype: torch.dtype | None = None, adapter: Path | None = None) -> None:
         """`dtype` None keeps the types of the files. Raises InvalidInput for an adapter that is not of this model."""
         self._files, self._dtype = files.tensors, dtype
         self._adapter = {} if adapter is None else _read_adapter(adapter, files)
@@ -130,9 +128,7 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
             )
         found[name] = (a_RI, b_OR, scaling)
     if not found:
-        raise InvalidInput(
-            f"{what} has no tensors, so the result would be its base; copy {ADAPTER_WEIGHTS} again"
-        )
+        raise InvalidInput(f"{what} has no tensors, so the result would be its base; copy {ADAPTER_WEIGHTS} again")
     return found
 
 

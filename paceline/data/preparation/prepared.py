@@ -81,9 +81,7 @@ class Prepared:
 
 
 @contextmanager
-def prepared_data(
-    spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False
-) -> Iterator[Prepared]:
+def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
     """Prepare the data of a spec in a folder that stays as long as the context. Of a spec without preparation nothing is read.
 
     Raises InvalidInput for a function that cannot be loaded, or a filter that lacks what it compares with; DataError for a
@@ -112,9 +110,7 @@ def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
         return thread.submit(asyncio.run, preparation).result()
 
 
-async def _prepare(
-    spec: RunSpec, folder: Path, filters: Sequence[Filter], *, validation: bool = False
-) -> PreparedSet:
+async def _prepare(spec: RunSpec, folder: Path, filters: Sequence[Filter], *, validation: bool = False) -> PreparedSet:
     source, found = spec.data.source(validation=validation), PreparedSet()
     names = spec.data.names(validation=validation)
     for index, (name, stem) in enumerate(zip(names, distinct_names(names), strict=True)):
@@ -153,9 +149,7 @@ async def _write(
                     file.write(json.dumps(row, default=str) + "\n")
                     written += 1
             if not written:
-                raise DataError(
-                    f"{where}: data.preparation leaves no row; left out: {counted(left_out - before)}"
-                )
+                raise DataError(f"{where}: data.preparation leaves no row; left out: {counted(left_out - before)}")
     return written
 
 
@@ -168,9 +162,7 @@ def _reason(row: Row, spec: RunSpec, filters: Sequence[Filter]) -> str:
     return next((reason for each in filters if (reason := each(compared, row))), "")
 
 
-async def _processed(
-    rows: Rows, function: str | None, timeout_s: float
-) -> AsyncGenerator[tuple[int, list[Row]], None]:
+async def _processed(rows: Rows, function: str | None, timeout_s: float) -> AsyncGenerator[tuple[int, list[Row]], None]:
     if function is None:
         for index in range(len(rows)):
             yield index, [rows[index]]
@@ -204,9 +196,7 @@ class Processor:
             await self._process.start()
         except (ProcessDied, ProcessTimeout) as error:
             await self._process.close()
-            raise InvalidInput(
-                f"the process of {self._function} {error} while it loaded the function"
-            ) from None
+            raise InvalidInput(f"the process of {self._function} {error} while it loaded the function") from None
         return self
 
     async def __aexit__(

@@ -25,9 +25,7 @@ class Preset(NamedTuple):
     grpo: dict[str, Any]
 
 
-def _preset(
-    reduction: str, advantage: str, use_dynamic_sampling: bool | None = None, **loss_fn: Any
-) -> Preset:
+def _preset(reduction: str, advantage: str, use_dynamic_sampling: bool | None = None, **loss_fn: Any) -> Preset:
     sampling = {} if use_dynamic_sampling is None else {"use_dynamic_sampling": use_dynamic_sampling}
     return Preset({"reduction": reduction, **loss_fn}, {"advantage": advantage, **sampling})
 
@@ -45,17 +43,13 @@ PRESETS: dict[PresetName, Preset] = {
     "dapo": _preset("dapo", "trl", use_dynamic_sampling=True, ratio_clip_min=0.2, ratio_clip_max=0.28),
     "bnpo": _preset("bnpo", "trl"),
     "gspo": _preset("grpo", "trl", ratio_level="sequence", ratio_clip_min=3e-4, ratio_clip_max=4e-4),
-    "luspo": _preset(
-        "sequence_sum", "trl", ratio_level="sequence", ratio_clip_min=2e-3, ratio_clip_max=2.5e-3
-    ),
+    "luspo": _preset("sequence_sum", "trl", ratio_level="sequence", ratio_clip_min=2e-3, ratio_clip_max=2.5e-3),
     # No lower bound and 5 as the upper one, as ScaleRL recommends.
     "cispo": _preset("dapo", "trl", policy_loss="cispo", ratio_clip_min=1.0, ratio_clip_max=4.0),
     "sapo": _preset("grpo", "trl", policy_loss="sapo"),
     "vespo": _preset("dapo", "trl", policy_loss="vespo"),
     "dppo": _preset("dapo", "dr_grpo", policy_loss="dppo", **_AT_SAMPLER),
-    "rloo": _preset(
-        "grpo", "rloo", ratio_level="sequence_product", reference_policy_kl_penalty=0.05, **_KL_IN_REWARD
-    ),
+    "rloo": _preset("grpo", "rloo", ratio_level="sequence_product", reference_policy_kl_penalty=0.05, **_KL_IN_REWARD),
     "reinforce_pp": _preset("dapo", "reinforce_pp", reference_policy_kl_penalty=0.01, **_KL_IN_REWARD),
     "reinforce_pp_baseline": _preset("dapo", "reinforce_pp_baseline"),
     # AReaL drops the tokens whose weight is above its cap.
@@ -179,9 +173,7 @@ class LossSection(Section):
         if self.reference_policy_sync_steps is not None:
             self._check_sync(self.reference_policy_sync_steps)
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
-            raise ValueError(
-                "use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract"
-            )
+            raise ValueError("use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract")
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
         if in_loss and self.reference_policy_kl_type == "k1":
             raise ValueError(

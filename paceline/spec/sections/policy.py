@@ -131,9 +131,7 @@ class SchedulerSection(Section):
                 "name 'constant_with_warmup' with warmup_steps 0: set warmup_steps or warmup_ratio, or name constant"
             )
         if self.name == "cosine_with_min_lr" and self.min_lr_ratio == 0:
-            raise ValueError(
-                "name 'cosine_with_min_lr' with min_lr_ratio 0: set min_lr_ratio, or name cosine"
-            )
+            raise ValueError("name 'cosine_with_min_lr' with min_lr_ratio 0: set min_lr_ratio, or name cosine")
         return self
 
     def num_warmup_steps(self, max_num_steps: int) -> int:
@@ -174,9 +172,7 @@ class ParallelSection(Section):
     def _refuse_what_is_not_there(self) -> ParallelSection:
         for key, instead in NOT_YET.items():
             if getattr(self, key) != 1:
-                raise ValueError(
-                    f"{key} {getattr(self, key)}: there is no {key} parallelism; {instead}. Leave it out"
-                )
+                raise ValueError(f"{key} {getattr(self, key)}: there is no {key} parallelism; {instead}. Leave it out")
         return self
 
 
@@ -242,15 +238,11 @@ class GenerationSection(Section):
     @model_validator(mode="after")
     def _check(self) -> GenerationSection:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
-            )
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         check_vllm_kwargs(self.vllm_kwargs)
         if self.backend == "native" and (self.vllm_cfg != VllmSection() or self.vllm_kwargs):
             given = "vllm_kwargs" if self.vllm_kwargs else "vllm_cfg"
-            raise ValueError(
-                f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it"
-            )
+            raise ValueError(f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it")
         biased = [
             f"{name}={value}"
             for name, value, neutral in (

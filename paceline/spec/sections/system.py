@@ -45,9 +45,7 @@ def parsed_rule(text: str) -> Rule:
         if not math.isfinite(value) or not steps:
             raise ValueError
     except ValueError:
-        raise ValueError(
-            f"{text[:80]!r} is no rule; write {FORM}, as 'truncated_fraction > 0.5 for 5 steps'"
-        ) from None
+        raise ValueError(f"{text[:80]!r} is no rule; write {FORM}, as 'truncated_fraction > 0.5 for 5 steps'") from None
     op: Op = found["op"]  # type: ignore[assignment]
     return Rule(found["metric"], op, value, steps, bool(found["change"]))
 
@@ -82,9 +80,12 @@ class WebhookSection(Section):
     """Address. One that is a secret itself, as those of Slack, belongs into `url_variable`."""
     url_variable: Annotated[str, Field(pattern=r"^([A-Z][A-Z0-9_]{0,63})?$")] = ""
     """Environment variable, of the process that sends, that has the address."""
-    events: Annotated[
-        tuple[Literal["ended", "failed", "stalled", "rule", "warning"], ...], Field(min_length=1)
-    ] = ("ended", "failed", "stalled", "rule")
+    events: Annotated[tuple[Literal["ended", "failed", "stalled", "rule", "warning"], ...], Field(min_length=1)] = (
+        "ended",
+        "failed",
+        "stalled",
+        "rule",
+    )
     """ended: succeeded or cancelled. failed. stalled: the learner has waited for long. rule: a rule is broken. warning: any
     other one."""
 
@@ -229,9 +230,7 @@ class LoggerSection(Section):
     def _check_trackers(cls, trackers: tuple[TrackerSection, ...]) -> tuple[TrackerSection, ...]:
         kinds = [tracker.kind for tracker in trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
-            raise ValueError(
-                f"{twice[0]} is there {kinds.count(twice[0])} times; one tracker of each kind is possible"
-            )
+            raise ValueError(f"{twice[0]} is there {kinds.count(twice[0])} times; one tracker of each kind is possible")
         return trackers
 
 

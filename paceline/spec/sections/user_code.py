@@ -74,9 +74,7 @@ class RewardFunctionSection(Section):
                 f"weight {self.weight:g} with weight_schedule: the schedule takes the place of weight; remove one of them"
             )
         if self.gate_min is not None and not math.isfinite(self.gate_min):
-            raise ValueError(
-                f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate"
-            )
+            raise ValueError(f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate")
         return self
 
 
@@ -175,9 +173,7 @@ class EnvironmentSection(Section):
                 f"{' and '.join(named)} are both set, but an environment is one of them; remove the others"
             )
         if self.train_call and self.has_class:
-            raise ValueError(
-                f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call"
-            )
+            raise ValueError(f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call")
         return self
 
 
@@ -201,13 +197,7 @@ class BundleSection(Section):
     def _check_include(cls, include: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in include:
             path = PurePosixPath(pattern)
-            if (
-                not path.parts
-                or path.is_absolute()
-                or ".." in path.parts
-                or "\\" in pattern
-                or "\0" in pattern
-            ):
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in pattern or "\0" in pattern:
                 raise ValueError(
                     f"{pattern!r} is not below the spec's folder; copy the file there and name it relative to the spec"
                 )
@@ -218,7 +208,5 @@ class BundleSection(Section):
     def _check_requirements(cls, requirements: tuple[str, ...]) -> tuple[str, ...]:
         for name in requirements:
             if MODULE_NAME.fullmatch(name) is None:
-                raise ValueError(
-                    f"{name!r} is not a module's name; write it as in `import NAME`, without a version"
-                )
+                raise ValueError(f"{name!r} is not a module's name; write it as in `import NAME`, without a version")
         return requirements

@@ -42,9 +42,7 @@ def verify(directory: Path, as_json: bool) -> None:
 
 
 @audit.command()
-@click.option(
-    "--last", type=click.IntRange(min=1), default=50, show_default=True, help="Newest records to show."
-)
+@click.option("--last", type=click.IntRange(min=1), default=50, show_default=True, help="Newest records to show.")
 @click.option("--all", "shows_all", is_flag=True, help="All records, from the oldest.")
 @directory_option
 @json_option

@@ -28,9 +28,7 @@ Row = dict[str, Any]
 @click.command()
 @click.argument("run")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations."
-)
+@click.option("--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations.")
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
 @click.option("--parquet", type=FILE, help="Write every step to this Parquet file.")
 @source_options
@@ -139,8 +137,6 @@ def _summary(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for name in sorted(set(_columns(rows)) - {"step", TIME}):
         values = [row[name] for row in rows if row.get(name) is not None]
-        numbers = (
-            [f"{value:.6g}" for value in (values[-1], min(values), max(values))] if values else ["-"] * 3
-        )
+        numbers = [f"{value:.6g}" for value in (values[-1], min(values), max(values))] if values else ["-"] * 3
         lines.append([name, *numbers, str(len(values))])
     return lines

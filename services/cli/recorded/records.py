@@ -49,17 +49,13 @@ def ledger() -> None:
 )
 @source_options
 @json_option
-def verify(
-    run: str | None, deep: bool, repairs: bool, directory: Path, coordinator: str | None, as_json: bool
-) -> None:
+def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. A coordinator
     compares them on its own host."""
     from paceline.services.coordinator.audit.repair import repair
 
     if repairs and coordinator:
-        raise click.UsageError(
-            "--repair changes files; run it on the coordinator's host, without --coordinator"
-        )
+        raise click.UsageError("--repair changes files; run it on the coordinator's host, without --coordinator")
     done: list[str] = []
     if repairs:
         path = find_run(run, directory)[0] if run else directory / LEDGER_NAME

@@ -108,9 +108,7 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
-            raise Conflict(
-                f"{override!r} would change the batches, which are on record; only training can change"
-            )
+            raise Conflict(f"{override!r} would change the batches, which are on record; only training can change")
         apply_override(tree, override)
     return parse_spec(tree)
 

@@ -217,9 +217,7 @@ def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
     if best["text"] == worst["text"]:
         return []
     is_chat = not isinstance(group["prompt"], str)
-    chosen, rejected = (
-        [{"role": "assistant", "content": c["text"]}] if is_chat else c["text"] for c in (best, worst)
-    )
+    chosen, rejected = ([{"role": "assistant", "content": c["text"]}] if is_chat else c["text"] for c in (best, worst))
     return [
         {
             "group_id": group["group_id"],
@@ -252,10 +250,7 @@ def _write_csv(path: Path, tables: Iterable[list[Row]], columns: dict[str, str])
         writer.writeheader()
         for row in (row for table in tables for row in table):
             writer.writerow(
-                {
-                    name: _text(value) if isinstance(value, list | dict) else value
-                    for name, value in row.items()
-                }
+                {name: _text(value) if isinstance(value, list | dict) else value for name, value in row.items()}
             )
             number += 1
     return number
@@ -291,10 +286,7 @@ def _write_parquet(
     number = 0
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for table in tables:
-            cells = [
-                {name: _cell(row[name], kind, message_keys) for name, kind in columns.items()}
-                for row in table
-            ]
+            cells = [{name: _cell(row[name], kind, message_keys) for name, kind in columns.items()} for row in table]
             if cells:
                 writer.write_table(pa.Table.from_pylist(cells, schema=schema))
             number += len(cells)

@@ -76,9 +76,7 @@ class SampleChoice:
                         err=True,
                     )
         if not found:
-            raise NotFound(
-                f"run {run_id} has no sample that passes; `paceline runs` says how many steps it has"
-            )
+            raise NotFound(f"run {run_id} has no sample that passes; `paceline runs` says how many steps it has")
         return found
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
@@ -206,18 +204,12 @@ def export_all(
 @click.argument("run")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the batch to show; default the newest.")
 @click.option("--eval", "of_evaluation", is_flag=True, help="Show the completions of an evaluation instead.")
-@click.option(
-    "--version", type=click.IntRange(min=0), help="With --eval: the version evaluated; default the newest."
-)
+@click.option("--version", type=click.IntRange(min=0), help="With --eval: the version evaluated; default the newest.")
 @click.option(
     "--limit", type=click.IntRange(min=0), help=f"Groups to show; 0 is all. Default {SHOWN}; with --json all."
 )
-@click.option(
-    "--best", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the highest reward."
-)
-@click.option(
-    "--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward."
-)
+@click.option("--best", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the highest reward.")
+@click.option("--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward.")
 @filter_options
 @click.option(
     "--parquet",
@@ -245,9 +237,7 @@ def show(
     """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; as JSON lines with
     --json. Filters of completions look in all steps unless --step is given."""
     _check_options(step, of_evaluation, version, limit, best, worst)
-    choice = SampleChoice(
-        step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None}
-    )
+    choice = SampleChoice(step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None})
     with records_of_run(run, directory, coordinator) as (source, run_id):
         if parquet is not None:
             rows = choice.write_parquet(source, run_id, parquet)

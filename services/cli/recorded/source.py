@@ -92,9 +92,7 @@ class LedgerRuns:
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
-        with contextlib.suppress(
-            sqlite3.Error
-        ):  # tables that cannot be read: `verify` of each run names the damage
+        with contextlib.suppress(sqlite3.Error):  # tables that cannot be read: `verify` of each run names the damage
             lost = lost_runs(self.ledger.db)
         return [*(row["run_id"] for row in self.ledger.runs()), *lost]
 
@@ -118,9 +116,7 @@ def opened_ledger(path: Path) -> Iterator[Ledger]:
     try:
         ledger = Ledger(path, read_only=True)
     except NotFound:
-        raise NotFound(
-            f"no ledger at {path}; name the coordinator's --directory, or the run's folder"
-        ) from None
+        raise NotFound(f"no ledger at {path}; name the coordinator's --directory, or the run's folder") from None
     with contextlib.closing(ledger), explained(ledger.db, ledger.path):
         yield ledger
 
@@ -218,9 +214,7 @@ def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Mod
     try:
         ledger = Ledger(path)
     except Conflict as error:
-        raise Conflict(
-            f"{error}. Name the coordinator that works there with --coordinator HOST:PORT"
-        ) from None
+        raise Conflict(f"{error}. Name the coordinator that works there with --coordinator HOST:PORT") from None
     with contextlib.closing(ledger):
         yield _local(ledger)
 

@@ -48,12 +48,8 @@ def shown_options(command: Callable[..., None]) -> Callable[..., None]:
         command(*args, shown=Shown(as_json, quiet, not no_progress), **options)
 
     for option in (
-        click.option(
-            "--no-progress", is_flag=True, help="Print lines only, without a bar, also on a terminal."
-        ),
-        click.option(
-            "--quiet", "-q", is_flag=True, help="Print only warnings, changes of state and the outcome."
-        ),
+        click.option("--no-progress", is_flag=True, help="Print lines only, without a bar, also on a terminal."),
+        click.option("--quiet", "-q", is_flag=True, help="Print only warnings, changes of state and the outcome."),
         json_option,
     ):
         with_shown = option(with_shown)
@@ -63,9 +59,7 @@ def shown_options(command: Callable[..., None]) -> Callable[..., None]:
 class Course:
     """The run so far, as its events tell it."""
 
-    def __init__(
-        self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic):
         """Events from the step `live_from` on happen now; infinity: none does."""
         self.total_steps = total_steps
         self._live_from = live_from

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
-@click.option(
-    "--wait", "and_wait", is_flag=True, help="Return when it has ended or is paused, with an exit status."
-)
+@click.option("--wait", "and_wait", is_flag=True, help="Return when it has ended or is paused, with an exit status.")
 @coordinator_option
 @shown_options
 def submit(
@@ -245,9 +243,7 @@ def members(coordinator: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("member")
-@click.option(
-    "--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which it may finish its work."
-)
+@click.option("--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which it may finish its work.")
 @coordinator_option
 @json_option
 def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:

@@ -77,6 +77,4 @@ def _train(
         follow(client, client.submit(wanted).run_id, shown=shown)
 
 
-grpo, sft, dpo, kto, orpo, rm, distillation, offline_grpo = (
-    _command(algorithm) for algorithm in get_args(Algorithm)
-)
+grpo, sft, dpo, kto, orpo, rm, distillation, offline_grpo = (_command(algorithm) for algorithm in get_args(Algorithm))

@@ -42,9 +42,7 @@ INTERRUPTED = 130
 SCALED_ROLES = ("rollout", "reward", "environment")
 
 
-def _bounds(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, tuple[int, int]]:
+def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Callback of --bounds. Raises click.UsageError for anything but POOL=FEWEST:MOST."""
     bounds = {}
     for text in texts:
@@ -73,9 +71,7 @@ def _bounds(
 @click.option(
     "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
 )
-@click.option(
-    "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
-)
+@click.option("--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C.")
 @click.option("--no-page", is_flag=True, help="Start no page that shows the runs in a browser.")
 @click.option(
     "--resume",
@@ -171,9 +167,7 @@ def run_here(
     spec, sizes = placed(spec, specs, len(gpus), say)
     options = _service_options(sizes, specs, min_free_mb, store, functions_from, scaled)
     port = free_port(host, USUAL_PORT) if port is None else port
-    cluster = LocalCluster(
-        directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus
-    )
+    cluster = LocalCluster(directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus)
     with ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(_stop, cluster, say)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
@@ -294,9 +288,7 @@ def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
     try:
         cluster.stop()
     except KeyboardInterrupt:
-        say(
-            "ended without waiting for the services; the next `paceline up` makes again what they had not submitted"
-        )
+        say("ended without waiting for the services; the next `paceline up` makes again what they had not submitted")
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 

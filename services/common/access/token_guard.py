@@ -296,9 +296,7 @@ def worker_guard(coordinator: str = "") -> TokenGuard:
 def _log_refusal(call: Call) -> None:
     """Write a line for a call that was refused because of who made it."""
     if call.code in OF_GUARD:
-        seldom.warning(
-            "call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details
-        )
+        seldom.warning("call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details)
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:

@@ -183,8 +183,6 @@ def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError) as error:
-        raise Conflict(
-            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and {again}"
-        ) from None
+        raise Conflict(f"{path} is damaged ({type(error).__name__}); restore it, or delete it and {again}") from None
     except OSError as error:
         raise Conflict(f"{path} cannot be read: {error.strerror}") from None

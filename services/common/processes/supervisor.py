@@ -43,9 +43,7 @@ HEALTHY_S = 30.0
 """A longer life counts as progress, because the pool has started up and worked by then."""
 LOGGED_EACH = 4
 """Deaths in a row that are logged one by one; later only the fifth, the tenth, the twentieth and so on."""
-FROM_OUTSIDE = frozenset(
-    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
-)
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
 """Signals that do not come from the program itself: a person, or the kernel for lack of memory, killed it."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -90,9 +88,7 @@ class RestartPolicy:
         self._way = death.way
         well = death.life_s >= HEALTHY_S and (from_outside or self.same_way == 1)
         self.in_a_row = 1 if well else self.in_a_row + 1
-        longest_s = (
-            min(MAX_BACKOFF_AFTER_SIGNAL_S, self._max_backoff_s) if from_outside else self._max_backoff_s
-        )
+        longest_s = min(MAX_BACKOFF_AFTER_SIGNAL_S, self._max_backoff_s) if from_outside else self._max_backoff_s
         self.pause_s = pause_after(self.in_a_row, FIRST_BACKOFF_S, longest_s)
 
     @property

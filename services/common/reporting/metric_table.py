@@ -360,9 +360,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
-        raise SystemExit(
-            f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`"
-        )
+        raise SystemExit(f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ PERIOD_S = 10.0
 class ProgressLog:
     """Adds up amounts, and writes a line with their sums when a period has passed."""
 
-    def __init__(
-        self, log: logging.Logger, *, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, log: logging.Logger, *, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic):
         self._log, self._period_s, self._clock = log, period_s, clock
         self._since_s = clock()
         self._sums: dict[str, float] = {}

@@ -114,9 +114,7 @@ class Rates:
 class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
     """The limits of one server; the innermost interceptor, so that the caller is known."""
 
-    def __init__(
-        self, limits: Mapping[str, Limit] = LIMITS, usual: Limit = USUAL, rates: Rates | None = None
-    ):
+    def __init__(self, limits: Mapping[str, Limit] = LIMITS, usual: Limit = USUAL, rates: Rates | None = None):
         self._limits, self._usual = limits, usual
         self._rates = Rates() if rates is None else rates
         self._under_way: Counter[Key] = Counter()
@@ -234,9 +232,7 @@ def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMetho
     call = answer_stream if inspect.isasyncgenfunction(method_of(handler)) else answer
     kinds = (_many(handler.request_streaming), _many(handler.response_streaming))
     make: Any = getattr(grpc, f"{kinds[0]}_{kinds[1]}_rpc_method_handler")
-    made: grpc.RpcMethodHandler[Any, Any] = make(
-        call, handler.request_deserializer, handler.response_serializer
-    )
+    made: grpc.RpcMethodHandler[Any, Any] = make(call, handler.request_deserializer, handler.response_serializer)
     return made
 
 

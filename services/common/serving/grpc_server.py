@@ -126,11 +126,7 @@ def details_of(text: str) -> str:
     kept: list[str] = []
     for character in text:
         data = character.encode("utf-8", "replace")
-        size += (
-            len(data)
-            if character.isascii() and character.isprintable() and character != "%"
-            else 3 * len(data)
-        )
+        size += len(data) if character.isascii() and character.isprintable() and character != "%" else 3 * len(data)
         if size > MAX_DETAILS_BYTES - 16:
             return "".join(kept) + " [...]"
         kept.append(character)

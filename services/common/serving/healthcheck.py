@@ -20,9 +20,7 @@ from paceline.tls.folder import tls_folder
 
 @click.command()
 @click.argument("address")
-@click.option(
-    "--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer."
-)
+@click.option("--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
 @click.option("--service", default="", help="gRPC service whose health is asked for. Default: the server's.")
 def main(address: str, timeout_s: float, service: str) -> None:
     """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""

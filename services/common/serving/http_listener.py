@@ -74,9 +74,7 @@ class HttpListener:
         """By aiohttp's protocol."""
         self._of_address: Counter[str] = Counter()
         self._bodies = 0
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
 
         @web.middleware
         async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -107,9 +105,7 @@ class HttpListener:
             self._listener = await loop.create_server(self._protocol, host, port, ssl=context)
         except OSError as error:
             await self._runner.cleanup()
-            raise Conflict(
-                f"{self._name} cannot listen on {host}:{port} ({error.strerror}); {self._remedy}"
-            ) from None
+            raise Conflict(f"{self._name} cannot listen on {host}:{port} ({error.strerror}); {self._remedy}") from None
         self._checking = asyncio.create_task(self._check_forever())
         return int(self._listener.sockets[0].getsockname()[1])
 

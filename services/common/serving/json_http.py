@@ -82,9 +82,7 @@ class JsonListener(HttpListener):
     def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
         """`name` and `remedy` are for the message about a taken port; `limits`, and `encrypted`, are those of `HttpListener`.
         `guard` checks each request where `needs_token` says so."""
-        self.app = web.Application(
-            middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES
-        )
+        self.app = web.Application(middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES)
         self._guard, self._needs_token = guard, False
         super().__init__(self.app, name, remedy, **limits)
 
@@ -116,9 +114,7 @@ class JsonListener(HttpListener):
 
 def event_stream() -> web.StreamResponse:
     """Return a response of server-sent events, which is not prepared yet."""
-    return web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
+    return web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
 
 
 async def send_event(response: web.StreamResponse, event: Json, name: str = "") -> None:

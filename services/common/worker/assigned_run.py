@@ -125,9 +125,7 @@ def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str
 class BundledSpec:
     """A spec whose files stay where they are until `close`."""
 
-    def __init__(
-        self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()
-    ):
+    def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
         """Fetch the files of some kinds that are not in this user's cache; without a bundle there are none. Blocks.
         `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code that they do not have;
         Unavailable; InvalidInput."""

@@ -61,9 +61,7 @@ class MemberMetrics:
 
 
 @asynccontextmanager
-async def member_metrics(
-    role: str, membership: Membership, host: str, port: int | None
-) -> AsyncIterator[int | None]:
+async def member_metrics(role: str, membership: Membership, host: str, port: int | None) -> AsyncIterator[int | None]:
     """Serve a worker's numbers while the context is open, on a free port for 0; None serves nothing. Yields the port. Raises
     Conflict when it is taken."""
     if port is not None:

@@ -154,9 +154,7 @@ class Membership:
                         broken = False
                     except grpc.aio.AioRpcError as error:
                         if error.code() in FATAL:
-                            raise Conflict(
-                                f"the coordinator refuses this worker: {error.details()}"
-                            ) from None
+                            raise Conflict(f"the coordinator refuses this worker: {error.details()}") from None
                         await self._note(error)
                     if self._leaving.is_set() and not broken:
                         self._left.set()

@@ -181,9 +181,7 @@ def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, li
 TRAINER_STATE = "paceline.trainer_state"
 
 
-def trainer_state(
-    spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1
-) -> dict[str, Any]:
+def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
     """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. The number of reward
     workers goes with it, by which they divide limits of services; user functions do not see it."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step

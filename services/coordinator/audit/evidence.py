@@ -76,9 +76,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
             for row in received:
                 for group_id in json.loads(row["group_ids"]):
                     if step_of.setdefault(group_id, step) != step:
-                        report.problem(
-                            subject, f"group {group_id} was trained in step {step_of[group_id]} too"
-                        )
+                        report.problem(subject, f"group {group_id} was trained in step {step_of[group_id]} too")
             whole = [row["rank"] for row in received] == list(range(received[0]["world_size"]))
             if whole:
                 complete[step] = session
@@ -102,9 +100,7 @@ def payloads(record: Record, report: VerifyReport) -> None:
     for stored in record.rows("SELECT * FROM payloads WHERE run_id = ?"):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
-            report.problem(
-                subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown"
-            )
+            report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
             continue  # a prefix, the reference's, or of an evaluation that is under way
         found.add(row["group_id"])
@@ -116,9 +112,7 @@ def payloads(record: Record, report: VerifyReport) -> None:
     report.facts["payloads"] = len(found)
 
 
-def _compare_arrays(
-    record: Record, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row
-) -> None:
+def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row) -> None:
     texts, arrays = read_checked(record.ledger, stored)
     prompt_ids, completions = decode_result(arrays, texts)
     rows = split_rows(CompletionArrays.of(arrays), completions)
@@ -146,9 +140,7 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
         if stored["segment"] is None and expected is not None and crc32(part) != expected:
-            raise LedgerFault(
-                f"the column {name} of the table payloads is not what was written; restore a backup"
-            )
+            raise LedgerFault(f"the column {name} of the table payloads is not what was written; restore a backup")
     return content
 
 
@@ -176,9 +168,7 @@ def references(record: Record, report: VerifyReport) -> None:
         report.facts["references"] = len(found)
 
 
-def _compare_scores(
-    report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]
-) -> None:
+def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
     """Compare rewards and reference of a group with the digest that its batch and its receipts have."""
     if row is None or row["rewards"] is None:
         return
@@ -210,9 +200,7 @@ def _compare_with_batch(
             if digest != scores.get(group_id)
         ]
         if other:
-            report.problem(
-                subject, f"rank {row['rank']} trained {other[:5]} with other rewards than on record"
-            )
+            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than on record")
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
         report.compare(subject, text, row["tokens"], counted)
@@ -276,16 +264,12 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
     num_rows = 0
     for turn in turns:
         if turn["row_index"] > num_rows:
-            report.problem(
-                subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}"
-            )
+            report.problem(subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}")
         num_rows = max(num_rows, turn["row_index"] + 1)
         report.compare(subject, "it has {} rows, on record are {}", num_rows, turn["num_rows"])
 
 
-def _check_lives(
-    report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]
-) -> None:
+def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
     """Check that a sample's ended lives are 1, 2, … and that the life of its turns is the next."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
@@ -305,9 +289,7 @@ def _next_life(before: sqlite3.Row | None) -> int:
     return 1 if before is None else int(before["life"]) + 1
 
 
-def _journaled_groups(
-    record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]
-) -> None:
+def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
     """Compare every group with its journal."""
     tokens: dict[int, int] = {}
     oldest: dict[int, int] = {}
@@ -330,6 +312,4 @@ def _journaled_groups(
     for table, found in (("episodes", turns), ("restarts", ended)):
         missing = sorted({row["group_id"] for row in found} - known)
         if missing:
-            report.problem(
-                f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record"
-            )
+            report.problem(f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record")

@@ -37,9 +37,7 @@ def repair(path: Path, say: Say) -> None:
     with contextlib.closing(Ledger(path, read_only=True)) as ledger:
         report = VerifyReport()
         check_file(ledger.db, report)
-        if (
-            report.found
-        ):  # to write to it would destroy more, and seal rows anew that are not as they were written
+        if report.found:  # to write to it would destroy more, and seal rows anew that are not as they were written
             raise LedgerFault(sentence(path, report.problems[0]))
     with contextlib.closing(Ledger(path)) as ledger:
         for run in ledger.runs():

@@ -89,9 +89,7 @@ def models(record: Record, report: VerifyReport) -> None:
         for change in record.ledger.models.changes(model.name):
             is_unexplained = not (has_passed(model.verdicts) or change.reason)
             if change.kind == "promote" and change.version == model.version and is_unexplained:
-                report.problem(
-                    subject, "it was promoted, but has not passed its gate and no reason is on record"
-                )
+                report.problem(subject, "it was promoted, but has not passed its gate and no reason is on record")
     if found:
         report.facts["registered_models"] = [f"{each.name}:{each.version}" for each in found]
 
@@ -103,9 +101,7 @@ def deaths_and_faults(record: Record, report: VerifyReport) -> None:
         " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))"
     )
     for row in rows:
-        report.problem(
-            f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}"
-        )
+        report.problem(f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}")
     for row in record.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= record.run["session"]:
             report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")
@@ -142,9 +138,7 @@ def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoin
     whether a manifest is there."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
-        report.problem(
-            subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
-        )
+        report.problem(subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it")
         return False
     if not folder.exists(CHECKPOINT_MANIFEST):
         report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
@@ -152,9 +146,7 @@ def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoin
     digest = folder.sha256(CHECKPOINT_MANIFEST)
     report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, checkpoint.sha256)
     if digest == checkpoint.sha256:
-        compare_files(
-            report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents
-        )
+        compare_files(report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents)
     return True
 
 
@@ -168,13 +160,9 @@ def compare_files(
         if name not in present:
             report.problem(subject, f"its file {name} is missing")
         elif present[name] != size_bytes:
-            report.problem(
-                subject, f"its file {name} has {present[name]} bytes, its manifest says {size_bytes}"
-            )
+            report.problem(subject, f"its file {name} has {present[name]} bytes, its manifest says {size_bytes}")
         elif contents and (digest := folder.sha256(name)) != file["sha256"]:
-            report.problem(
-                subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}"
-            )
+            report.problem(subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}")
 
 
 def export(record: Record, report: VerifyReport) -> None:

@@ -125,9 +125,7 @@ def _groups(record: Record, report: VerifyReport) -> None:
     if missing:
         report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
     states = Counter(str(g["state"]) for g in groups)
-    report.compare(
-        "groups", "{} are trained, {} were counted", states["trained"], counters.get("groups:trained", 0)
-    )
+    report.compare("groups", "{} are trained, {} were counted", states["trained"], counters.get("groups:trained", 0))
     reasons = Counter(str(g["reason"]) for g in groups if g["state"] == "dropped")
     counted = _by_reason(counters, "groups")
     report.compare("groups", "dropped are {}, counted were {}", dict(reasons), counted)
@@ -197,25 +195,19 @@ def _batches(record: Record, report: VerifyReport) -> None:
     steps = [int(batch["step"]) for batch in record.batches]
     report.compare("batches", "steps on record {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
-        report.problem(
-            "batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained"
-        )
+        report.problem("batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained")
     for step in sorted(record.of_step.keys() - set(steps)):
         report.problem(f"step {step}", "it has groups, but no batch")
     for batch in record.batches:
         step, trained = int(batch["step"]), batch["step"] < run["next_step"]
         groups, subject = record.of_step.get(step, []), f"step {step}"
-        report.compare(
-            subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step
-        )
+        report.compare(subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step)
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
         report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
         chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
-        report.compare(
-            subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"]
-        )
+        report.compare(subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"])
         report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
         if wrong:
@@ -227,9 +219,7 @@ def _batches(record: Record, report: VerifyReport) -> None:
 
 def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
     """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
-    rows = record.rows(
-        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"]
-    )
+    rows = record.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))

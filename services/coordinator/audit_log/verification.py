@@ -51,9 +51,7 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
     with report.reading(SUBJECT, "its last record"):
         end = next((end for path in reversed(files) if (end := end_of(path)[0]).sequence), NONE)
     if files and end.sequence < newest.sequence:
-        report.problem(
-            SUBJECT, f"it ends with record {end.sequence}, and the ledger knows record {newest.sequence}"
-        )
+        report.problem(SUBJECT, f"it ends with record {end.sequence}, and the ledger knows record {newest.sequence}")
     if files:
         report.facts["audit_log"] = f"{end.sequence} records; `paceline audit verify` checks them"
     elif newest.sequence:  # as beside the copy of a ledger
@@ -96,9 +94,7 @@ class _Chain:
                     self._take(read_line(line[:-1]), path.name)
                 except ValueError as fault:
                     expected = self.head.sequence + 1
-                    self._report.problem(
-                        f"record {expected}", f"line {index} of {path.name} was changed: {fault}"
-                    )
+                    self._report.problem(f"record {expected}", f"line {index} of {path.name} was changed: {fault}")
                     self.head = AuditHead(expected, "")
 
     def finish(self) -> None:
@@ -133,9 +129,7 @@ def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int
     for number in range(1, max([*files, *heads], default=0) + 1):
         if number not in files and not (number < min(files, default=0) and len(files) >= MAX_FILES):
             head = heads.get(number, NONE)
-            report.problem(
-                f"file {number}", f"it is missing; its last record was {head.sequence or 'never known'}"
-            )
+            report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never known'}")
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:

@@ -16,9 +16,7 @@ from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.v1 import common_pb2
 
 
-def admissible(
-    open_groups: int, admitted: int, dropped: int, *, batch: int, max_age: int, max_steps: int
-) -> int:
+def admissible(open_groups: int, admitted: int, dropped: int, *, batch: int, max_age: int, max_steps: int) -> int:
     """Return the number of groups that may be admitted now.
 
     A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and

@@ -64,9 +64,7 @@ def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
     return row["member_id"] if row else None
 
 
-def to_lease(
-    exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int
-) -> list[sqlite3.Row]:
+def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int) -> list[sqlite3.Row]:
     """Return evaluation groups for this worker, and pin it to its version."""
     if run.validation is None:
         return []
@@ -119,9 +117,7 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     evaluation = pending(exchange, run)
     assert evaluation is not None
     pinned_step = evaluation["pinned_step"]
-    result = {"step": pinned_step} | evaluation_result(
-        run.spec, rows, pinned_step, sources_of(exchange, run, rows)
-    )
+    result = {"step": pinned_step} | evaluation_result(run.spec, rows, pinned_step, sources_of(exchange, run, rows))
     exchange.ledger.evaluations.finish(run.run_id, step, result)
     _remove_surplus(exchange, run)
     exchange.notice("evaluated", requested_step=step, **result)

@@ -141,9 +141,7 @@ def _turns_after_left_out(journal: SampleJournal) -> set[int]:
     return after
 
 
-def end_left_out(
-    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, journal: dict[int, SampleJournal]
-) -> None:
+def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, journal: dict[int, SampleJournal]) -> None:
     """Book the tokens of the turns that a committed group does not train."""
     lives = [
         EndedLife(

@@ -121,9 +121,7 @@ class _NewLeases:
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         wanted = num_groups + reserved if num_groups else 0
-        leasable = list(
-            itertools.takewhile(lambda pair: reach.may_lease(pair[1], run.max_age), self._free[:wanted])
-        )
+        leasable = list(itertools.takewhile(lambda pair: reach.may_lease(pair[1], run.max_age), self._free[:wanted]))
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
         for row in choose_groups(exchange, run, member_id, free, num_groups):
@@ -441,9 +439,7 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
     """Count a death, by its name, for a group; drop the group when the limit is reached."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
-        exchange.warn(
-            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
-        )
+        exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
         exchange.warn(
             f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "

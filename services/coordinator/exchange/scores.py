@@ -92,9 +92,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
-        return exchange.stale(
-            request, f"group {score.group_id} holds another text than the one that was scored"
-        )
+        return exchange.stale(request, f"group {score.group_id} holds another text than the one that was scored")
     if (score.handed_back or score.error) and not holds:
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
@@ -144,9 +142,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     return exchange.committed(request)
 
 
-def _has_advantage(
-    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int
-) -> bool:
+def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
     """Return whether a group's rewards give it an advantage; True if the rewards of its turns decide and cannot be read."""
     turns = None
     if run.spec.environment.advantage != "outcome":
@@ -176,9 +172,7 @@ def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
 def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
     """Return why the reference's log-probabilities cannot be accepted; empty where they can."""
     if arrived.reference is None:
-        return (
-            arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
-        )
+        return arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
     if len(arrived.reference) != row["tokens"]:
         return f"{len(arrived.reference)} reference_logprobs for the {row['tokens']} tokens of group {row['group_id']}"
     return ""

@@ -243,9 +243,7 @@ class Exchange(RunState):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
         content = {"state": "paused", "message": message}
-        self.ledger.add_event(
-            run.run_id, "state", content | ({"drop_reason": drop_reason} if drop_reason else {})
-        )
+        self.ledger.add_event(run.run_id, "state", content | ({"drop_reason": drop_reason} if drop_reason else {}))
         self.notice("paused", message=message)
 
     def sessions(self, run: ActiveRun) -> range:
@@ -297,16 +295,12 @@ class Exchange(RunState):
         self.ledger.update_run(run.run_id, dropped_in_a_row=in_a_row)
         drops = self.drops_in_a_row
         drops.add(row["group_id"], reason, error, totals)
-        if drops.is_of_one_cause(
-            run.batch_size, lambda why: self.group_queries.first_under_way(run.run_id, why)
-        ):
+        if drops.is_of_one_cause(run.batch_size, lambda why: self.group_queries.first_under_way(run.run_id, why)):
             self.pause(run, drops.explain(run.run_id), reason)
         elif in_a_row >= run.spec.grpo.max_generation_batches * run.batch_size:
             self.pause(run, drops.explain_limit(in_a_row, reason, run.run_id), reason)
 
-    def note_failure(
-        self, row: sqlite3.Row, work: str, reason: str, error: str, failures: int, allowed: int
-    ) -> None:
+    def note_failure(self, row: sqlite3.Row, work: str, reason: str, error: str, failures: int, allowed: int) -> None:
         """Warn that an attempt at a group's `work` failed; equal failures that have been reported are only counted."""
         if failures < allowed:
             if self.failure_counts.failed(error):
@@ -390,6 +384,4 @@ class Exchange(RunState):
         self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
     ) -> pb.ExchangeReply:
         term, request_id = self.ledger.term, request.request_id
-        return pb.ExchangeReply(
-            protocol=PROTOCOL, request_id=request_id, term=term, status=status, message=message
-        )
+        return pb.ExchangeReply(protocol=PROTOCOL, request_id=request_id, term=term, status=status, message=message)

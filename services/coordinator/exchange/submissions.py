@@ -341,9 +341,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     num_rows = 0 if last is None else last["num_rows"]
     row_tokens = uploaded.num_context + uploaded.num_tokens
     if uploaded.row_index < num_rows:
-        row_tokens += episodes.row_tokens(
-            run.run_id, turn.group_id, turn.sample, turn.life, uploaded.row_index
-        )
+        row_tokens += episodes.row_tokens(run.run_id, turn.group_id, turn.sample, turn.life, uploaded.row_index)
     fault = fault or _fault_of_row(run, uploaded, num_rows, row_tokens)
     if fault:
         return exchange.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
@@ -403,17 +401,13 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
     return exchange.committed(request)
 
 
-def _note_failure(
-    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int
-) -> None:
+def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int) -> None:
     """Count a fault of the environment; drop a group of which every sample was given up."""
     exchange.ledger.count(run.run_id, f"failures:{FAILED}")
     error, allowed = cut(end.error), run.spec.environment.max_failures
     if not end.give_up:
         if exchange.failure_counts.failed(error):
-            exchange.warn(
-                f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}"
-            )
+            exchange.warn(f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}")
         return
     lives = exchange.ledger.episodes.lives_of_group(run.run_id, row["group_id"])
     size = run.group_size(row["class"])

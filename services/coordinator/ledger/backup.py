@@ -92,9 +92,7 @@ def take_in_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
 
 PRAGMAS = ("user_version", "application_id")
 """Numbers in SQLite's header that belong to the ledger."""
-OLD_KEY_REMEDY = (
-    "name the file with its key until now by --old-key-file, or leave the option out for a plain ledger"
-)
+OLD_KEY_REMEDY = "name the file with its key until now by --old-key-file, or leave the option out for a plain ledger"
 READERS_S = 1.0
 """Seconds for which a reader of another process may keep the log from being emptied."""
 
@@ -147,9 +145,7 @@ def _export(path: Path, old: StorageKey | None, partial: Path, new: StorageKey) 
     store = PayloadStore(path, old)
     with contextlib.closing(database.connect(partial, new, named=True)) as copy, contextlib.closing(store):
         _write_unsafely(copy)  # before the old file is attached, which it must not change
-        copy.execute(
-            "ATTACH DATABASE ? AS old KEY ?", (str(path), "" if old is None else database.key_text(old))
-        )
+        copy.execute("ATTACH DATABASE ? AS old KEY ?", (str(path), "" if old is None else database.key_text(old)))
         copy.execute("SELECT sqlcipher_export('main', 'old')")
         for pragma in PRAGMAS:
             (number,) = copy.execute(f"PRAGMA old.{pragma}").fetchone()

@@ -254,9 +254,7 @@ class LedgerFile(database.Queries):
             yield
         except sqlite3.Error as error:
             damaged = f"is damaged: {error}; {RESTORE}"
-            raise self._fault(
-                damaged if is_damage(error) else f"cannot be written: {error}; {REMEDY}"
-            ) from error
+            raise self._fault(damaged if is_damage(error) else f"cannot be written: {error}; {REMEDY}") from error
 
     def _fault(self, why: str) -> LedgerFault:
         fault = LedgerFault(f"the ledger {self.path} {why}")
@@ -293,9 +291,7 @@ class LedgerFile(database.Queries):
             remedy = "start its coordinator once, which upgrades it"
         else:
             remedy = "use the Paceline that wrote it"
-        raise Conflict(
-            f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
-        )
+        raise Conflict(f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}")
 
     def _copy_before_upgrade(self, version: int) -> None:
         """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
@@ -306,9 +302,7 @@ class LedgerFile(database.Queries):
             contextlib.closing(database.connect(partial, self.key)) as copy,
         ):
             self.db.backup(copy)
-        log.warning(
-            "the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path
-        )
+        log.warning("the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path)
 
     @property
     def was_restored(self) -> bool:

@@ -159,9 +159,7 @@ def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
     """Return the columns of every table and index by name, sorted."""
     found: dict[str, list[tuple[Any, ...]]] = {}
-    query = (
-        "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
-    )
+    query = "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
     for kind, name, sql in db.execute(f"{query} WHERE type IN ('table', 'index')").fetchall():
         try:
             info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()

@@ -12,9 +12,7 @@ from collections.abc import Collection
 from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
-BATCH_COLUMNS = (
-    "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-)
+BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
 """Columns that batches need. Not all columns, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
@@ -198,9 +196,7 @@ class GroupQueries(Queries):
 
     def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
         """Return the scored groups of slots [start, end) in their order."""
-        query = (
-            f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
-        )
+        query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
         return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
@@ -221,9 +217,7 @@ class GroupQueries(Queries):
 
     def open_tokens(self, run_id: str) -> int:
         """Return the committed tokens of groups that have not ended."""
-        return int(
-            self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,))
-        )
+        return int(self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,)))
 
     def completions_per_group(self, run_id: str) -> int:
         """Return the completions of a trained group; every group of a run has equally many. 0: none is trained."""

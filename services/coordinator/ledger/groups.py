@@ -239,9 +239,7 @@ class Groups(Queries):
     def generate_again(self, run_id: str, group_id: int) -> None:
         """Return a generated or scored group to `admitted`, as before its generation. A batched one must
         return to `scored` first (`unbatch`)."""
-        empty = dict.fromkeys(
-            ("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward")
-        )
+        empty = dict.fromkeys(("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward"))
         numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
 

@@ -80,9 +80,7 @@ class Ledger(LedgerFile):
     def _run(self, run_id: str) -> sqlite3.Row:
         row = self.row("SELECT * FROM runs WHERE run_id = ?", (run_id,))
         if row is None:
-            newest = [
-                r["run_id"] for r in self.rows("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
-            ]
+            newest = [r["run_id"] for r in self.rows("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")]
             raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(newest) or 'none'}")
         return row
 
@@ -109,9 +107,7 @@ class Ledger(LedgerFile):
 
     def active_run(self) -> sqlite3.Row | None:
         """Return the run that trains, else the one that is paused, if any."""
-        return self.row(
-            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence LIMIT 1"
-        )
+        return self.row("SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence LIMIT 1")
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
         """Return the active run or, without one, the first of the queue; none of those in `passed_over`."""
@@ -124,9 +120,7 @@ class Ledger(LedgerFile):
 
     def queue(self) -> list[sqlite3.Row]:
         """Return id and `priority` of the runs that wait, the one that starts first before the others."""
-        return self.rows(
-            f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence"
-        )
+        return self.rows(f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence")
 
     def first_queued(self) -> sqlite3.Row | None:
         """Return id and `priority` of the run that waits and starts first."""
@@ -315,9 +309,7 @@ class Ledger(LedgerFile):
 
     # Payloads
 
-    def payload(
-        self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
-    ) -> Payload | None:
+    def payload(self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False) -> Payload | None:
         """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
         `last` call they are read from the disk."""
         row = self.row(
@@ -418,9 +410,7 @@ class Ledger(LedgerFile):
         """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took;
         drops also by reason."""
         counters = self.counters(run_id)
-        books = {
-            name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")
-        }
+        books = {name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")}
         dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))
         defaults = {"generated": 0, "trained": 0, "wasted": 0}
         return defaults | books | {"dropped": dropped, "live": self.group_queries.open_tokens(run_id)}
@@ -432,9 +422,7 @@ class Ledger(LedgerFile):
 
     def trained_samples(self, run_id: str) -> int:
         """Return the number of completions in trained groups (for a supervised run: 0)."""
-        return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(
-            run_id
-        )
+        return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(run_id)
 
     # Members
 

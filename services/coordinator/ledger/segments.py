@@ -139,9 +139,7 @@ class StoredFrame:
         return content
 
     def _damaged(self, what: str) -> DamagedRecord:
-        text = (
-            f"{self.file.path} is damaged: the {self.size} bytes at {self.position} {what}; restore a backup"
-        )
+        text = f"{self.file.path} is damaged: the {self.size} bytes at {self.position} {what}; restore a backup"
         return DamagedRecord(text, int(self.file.path.stem), self.start)
 
 
@@ -226,9 +224,7 @@ class PayloadStore:
             end = self._end_with_room()
             locations, start = [], end.size
             for header, arrays, header_crc, arrays_crc in records:
-                locations.append(
-                    Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc)
-                )
+                locations.append(Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc))
                 start += len(header) + len(arrays) + 2 * self._overhead
             end.append(self._parts(records, end.size))
         except OSError as error:
@@ -324,9 +320,7 @@ class PayloadStore:
             except OSError as error:
                 if error.errno not in PASSING:
                     raise
-                raise UnopenedSegment(
-                    f"no segment can be begun in {self.folder}: {error.strerror or error}"
-                ) from None
+                raise UnopenedSegment(f"no segment can be begun in {self.folder}: {error.strerror or error}") from None
         return self._end
 
     def _remember(self, location: Location, record: Record) -> None:
@@ -376,9 +370,7 @@ class PayloadStore:
                     start,
                 ) from None
             except OSError as error:
-                raise UnopenedSegment(
-                    f"{self._path(number)} cannot be opened: {error.strerror or error}"
-                ) from None
+                raise UnopenedSegment(f"{self._path(number)} cannot be opened: {error.strerror or error}") from None
         return file
 
     def _on_disk(self) -> list[int]:

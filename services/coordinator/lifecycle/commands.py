@@ -94,9 +94,7 @@ class Commands:
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
             self._faults.clear()  # the person has not seen the faults of another run
         if self._exchange.active is not None:
-            await (
-                self._assignments.assign_all()
-            )  # before work is given out, so that changed functions are loaded first
+            await self._assignments.assign_all()  # before work is given out, so that changed functions are loaded first
         await self._context.watchers.notify("lease", "task", "batch")
 
     def checkpoint(self, run_id: str) -> tuple[int, str]:
@@ -108,9 +106,7 @@ class Commands:
             return sequence, newest.path
         run, learner = self._exchange.active, self._assignments.learner()
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
-            raise Conflict(
-                f"run {run_id} is {row['state']}, and no learner has it now that could write a checkpoint"
-            )
+            raise Conflict(f"run {run_id} is {row['state']}, and no learner has it now that could write a checkpoint")
         order = worker_pb2.CheckpointDirective(run_id=run_id)
         learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
         return sequence, ""
@@ -187,15 +183,11 @@ class Resumption:
         data = await self._openings.open(run_id + bundle, partial(self._bundles.open_data, run.spec, bundle))
         return replace(run, prompts=data.prompts, validation=data.validation)
 
-    def take(
-        self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()
-    ) -> dict[str, str]:
+    def take(self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()) -> dict[str, str]:
         """Take what was read, forget the failures before, and record what has changed; return the facts for the event of
         the run's state. Inside a transaction."""
         if changes:
-            self._ledger.add_event(
-                run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)}
-            )
+            self._ledger.add_event(run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)})
         new_bundle = {"bundle": bundle} if bundle else {}
         active = self._exchange.active
         if active is None or active.run_id != run_id:
@@ -207,9 +199,7 @@ class Resumption:
         in_bundle = bool(bundle or self._ledger.bundle(run_id))
         facts = new_bundle | ({} if in_bundle else {"functions": function_digests(active.spec)})
         warnings = (
-            []
-            if in_bundle
-            else changed_function_warnings(self._ledger.function_digests(run_id), facts["functions"])
+            [] if in_bundle else changed_function_warnings(self._ledger.function_digests(run_id), facts["functions"])
         )
         if run is not None and run.prompts is not None:
             before = self._ledger.data_fingerprint(run_id)

@@ -110,13 +110,9 @@ class Coordinator:
         self.blobs = blobs or BlobStore(directory / BLOBS_NAME)
         self._bundles = RunBundles(ledger, self.blobs, functions_from)
         resumption = Resumption(self.context, self._prompts, self._bundles)
-        self.commands = Commands(
-            self.context, self.states, self.faults, self.pool.assignments, resumption, members
-        )
+        self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption, members)
         self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
-        self.starter = RunStarter(
-            self.context, self.states, self.faults, self.pool, self._prompts, self._bundles
-        )
+        self.starter = RunStarter(self.context, self.states, self.faults, self.pool, self._prompts, self._bundles)
         self._preemption = Preemption(self.context, self.states, self.pool.assignments)
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
@@ -261,9 +257,7 @@ class Coordinator:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)
         versions = [member.version for member in members if member is not None]
-        return any(
-            version is not None and version.step < self.exchange.num_steps(run) for version in versions
-        )
+        return any(version is not None and version.step < self.exchange.num_steps(run) for version in versions)
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""

@@ -82,9 +82,7 @@ class Hours:
         message = explain(run, end_step)
         log.info("run %s: %s", run.run_id, message)
         self._ledger.update_run(run.run_id, message=message)
-        self._ledger.add_event(
-            run.run_id, "state", {"state": "running", "message": message, "end_step": end_step}
-        )
+        self._ledger.add_event(run.run_id, "state", {"state": "running", "message": message, "end_step": end_step})
         if row["next_step"] == end_step and run.validation is not None and run.spec.grpo.val_at_end:
             evaluation.begin(self._exchange, run, end_step)
         return end_step

@@ -58,9 +58,7 @@ def open_data(spec: RunSpec) -> RunData:
     has_tools = spec.prompts_have_tools
     prompts = open_prompts(spec.data, spec.seed, has_tools=has_tools)
     validation = (
-        open_prompts(spec.data, spec.seed, validation=True, has_tools=has_tools)
-        if spec.data.validation
-        else None
+        open_prompts(spec.data, spec.seed, validation=True, has_tools=has_tools) if spec.data.validation else None
     )
     first = tuple(prompts.draw(cursor)[0] for cursor in range(min(len(prompts), NUM_FIRST)))
     return RunData(len(prompts), prompts, validation, prompts.format, first)
@@ -135,9 +133,7 @@ class RunBundles:
         try:
             manifest = self._blobs.manifest(bundle)
         except NotFound:
-            raise InvalidInput(
-                f"bundle {bundle[:12]}… is not here; send its files first, then submit again"
-            ) from None
+            raise InvalidInput(f"bundle {bundle[:12]}… is not here; send its files first, then submit again") from None
         if why := refusal_of_bundle(spec, manifest, self._functions_from):
             raise SpecError(f"the functions may not be used: {why}")
         for file in manifest.files:

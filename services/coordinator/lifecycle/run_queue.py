@@ -52,9 +52,7 @@ log = logging.getLogger(__name__)
 class RunQueue:
     """Submitted runs, each with a folder below `directory`. `lock` serialises transactions with the exchange's."""
 
-    def __init__(
-        self, ledger: Ledger, directory: Path, lock: asyncio.Lock, watchers: Watchers, bundles: RunBundles
-    ):
+    def __init__(self, ledger: Ledger, directory: Path, lock: asyncio.Lock, watchers: Watchers, bundles: RunBundles):
         self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
         self._bundles = bundles
         self._reading = asyncio.Lock()
@@ -172,9 +170,7 @@ class RunQueue:
         finally:
             self._to_read -= 1
 
-    def _add_run(
-        self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], facts: dict[str, str]
-    ) -> str:
+    def _add_run(self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], facts: dict[str, str]) -> str:
         """Add a run to the ledger; `facts` are those of the first event that are not empty."""
         warnings = [*spec.warnings, *of_data]
         with self._ledger.transaction():
@@ -270,9 +266,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
     try:
         row = ledger.run(run_id)
     except NotFound:
-        raise SpecError(
-            f"{field} {value!r}: there is no run {run_id!r} here; {_with_exports(ledger)}"
-        ) from None
+        raise SpecError(f"{field} {value!r}: there is no run {run_id!r} here; {_with_exports(ledger)}") from None
     has_scoring_head, rewards = (
         spec_of_run(run_id, row["spec_yaml"])[0].has_scoring_head,
         field.startswith("rewards."),

@@ -55,9 +55,7 @@ def _summarize(context: RunContext, run_id: str) -> None:
         context.run_log.summarize_if_missing(run_id)
     except sqlite3.Error:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged row of this run may raise anything; it keeps no other run from going on
+    except Exception as error:  # a damaged row of this run may raise anything; it keeps no other run from going on
         unforeseen.note(f"the summary of run {run_id}", error)
 
 
@@ -116,9 +114,7 @@ class RunStarter:
                 self._context.run_log.close()
                 return False
             with self._ledger.transaction():
-                if row["state"] == "queued" or (
-                    row["state"] == "paused" and self._ledger.is_retried(run.run_id)
-                ):
+                if row["state"] == "queued" or (row["state"] == "paused" and self._ledger.is_retried(run.run_id)):
                     set_state(
                         self._ledger,
                         run.run_id,

@@ -22,9 +22,7 @@ from paceline.services.coordinator.text_limits import one_line
 class Watchers:
     """The `Watch` calls of one coordinator. `lock` serialises transactions with the exchange's."""
 
-    def __init__(
-        self, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock, run_log: RunLog, server: ExchangeServer
-    ):
+    def __init__(self, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock, run_log: RunLog, server: ExchangeServer):
         self.changed = asyncio.Condition()
         """Notified when events were added or the coordinator stops."""
         self._ledger, self._exchange, self._lock = ledger, exchange, lock

@@ -323,9 +323,7 @@ def _defined(key: str, code: str, kind: str) -> Definition | None:
     """Return the definition of `file:name`, as far as that is known here. Raises InvalidInput where there is none."""
     path, colon, name = code.rpartition(":")
     if not colon or not path or not name.isidentifier():
-        raise InvalidInput(
-            f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}"
-        )
+        raise InvalidInput(f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}")
     module = parsed(Path(path).expanduser())
     names = None if module is None else names_of(module)
     if module is None or names is None:
@@ -403,7 +401,5 @@ def required(function: Function) -> list[str]:
 def _bound(statement: ast.stmt) -> set[str]:
     """Return the names that a statement may bind anew."""
     return {
-        node.id
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     } | {node.name for node in ast.walk(statement) if isinstance(node, Definition)}

@@ -66,11 +66,7 @@ def explain(members: Sequence[Member]) -> str:
         return f"{members[0].role_name}: {next(iter(ids_by_text))}"
     texts = [f"{', '.join(ids)}: {text}" for text, ids in list(ids_by_text.items())[:MEMBERS_SHOWN]]
     num_more = len(ids_by_text) - MEMBERS_SHOWN
-    return (
-        f"{members[0].role_name}: "
-        + "; ".join(texts)
-        + (f"; and {num_more} more faults" if num_more > 0 else "")
-    )
+    return f"{members[0].role_name}: " + "; ".join(texts) + (f"; and {num_more} more faults" if num_more > 0 else "")
 
 
 class Faults:

@@ -31,9 +31,7 @@ ACKS_AT_ONCE = 1000
 """Acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
-REPLACING = frozenset(
-    {"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"}
-)
+REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"})
 """Kinds of which the newest directive replaces the earlier ones."""
 
 

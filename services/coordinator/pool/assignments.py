@@ -147,13 +147,9 @@ class Assignments:
             return
         async with self._lock:
             with self._ledger.transaction():
-                is_known = sessions.mark_damaged(
-                    self._ledger, report.run_id, report.checkpoint_path, report.error
-                )
+                is_known = sessions.mark_damaged(self._ledger, report.run_id, report.checkpoint_path, report.error)
                 if is_known:
-                    message = (
-                        f"session {report.session} could not begin: {report.error}; an older one is taken"
-                    )
+                    message = f"session {report.session} could not begin: {report.error}; an older one is taken"
                     log.warning("run %s: %s", report.run_id, one_line(message))
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
         if not is_known:

@@ -112,9 +112,7 @@ class Pool:
         """Tell the other ranks of a learner that one is silent, because they wait for it in collectives."""
         learners = self.members.of_role(common_pb2.ROLE_LEARNER)
         for reason, others in self._lost_ranks.check(learners, now_s):
-            log.warning(
-                "%s; its learner's other ranks end: %s", reason, ", ".join(m.member_id for m in others)
-            )
+            log.warning("%s; its learner's other ranks end: %s", reason, ", ".join(m.member_id for m in others))
             for member in others:
                 member.direct(worker_pb2.ConnectResponse(rank_lost=worker_pb2.RankLost(reason=reason)))
 

@@ -38,9 +38,7 @@ def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest) -> pb.GetMetricsR
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
     if len(request.names) > MAX_PATTERNS:
-        raise InvalidInput(
-            f"names has {len(request.names)} entries, at most {MAX_PATTERNS} go into one request"
-        )
+        raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} go into one request")
     known = _names(ledger, request.run_id, kind)
     if not request.names:
         return pb.GetMetricsResponse(names=known)
@@ -130,9 +128,7 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else NAN
 
 
-def get_token_statistics(
-    ledger: Ledger, request: pb.GetTokenStatisticsRequest
-) -> pb.GetTokenStatisticsResponse:
+def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
     """Return the numbers of a step; none where nothing is kept, or the file is damaged. Raises NotFound: no such run."""
     ledger.run(request.run_id)
     response = pb.GetTokenStatisticsResponse()

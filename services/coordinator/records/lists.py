@@ -35,9 +35,7 @@ def get_books(ledger: Ledger, request: pb.GetBooksRequest) -> pb.GetBooksRespons
     """Return the token accounting of a run. Raises NotFound."""
     ledger.run(request.run_id)
     books = ledger.token_books(request.run_id)
-    reasons = {
-        name.removeprefix("dropped:"): tokens for name, tokens in books.items() if name.startswith("dropped:")
-    }
+    reasons = {name.removeprefix("dropped:"): tokens for name, tokens in books.items() if name.startswith("dropped:")}
     return pb.GetBooksResponse(
         **{name: books[name] for name in ("generated", "trained", "dropped", "live", "wasted")},
         dropped_by_reason=reasons,
@@ -119,9 +117,7 @@ def values(spec: RunSpec) -> Iterator[tuple[Location, Any]]:
 
 def _below(tree: Any, location: Location) -> Iterator[tuple[Location, Any]]:
     key = keys().get(dotted(location)) if location else None
-    is_section = (
-        not location or isinstance(location[-1], int) or (key is not None and key.section is not None)
-    )
+    is_section = not location or isinstance(location[-1], int) or (key is not None and key.section is not None)
     if isinstance(tree, dict) and is_section:
         for name, value in tree.items():
             yield from _below(value, (*location, name))
@@ -218,9 +214,7 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
     for batch in replaced:
         if group_id in json.loads(batch["group_ids"]):
             what = "removed" if group_id in json.loads(batch["dropped_ids"]) else "batched"
-            life.hops.add(
-                what=what, detail=f"step {step}, revision {batch['revision']}, replaced: {batch['reason']}"
-            )
+            life.hops.add(what=what, detail=f"step {step}, revision {batch['revision']}, replaced: {batch['reason']}")
     if row["state"] in BATCHED:
         life.hops.add(what="batched", detail=f"step {step}, place {row['rank_order']}")
     receipts = (

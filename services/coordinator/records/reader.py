@@ -67,9 +67,7 @@ class RecordsReader:
         spec = self._spec(request.run_id)
         try:
             return self.limited(
-                lambda: sample_pages.list_samples(
-                    self.ledger, request, spec, is_bounded=self._limit_s < math.inf
-                )
+                lambda: sample_pages.list_samples(self.ledger, request, spec, is_bounded=self._limit_s < math.inf)
             )
         finally:
             self.ledger.payloads.close()  # an open segment that is removed would keep its space

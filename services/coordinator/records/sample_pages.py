@@ -156,9 +156,7 @@ def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
         (request.run_id,),
     )
     is_any = not request.HasField("evaluated_version")
-    wanted: list[sqlite3.Row] = [
-        row for row in known if is_any or row["pinned_step"] == request.evaluated_version
-    ]
+    wanted: list[sqlite3.Row] = [row for row in known if is_any or row["pinned_step"] == request.evaluated_version]
     if not wanted:
         versions = ", ".join(str(row["pinned_step"]) for row in known[-MAX_VERSIONS:]) or "none yet"
         raise NotFound(
@@ -257,9 +255,7 @@ def _group_content(
                     for name, value in zip(functions, rewards_F, strict=True)
                 },
                 "reward": None if np.isnan(totals_C[index]) else float(totals_C[index]),
-                "extra": {
-                    name: values[index] for name, values in extra.items() if len(values) == len(sampled)
-                },
+                "extra": {name: values[index] for name, values in extra.items() if len(values) == len(sampled)},
             }
             for index, (sample, rewards_F) in enumerate(zip(sampled, rewards_CF, strict=True))
         ],
@@ -308,10 +304,7 @@ def _cut(prompt_json: str) -> str:
     if isinstance(prompt, str):
         return json.dumps(prompt[:MAX_PROMPT])
     share = MAX_PROMPT // max(1, len(prompt))
-    kept = [
-        {"role": message.get("role"), "content": str(message.get("content") or "")[:share]}
-        for message in prompt
-    ]
+    kept = [{"role": message.get("role"), "content": str(message.get("content") or "")[:share]} for message in prompt]
     return json.dumps(kept[:MAX_MESSAGES])
 
 
@@ -413,9 +406,7 @@ def ended_lives(ledger: Ledger, run_id: str, group_id: int) -> list[dict[str, An
     return [{name: row[name] for name in names} for row in ledger.episodes.ended(run_id, group_id)]
 
 
-def _episode(
-    index: int, rows: tuple[Completion, ...], owners: Rows, text: exchange_pb2.SampleText
-) -> dict[str, Any]:
+def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: exchange_pb2.SampleText) -> dict[str, Any]:
     own = [number for number, sample in enumerate(owners.samples) if sample == index]
     first = own[0] if own else 0
     messages = json.loads(text.messages_json or "[]")
@@ -452,9 +443,7 @@ def _sampled(row: Completion) -> Completion:
     for span in row.spans:
         spans.append(span._replace(start=position, end=position + span.end - span.start))
         position += span.end - span.start
-    return Completion(
-        row.token_ids[row.sampled_T], row.logprobs[row.sampled_T], tuple(spans), row.finish_reason
-    )
+    return Completion(row.token_ids[row.sampled_T], row.logprobs[row.sampled_T], tuple(spans), row.finish_reason)
 
 
 def _sample_row(row: Completion) -> dict[str, Any]:

@@ -90,9 +90,7 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
         self._committed.run(request.run_id)  # raises NotFound
         if self._is_verifying:
-            raise Busy(
-                "the records of a run are being compared; try again when that has ended", VERIFY_AGAIN_S
-            )
+            raise Busy("the records of a run are being compared; try again when that has ended", VERIFY_AGAIN_S)
         self._is_verifying = True
         try:
             return await verify_apart(self._path, request)
@@ -105,9 +103,7 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
             raise Busy(f"{self._waiting} requests for records wait; try again")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._answer, method, request
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, method, request)
         finally:
             self._waiting -= 1
 

@@ -132,9 +132,7 @@ class TokenFiles:
                 if total > MAX_TOKEN_BYTES:
                     each.unlink(missing_ok=True)
         except OSError as error:
-            seldom.warning(
-                "token statistics", "token statistics cannot be written into %s: %s", path.parent, error
-            )
+            seldom.warning("token statistics", "token statistics cannot be written into %s: %s", path.parent, error)
 
 
 def path_of(directory: Path, run_id: str, step: int) -> Path:

@@ -34,9 +34,7 @@ class MetricsFiles:
         path = directory / METRICS_NAME
         number = set_aside(path, is_ahead)
         if number:
-            log.warning(
-                "%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path
-            )
+            log.warning("%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path)
         self._lines = path.open("a")
         self._key = storage_key()
         if tensorboard and self._key is not None:

@@ -80,9 +80,7 @@ class RunLog:
                 return step not in evaluated
             return step >= next_step if kind == "train" else step > next_step
 
-        self._recorder = MetricsFiles(
-            directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead
-        )
+        self._recorder = MetricsFiles(directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead)
         self._run_id, self._counted_s = run_id, time.monotonic()
         self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
 
@@ -118,9 +116,7 @@ class RunLog:
         try:
             write_summary(directory, summary)
         except OSError as error:
-            log.warning(
-                "%s cannot be written: %s; the next start tries again", directory / SUMMARY_NAME, error
-            )
+            log.warning("%s cannot be written: %s; the next start tries again", directory / SUMMARY_NAME, error)
 
     def write_down(self, notices: list[Notice]) -> None:
         """Write events and metrics of the exchange's notices, and begin due evaluations."""
@@ -171,9 +167,7 @@ class RunLog:
         row, books = self._ledger.run(run_id), self._ledger.token_books(run_id)
         evaluations = self._ledger.evaluations.results(run_id)
         rewards = [e["reward"] for e in evaluations if e.get("reward") is not None]
-        tokens = {
-            f"{name}_tokens": books[name] for name in ("generated", "trained", "dropped", "live", "wasted")
-        }
+        tokens = {f"{name}_tokens": books[name] for name in ("generated", "trained", "dropped", "live", "wasted")}
         return {
             "run_id": run_id,
             "state": row["state"],

@@ -21,9 +21,7 @@ from paceline.v1 import common_pb2
 class Watchdog:
     """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart begins anew."""
 
-    def __init__(
-        self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int
-    ):
+    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int):
         self._ledger = ledger
         self._exchange = exchange
         self._members = members
@@ -57,9 +55,7 @@ class Watchdog:
     def _bytes_to_come(self, run: ActiveRun) -> int:
         """Return the bytes that admitted and leased groups will take, by the mean size of recent groups."""
         groups = self._ledger.groups_by_state(run.run_id)
-        return int(
-            (groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id)
-        )
+        return int((groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id))
 
     def _check_disk(self, run: ActiveRun) -> list[str]:
         free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
@@ -133,9 +129,7 @@ class Watchdog:
             versions=tuple(version.step for version in self._exchange.versions.values()),
             rewards=len(rewards),
             leases=groups[State.LEASED],
-            holders=sum(
-                member.member_id in held for member in (rollouts if environments is None else environments)
-            ),
+            holders=sum(member.member_id in held for member in (rollouts if environments is None else environments)),
             environments=None if environments is None else len(environments),
             ready_environments=sum(member.ready_run == run.run_id for member in environments or ()),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
@@ -239,9 +233,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not facts.rollouts:
-        nobody = (
-            f"{held}, none is connected" if facts.environments is None else "no rollout worker is connected"
-        )
+        nobody = f"{held}, none is connected" if facts.environments is None else "no rollout worker is connected"
         return nobody, "Start rollout workers, or read why the last one died in its log"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
@@ -251,11 +243,7 @@ def _why(facts: Facts) -> tuple[str, str]:
     if to_score + scored < facts.batch and not facts.leases:
         newest = max(facts.versions, default=-1)
         if newest < facts.step - facts.max_age:
-            has = (
-                f"the newest weights of any are version {newest}"
-                if facts.versions
-                else "none has any weights"
-            )
+            has = f"the newest weights of any are version {newest}" if facts.versions else "none has any weights"
             return (
                 f"0 {holder} workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
                 "Weights do not arrive: look for 'did not reach' in the coordinator's log and check "

@@ -69,9 +69,7 @@ class WeightRecords:
     def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
         """Begin a version's record; return the records that are complete by that."""
         record = VersionRecord(_version(report.version), epoch, members)
-        wait_s = max(
-            report.wait_s, report.gather_s
-        )  # a learner may send the gathering alone, which the wait includes
+        wait_s = max(report.wait_s, report.gather_s)  # a learner may send the gathering alone, which the wait includes
         record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(wait_s), failures=0.0)
         self._open[record.version] = record
         return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]

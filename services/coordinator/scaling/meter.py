@@ -217,9 +217,7 @@ class Meter:
     def _num_dropped(self, run_id: str) -> int:
         counters = self._ledger.counters(run_id)
         return sum(
-            number
-            for name, number in counters.items()
-            if name.startswith("groups:dropped:") and name not in NOT_WORK
+            number for name, number in counters.items() if name.startswith("groups:dropped:") and name not in NOT_WORK
         )
 
 

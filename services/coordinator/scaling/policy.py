@@ -185,11 +185,7 @@ def _learnt(state: PoolState, measured: Measurement) -> PoolState:
     if full_worker_s <= 0:
         return replace(state, held=measured.held)
     kept = 0.5 ** (measured.completed / HALF_LIFE_GROUPS)
-    if (
-        state.rate
-        and groups >= MIN_GROUPS
-        and not 1 / NEW_RATE < groups / full_worker_s / state.rate < NEW_RATE
-    ):
+    if state.rate and groups >= MIN_GROUPS and not 1 / NEW_RATE < groups / full_worker_s / state.rate < NEW_RATE:
         kept = 0.0
     return replace(
         state,

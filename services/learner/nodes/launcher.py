@@ -158,9 +158,7 @@ class Rendezvous:
                     return place
             except FAULTS as fault:
                 if self._is_first:
-                    raise Unavailable(
-                        f"the rendezvous of this node has failed: {first_line(fault)}"
-                    ) from None
+                    raise Unavailable(f"the rendezvous of this node has failed: {first_line(fault)}") from None
                 self._store, self._number, present = None, 0, ""
             if time.monotonic() - began_s > self._wait_s:
                 raise Unavailable(self._too_late(present))
@@ -206,9 +204,7 @@ class Rendezvous:
     def _join(self, store: NodeStore) -> int:
         number = store.number("joined", 1)
         entry = {"revision": REVISION, "node_rank": self._settings.node_rank, "ranks": self._ranks}
-        store.write(
-            f"node/{number}", **entry, host=socket.gethostname(), life=self._life, started_s=self._started_s
-        )
+        store.write(f"node/{number}", **entry, host=socket.gethostname(), life=self._life, started_s=self._started_s)
         self._beaten_s = 0.0
         return number
 
@@ -231,9 +227,7 @@ class Rendezvous:
 
     def _too_late(self, present: str) -> str:
         settings = self._settings
-        wanted = (
-            str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
-        )
+        wanted = str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
         if not present:
             return (
                 f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 there, correct "

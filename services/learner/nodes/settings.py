@@ -76,9 +76,7 @@ def node_settings(
     if not rendezvous and not found.host:
         raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")
     place = rendezvous or f"{found.host}:{found.port or PORT}"
-    return NodeSettings(
-        least, most, int(rank), checked_address(place, "--rendezvous" if rendezvous else found.source)
-    )
+    return NodeSettings(least, most, int(rank), checked_address(place, "--rendezvous" if rendezvous else found.source))
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -98,9 +96,7 @@ def _range(text: str, source: str) -> tuple[int, int]:
     match = NODES.fullmatch(text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most <= MAX_NODES:
-        raise InvalidInput(
-            f"{source} {text!r} is malformed: it has to be a number of nodes, or MIN:MAX such as 2:4"
-        )
+        raise InvalidInput(f"{source} {text!r} is malformed: it has to be a number of nodes, or MIN:MAX such as 2:4")
     return least, most
 
 

@@ -152,9 +152,7 @@ class BatchClient:
         rank = self._rank
         request = pb.ExchangeRequest(run_id=self._run_id, session=self._session, **content)
         try:
-            return rank.background.wait(
-                rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s
-            )
+            return rank.background.wait(rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s)
         except TimeoutError:
             raise Unavailable("the coordinator did not answer before this rank had to go") from None
 

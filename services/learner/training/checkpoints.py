@@ -92,9 +92,7 @@ class SessionCheckpoints:
         taken = broadcast_bytes(self._taken().encode()).decode()
         if taken:
             number = self._assignment.session
-            raise CheckpointFault(
-                f"{taken} is there already, so no session can have the number {number}", taken
-            )
+            raise CheckpointFault(f"{taken} is there already, so no session can have the number {number}", taken)
         if world_size() > 1 and self._enabled:
             self._check_shared(device, pause)
 
@@ -345,9 +343,7 @@ class CheckpointUploads:
     def until_stored(self, ended: Callable[[], bool]) -> bool:
         """Wait until all checkpoints are in the store; return False where `ended` is true before, on any rank."""
         while True:
-            waits, gives_up = any_over_ranks(
-                [not self._queue.wait_stored(STORE_POLL_S), ended()], self.device
-            )
+            waits, gives_up = any_over_ranks([not self._queue.wait_stored(STORE_POLL_S), ended()], self.device)
             if not waits or gives_up:
                 return not waits
 

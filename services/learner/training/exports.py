@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 class RunExports:
     """Exports of one run, on each rank."""
 
-    def __init__(
-        self, run_id: str, directory: str | os.PathLike[str], spec: RunSpec, rank: RankContext
-    ) -> None:
+    def __init__(self, run_id: str, directory: str | os.PathLike[str], spec: RunSpec, rank: RankContext) -> None:
         """`directory` is that of the run's large files: a path or an fsspec URL."""
         self._run_id, self._directory = run_id, Folder(directory)
         self._spec, self._rank = spec, rank
@@ -74,9 +72,7 @@ class RunExports:
             else:
                 waiting.set_result(str(path))
 
-    def _export(
-        self, path: Folder, model: nn.Module, adapter_only: bool, origin: Origin
-    ) -> PacelineError | None:
+    def _export(self, path: Folder, model: nn.Module, adapter_only: bool, origin: Origin) -> PacelineError | None:
         """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
         points of their collectives."""
         try:

@@ -49,9 +49,7 @@ class Publishing:
     """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective calls; the
     other methods are called by the control plane's thread, and ignore messages of another run."""
 
-    def __init__(
-        self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn
-    ) -> None:
+    def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn) -> None:
         self._assignment, self._spec, self._rank, self._warn = assignment, spec, rank, warn
         self._channel: WeightChannel | None = None
         self._roster: worker_pb2.Epoch | None = None
@@ -137,9 +135,7 @@ def make_channel(
 class _WeightChannelFactory:
     """The parts that all channels of a run have in common."""
 
-    def __init__(
-        self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn
-    ) -> None:
+    def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn) -> None:
         self._run_id = assignment.run_id
         self._weights = spec.weights
         self._rank = rank
@@ -186,9 +182,7 @@ class _WeightChannelFactory:
                 if members.failed_often(result.member_id):
                     self._warn(self._fallback(result))
 
-        members = HostMembers(
-            self._weights.max_wait_s, on_result, is_heard=lambda: self._rank.membership.has_stream
-        )
+        members = HostMembers(self._weights.max_wait_s, on_result, is_heard=lambda: self._rank.membership.has_stream)
         offers = self._offers()
         channel = Rank0HostChannel(
             client,
@@ -233,9 +227,7 @@ class _WeightChannelFactory:
             on_result=self._reports.result,
         )
 
-    def _writer(
-        self, board: RankBoard, rank: int, world_size: int, offers: StoreOffers | None
-    ) -> StoreWriter:
+    def _writer(self, board: RankBoard, rank: int, world_size: int, offers: StoreOffers | None) -> StoreWriter:
         """Return the writer of one of `world_size` ranks that write together."""
         return StoreWriter(
             store=self._store,
@@ -270,9 +262,7 @@ FAILURES = {
 class WeightReports:
     """Reports of one run's channel, from any thread. `send` queues a report."""
 
-    def __init__(
-        self, run_id: str, max_wait_s: float, send: Callable[[worker_pb2.ConnectRequest], None]
-    ) -> None:
+    def __init__(self, run_id: str, max_wait_s: float, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
         self._run_id, self._max_wait_s, self._send = run_id, max_wait_s, send
 
     def staged(self, version: Version, gather_s: float) -> None:

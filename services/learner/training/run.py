@@ -85,9 +85,7 @@ class LearnerRun:
         self.spec: RunSpec = spec_of(assignment)
         self._phase = "loading"
         self._chain = assignment.chain
-        self._reports = RunReports(
-            assignment.run_id, assignment.session, rank.report, is_first=rank.rank == 0
-        )
+        self._reports = RunReports(assignment.run_id, assignment.session, rank.report, is_first=rank.rank == 0)
         self._exports = RunExports(assignment.run_id, assignment.directory, self.spec, rank)
         self._batches = BatchClient(assignment.run_id, assignment.session, rank)
         self._checkpoints = SessionCheckpoints(

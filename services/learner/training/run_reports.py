@@ -90,9 +90,7 @@ def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatisti
     return TokenStatistics([group.group_id for group in groups[:number]])
 
 
-def report_of(
-    numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int
-) -> worker_pb2.ConnectRequest:
+def report_of(numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int) -> worker_pb2.ConnectRequest:
     report = worker_pb2.TokenStatistics(run_id=run_id, session=session, step=step)
     tokens = 0
     for each in numbers:

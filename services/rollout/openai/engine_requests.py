@@ -52,9 +52,7 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
             index = len(samplers)
             request_id = f"http/{answer_id}/{index}"
             one_seed = sample_seed(seed, number, i)
-            samplers.append(
-                Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
-            )
+            samplers.append(Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned))
             if isinstance(ask, ChatAsk):
                 samplers[-1].in_reasoning = opens_reasoning(served.tokenizer, prompt_ids)
             if isinstance(ask, CompletionAsk) and ask.echo:
@@ -81,9 +79,7 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list):
         if len(prompt) > limit or max(prompt) > MAX_ID:
-            raise InvalidInput(
-                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most"
-            )
+            raise InvalidInput(f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most")
         return np.array(prompt, np.int32)
     check_size(served, len(prompt))
     return encode_prompt(served.tokenizer, prompt, "never")

@@ -202,9 +202,7 @@ class Sampler:
         if parts := self.reader.push(text):
             self._tell(completion, parts, self._stream.num_tokens)
 
-    def _tell(
-        self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False
-    ) -> None:
+    def _tell(self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False) -> None:
         """Hand parts on, with the tokens since the last ones: those of text that was held back come with what it became."""
         if self.on_delta is not None and (parts or (last and num_tokens > self._told)):
             new = slice(self._told, num_tokens)

@@ -142,9 +142,7 @@ class Endpoint:
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         ask, chat = read_responses_ask(await self._listener.body(request))
         served, answer_id = self._served(), f"resp_{uuid.uuid4().hex}"
-        answer = ResponseAnswer(
-            answer_id, ask, served.run_id, _version(served), partial(decode_all, served.tokenizer)
-        )
+        answer = ResponseAnswer(answer_id, ask, served.run_id, _version(served), partial(decode_all, served.tokenizer))
         with fields_of_responses():
             return await self._answer(request, served, chat, answer_id, answer)
 
@@ -169,9 +167,7 @@ class Endpoint:
         gate = self.gate_of(served)
         number = num_prompts(ask) * (ask.n or 1)
         if number > gate.capacity:
-            raise Unsupported(
-                f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n"
-            )
+            raise Unsupported(f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n")
         with gate.admitted(number):
             samplers = await asyncio.to_thread(samplers_of, served, ask, answer_id, pinned)
             if not ask.stream:
@@ -181,9 +177,7 @@ class Endpoint:
             record = partial(self._record, served, ask, answer_id)
             return await _stream(request, gate, frame, samplers, record)
 
-    async def _record(
-        self, served: Served, ask: EngineAsk, answer_id: str, choices: Sequence[Choice]
-    ) -> None:
+    async def _record(self, served: Served, ask: EngineAsk, answer_id: str, choices: Sequence[Choice]) -> None:
         if self._recorder is not None:
             await self._recorder.record(answer_id, await asyncio.to_thread(rows_of, served, ask, choices))
 
@@ -205,8 +199,7 @@ def _entries(served: Served) -> list[Json]:
     names = [] if version is None else [served.run_id, model_name(served.run_id, version)]
     length = served.spec.policy.max_total_sequence_length
     return [
-        {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": length}
-        for name in names
+        {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "max_model_len": length} for name in names
     ]
 
 

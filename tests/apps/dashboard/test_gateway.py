@@ -155,9 +155,7 @@ async def test_strangers_get_files_and_nothing_else(ledger_path: Path, tmp_path:
             assert (await asked.get(path)).status in (403, 404)
         async with (
             aiohttp.ClientSession() as session,
-            session.post(
-                f"{asked.base}/{RUNS}/List", data="{}", headers={"Content-Type": "text/plain"}
-            ) as response,
+            session.post(f"{asked.base}/{RUNS}/List", data="{}", headers={"Content-Type": "text/plain"}) as response,
         ):
             assert response.status == 401
 
@@ -220,9 +218,7 @@ async def test_records_are_compared_while_others_are_read(
 
     monkeypatch.setattr(ledger_calls, "verify_apart", late)
     async with asking(LedgerCalls(ledger_path), tmp_path) as dashboard:
-        comparing = asyncio.create_task(
-            dashboard.call(f"{RECORDS}/VerifyRun", {"runId": RUN_ID}, Role.READER)
-        )
+        comparing = asyncio.create_task(dashboard.call(f"{RECORDS}/VerifyRun", {"runId": RUN_ID}, Role.READER))
         status, books = await dashboard.call(f"{RECORDS}/GetBooks", {"runId": RUN_ID}, Role.READER)
         assert (status, bool(books)) == (200, True)
         may_begin.set()

@@ -13,9 +13,7 @@ from paceline.calls.token import VARIABLE
 from paceline.services.common.access.page_keys import Access, Role
 
 
-def test_the_links_have_the_keys_that_the_dashboard_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_links_have_the_keys_that_the_dashboard_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "token"
     path.write_text("a" * 64 + "\n")
     monkeypatch.setenv(VARIABLE, str(path))

@@ -124,9 +124,7 @@ class _Said:
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide-light", "phone-dark"])
-def browser(
-    request: pytest.FixtureRequest, chromium: Any, cluster: tuple[LocalCluster, str]
-) -> Iterator[Browser]:
+def browser(request: pytest.FixtureRequest, chromium: Any, cluster: tuple[LocalCluster, str]) -> Iterator[Browser]:
     width, scheme = request.param
     context = chromium.new_context(viewport={"width": width, "height": 850}, color_scheme=scheme)
     found = _opened(context, cluster[1])
@@ -268,14 +266,10 @@ def test_keys_choose_views(browser: Browser) -> None:
 def test_verify_shows_its_result(browser: Browser) -> None:
     browser.open(f"books/{ENDED}")
     browser.page.get_by_role("button", name="Verify").click()
-    browser.page.locator("text=All records agree").or_(browser.page.locator("text=problems")).wait_for(
-        timeout=60_000
-    )
+    browser.page.locator("text=All records agree").or_(browser.page.locator("text=problems")).wait_for(timeout=60_000)
 
 
-def test_a_reader_cannot_cancel_and_an_operator_does(
-    chromium: Any, cluster: tuple[LocalCluster, str]
-) -> None:
+def test_a_reader_cannot_cancel_and_an_operator_does(chromium: Any, cluster: tuple[LocalCluster, str]) -> None:
     from paceline.services.common.access.page_keys import Access, Role
 
     running, link = cluster

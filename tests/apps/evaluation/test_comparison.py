@@ -48,8 +48,7 @@ def test_the_decision_follows_the_interval(accuracy: float, prompts: int, decisi
 
 def test_equal_models_are_seldom_rolled_back() -> None:
     back = sum(
-        compare(traces(0.7, 200, 2 * seed), traces(0.7, 200, 2 * seed + 1), Bounds())["decision"]
-        == "roll back"
+        compare(traces(0.7, 200, 2 * seed), traces(0.7, 200, 2 * seed + 1), Bounds())["decision"] == "roll back"
         for seed in range(100)
     )
     assert back <= 5
@@ -67,8 +66,7 @@ def test_a_candidate_that_passed_its_gate_by_luck_is_found_in_its_traces() -> No
     lucky = [
         seed
         for seed in range(200)
-        if judge(METRICS, samples(0.6, seed), METRICS, samples(0.7, 1000 + seed), Bounds())["outcome"]
-        == "passed"
+        if judge(METRICS, samples(0.6, seed), METRICS, samples(0.7, 1000 + seed), Bounds())["outcome"] == "passed"
     ]
     assert lucky
     for seed in lucky:

@@ -37,16 +37,12 @@ async def test_choices_are_those_of_transformers(folder: Path) -> None:
         assert [score["logprob"] for score in sample["choices"]] == pytest.approx(logprobs, abs=1e-4)
         assert [score["is_greedy"] for score in sample["choices"]] == [each.is_greedy for each in expected]
         raw = max(range(len(texts)), key=logprobs.__getitem__)
-        norm = max(
-            range(len(texts)), key=[p / len(t) for p, t in zip(logprobs, texts, strict=True)].__getitem__
-        )
+        norm = max(range(len(texts)), key=[p / len(t) for p, t in zip(logprobs, texts, strict=True)].__getitem__)
         assert sample["completion"] == "ABC"[raw]
         assert sample["rewards"] == {"acc": float(raw == gold), "acc_norm": float(norm == gold)}
         right.append((raw == gold, norm == gold))
     for name, place in (("reward/acc", 0), ("reward/acc_norm", 1)):
-        assert result["metrics"][name]["value"] == pytest.approx(
-            sum(each[place] for each in right) / len(right)
-        )
+        assert result["metrics"][name]["value"] == pytest.approx(sum(each[place] for each in right) / len(right))
     assert result["metrics"]["reward"] == result["metrics"]["reward/acc"]
 
 
@@ -67,10 +63,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def tokenizer(space: str, scheme: str = "", bos: bool = False) -> Any:
     """Byte-level, or with Metaspace by its scheme; `un`, `undo`, `do`, `ing` and `happy` are tokens."""
-    vocab = {
-        each: index
-        for index, each in enumerate(["<s>", "</s>", "<unk>", space, *LETTERS, "\n", "Ċ", ".", "0"])
-    }
+    vocab = {each: index for index, each in enumerate(["<s>", "</s>", "<unk>", space, *LETTERS, "\n", "Ċ", ".", "0"])}
     merges = []
     for word in ("undo", "do", "ing", "happy", f"{space}un", f"{space}happy"):
         piece = word[0]
@@ -122,13 +115,9 @@ def model_of(tokenizer: Any) -> EngineModel:
 async def test_a_token_that_spans_the_end_of_the_prompt_hides_no_part_of_the_continuation() -> None:
     """By the chain rule, EleutherAI/lm-evaluation-harness#4055."""
     scores = await model_of(tokenizer("Ġ")).score("un", ["happy", "doing", "do"])
-    assert [each.logprob for each in scores] == pytest.approx(
-        [math.log(2 / 3), math.log(1 / 3), math.log(1 / 3)]
-    )
+    assert [each.logprob for each in scores] == pytest.approx([math.log(2 / 3), math.log(1 / 3), math.log(1 / 3)])
     (first,) = await model_of(tokenizer("Ġ")).score("", ["un"])
-    assert first.logprob == pytest.approx(
-        math.log(0.5)
-    )  # behind the end of sequence, where no token begins one
+    assert first.logprob == pytest.approx(math.log(0.5))  # behind the end of sequence, where no token begins one
 
 
 TOKENIZERS = {

@@ -96,9 +96,7 @@ def test_an_evaluation_writes_what_its_samples_say(folder: Path) -> None:
     assert metrics["pass@4/even"]["value"] == pytest.approx(sum(any(each) for each in by_problem) / 30)
     assert metrics["pass@1/even"]["value"] == pytest.approx(metrics["reward/even"]["value"])
     assert "pass@2/even" in metrics
-    assert (
-        "cons@4/even" not in metrics
-    )  # no completion states an answer, and a 0 would say that all are wrong
+    assert "cons@4/even" not in metrics  # no completion states an answer, and a 0 would say that all are wrong
     assert result["digests"].keys() == {"model", "samples", "spec"}
     assert evaluated(folder, "again").exit_code == 0
     assert read_result(folder / "again")[0] == result
@@ -150,9 +148,7 @@ def test_questions_of_the_training_data_are_named(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "warning: 1 of 30 questions have at least 50% of their words in" in done.stderr
     result, _ = read_result(folder / "first")
-    assert result["trained_on"] == [
-        {"training": str(folder / "train.jsonl"), "rows": 2, "questions": 1, "first": [7]}
-    ]
+    assert result["trained_on"] == [{"training": str(folder / "train.jsonl"), "rows": 2, "questions": 1, "first": [7]}]
 
 
 async def test_problems_are_made_by_the_function_of_the_spec(folder: Path) -> None:
@@ -187,9 +183,7 @@ async def test_a_model_behind_a_url_needs_no_files(folder: Path) -> None:
 
 
 def test_an_evaluation_in_which_every_problem_fails_has_exit_status_1(folder: Path) -> None:
-    (folder / "rewards.py").write_text(
-        "def is_even(prompts, completions, **columns):\n    raise ValueError('no')\n"
-    )
+    (folder / "rewards.py").write_text("def is_even(prompts, completions, **columns):\n    raise ValueError('no')\n")
     done = evaluated(folder, "failed", "grpo.max_val_samples=2")
     assert done.exit_code == 1
     assert "0 problems, 2 failed" in done.output
@@ -225,9 +219,7 @@ def test_a_harness_gets_the_arguments_behind_two_dashes_and_gives_a_result(
     assert [sample["reward"] for sample in samples] == [1.0, 0.0]
     same = run("gate", folder / "outside", "--baseline", folder / "outside")
     assert same.exit_code == 2  # two problems decide nothing
-    refused = run(
-        "eval", "--with", "inspect", "--model", "http://h/v1", "--output", folder / "no", "--", "task.py"
-    )
+    refused = run("eval", "--with", "inspect", "--model", "http://h/v1", "--output", folder / "no", "--", "task.py")
     assert refused.exit_code == 2
     assert "--with serves a model of files or a run" in refused.output
 

@@ -29,9 +29,7 @@ class Recording:
     def __init__(self, texts: Mapping[str, Sequence[str]]) -> None:
         self._texts = texts
 
-    async def sample(
-        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
-    ) -> list[Completion]:
+    async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         return [
             Completion(NOTHING.astype(np.int32), NOTHING.astype(np.float32), (), "stop", text)
@@ -178,9 +176,7 @@ rewards: [{function: "rewards.py:size"}]
 
 async def test_choose_needs_the_columns_with_the_answers(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"data\.choices is not set"):
-        await evaluated(
-            tmp_path, [{"prompt": "1", "says": []}], GROUPED.replace("group_by: [topic]", "method: choose")
-        )
+        await evaluated(tmp_path, [{"prompt": "1", "says": []}], GROUPED.replace("group_by: [topic]", "method: choose"))
 
 
 SAMPLED = """
@@ -211,8 +207,7 @@ async def test_a_completion_without_a_number_takes_no_metric_away(tmp_path: Path
     (tmp_path / "mine.py").write_text(SOME)
     says = [f"\\boxed{{{letter}}}" for letter in "1234"]
     rows = [
-        {"prompt": f"{index}", "says": says, "answer": says[0], "scores": each}
-        for index, each in enumerate(scores)
+        {"prompt": f"{index}", "says": says, "answer": says[0], "scores": each} for index, each in enumerate(scores)
     ]
     result, _, _ = await evaluated(tmp_path, rows, SAMPLED)
     metrics = result["metrics"]

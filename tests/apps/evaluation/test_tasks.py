@@ -153,9 +153,7 @@ ROWS: dict[str, dict[str, Any]] = {
 ANSWERS = {"gsm8k": r"\boxed{72}", "math500": r"\boxed{1/2}", "aime24": r"\boxed{33}", "amc": r"\boxed{142}"}
 
 
-def spec_and_row(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[RunSpec, Any, dict[str, Any]]:
+def spec_and_row(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSpec, Any, dict[str, Any]]:
     (folder / "rows.jsonl").write_text(json.dumps(ROWS[name]) + "\n")
     monkeypatch.chdir(folder)
     file = task_file(name)
@@ -183,9 +181,7 @@ def test_mathematics_is_scored_by_the_columns_of_the_data_set(
     assert scores == [1.0, 0.0]
 
 
-def test_programs_have_their_tests_and_their_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_have_their_tests_and_their_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, prompt, columns = spec_and_row("humaneval", tmp_path, monkeypatch)
     assert prompt == "def one():\n"
     chosen = code_settings(spec.rewards[0].kwargs)
@@ -201,23 +197,17 @@ CHOICES = [
 RIGHT = {"hellaswag": "starts pulling.", "bbq": "Not known"}
 
 
-def rewards_of(
-    spec: RunSpec, prompt: Any, columns: dict[str, Any], texts: list[str]
-) -> dict[str, list[float | None]]:
+def rewards_of(spec: RunSpec, prompt: Any, columns: dict[str, Any], texts: list[str]) -> dict[str, list[float | None]]:
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     lists = {column: [value] * len(texts) for column, value in columns.items()}
     return {
-        each.label: BUILTIN_FUNCTIONS[each.function](
-            [prompt] * len(texts), completions, **each.kwargs, **lists
-        )
+        each.label: BUILTIN_FUNCTIONS[each.function]([prompt] * len(texts), completions, **each.kwargs, **lists)
         for each in spec.rewards
     }
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_right_answer_is_among_the_choices(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_right_answer_is_among_the_choices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, prompt, columns = spec_and_row(name, tmp_path, monkeypatch)
     letter, texts = columns["answer_letter"], columns["answer_choices"]
     assert texts["ABCDEFGHIJ".index(letter)] == RIGHT.get(name, "red")
@@ -266,9 +256,7 @@ def test_a_reward_model_is_what_rewardbench_measures(tmp_path: Path, monkeypatch
     assert {spec.data.chosen_key, spec.data.rejected_key} <= columns.keys()
 
 
-def test_a_judge_compares_with_the_other_models_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_compares_with_the_other_models_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _, columns = spec_and_row("win_rate", tmp_path, monkeypatch)
     chosen = pair_settings(spec.rewards[0].kwargs)
     assert chosen.reference_column in columns

@@ -80,9 +80,7 @@ RIGHT = "<think>\n6*7 is 42\n</think>\n\n<answer>42</answer>"
 REASONING, ANSWER = "6*7 is 42", "<answer>42</answer>"
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 OPENED = chat_templates.HERMES.replace(
     "{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined"
 )
@@ -164,9 +162,7 @@ async def test_a_completion_has_one_text_by_every_way(
                 "generation": {"stop_strings": stops},
             },
             "data": {"train": "none", "apply_chat_template": "never" if template == "never" else "auto"},
-            "rewards": [
-                {"function": "think_answer_format", "kwargs": {"think_in_prompt": template == "opened"}}
-            ],
+            "rewards": [{"function": "think_answer_format", "kwargs": {"think_in_prompt": template == "opened"}}],
         }
     )
     prompt: Any = "6*7?" if template == "never" else [{"role": "user", "content": "6*7?"}]
@@ -193,9 +189,7 @@ async def test_a_completion_has_one_text_by_every_way(
     assert [each.text for each in found] == [text] * (len(found))
 
 
-async def test_a_service_that_names_no_stop_string_is_warned_of(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_service_that_names_no_stop_string_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = SAMPLE.replace("temperature: 1.0e-4", "stop_strings: [END]")
     spec = spec_of(folder, text, spec_of_endpoint("http://unused"))
     body = json.dumps({"choices": [{"message": {"content": "42"}, "finish_reason": "stop"}]}).encode()
@@ -264,14 +258,9 @@ async def test_a_prompt_that_the_assistant_begins_is_continued_by_every_server(f
     for body in server.bodies:
         assert body["messages"] == question
         assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
-        assert (
-            read_ask(ChatAsk, {key: body[key] for key in body if key != "route"}).messages[-1].content
-            == "It is"
-        )
+        assert read_ask(ChatAsk, {key: body[key] for key in body if key != "route"}).messages[-1].content == "It is"
         for name, value in (("continue_final_message", False), ("add_generation_prompt", True)):
-            with pytest.raises(
-                Unsupported, match=f"{name} is {not value} here with a last message of the assistant"
-            ):
+            with pytest.raises(Unsupported, match=f"{name} is {not value} here with a last message of the assistant"):
                 read_ask(ChatAsk, {"model": "m", "messages": question, name: value})
 
 
@@ -309,9 +298,7 @@ async def test_a_service_without_logprobs_of_prompts_is_named(folder: Path) -> N
 
 
 async def test_a_function_that_counts_tokens_is_refused(folder: Path) -> None:
-    text = SAMPLE.replace(
-        "choice_accuracy, kwargs: {answer_column: right}", "length, kwargs: {tolerance_tokens: 9}"
-    )
+    text = SAMPLE.replace("choice_accuracy, kwargs: {answer_column: right}", "length, kwargs: {tolerance_tokens: 9}")
     with pytest.raises(InvalidInput, match="counts tokens"):
         async with opened_url(
             spec_of(folder, text, spec_of_endpoint("http://unused")), settings("http://127.0.0.1:1/v1")

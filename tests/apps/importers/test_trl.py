@@ -33,9 +33,7 @@ BASE = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["f"]}
         ),
     ],
 )
-def test_a_batch_counts_prompts(
-    settings: dict[str, Any], processes: int, batch: tuple[int, int, int]
-) -> None:
+def test_a_batch_counts_prompts(settings: dict[str, Any], processes: int, batch: tuple[int, int, int]) -> None:
     tree = convert(BASE | settings, processes=processes).tree
     prompts, updates = tree["grpo"]["num_prompts_per_step"], tree["policy"]["num_updates_per_step"]
     assert (prompts, updates, tree["grpo"]["num_generations_per_prompt"]) == batch

@@ -62,7 +62,5 @@ def test_the_adapter_calls_the_function_with_verls_arguments(tmp_path: Path) -> 
 def test_the_adapter_without_a_function_compares_the_final_answer(tmp_path: Path) -> None:
     (tmp_path / ADAPTER).write_text(convert({}).files[ADAPTER])
     reward = runpy.run_path(str(tmp_path / ADAPTER))["reward"]
-    scores = reward(
-        ["q"] * 2, ["so \\boxed{4}", "\\boxed{5}"], [{"ground_truth": 4}] * 2, data_source=["x"] * 2
-    )
+    scores = reward(["q"] * 2, ["so \\boxed{4}", "\\boxed{5}"], [{"ground_truth": 4}] * 2, data_source=["x"] * 2)
     assert scores == [1.0, 0.0]

@@ -16,9 +16,7 @@ LIMIT_S = 60.0
 
 
 def post(url: str, **content: Any) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(content).encode(), headers={"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(url, json.dumps(content).encode(), headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
         return json.load(answer)
 

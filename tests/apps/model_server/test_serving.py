@@ -56,9 +56,7 @@ async def test_feedback_reaches_the_traces_by_one_call(tmp_path: Path) -> None:
         ):
             whole = await client.chat.completions.create(model="tiny", messages=messages, n=2, max_tokens=4)
             text = await client.completions.create(model="tiny", prompt=["one", "two"], max_tokens=3)
-            stream = await client.chat.completions.create(
-                model="tiny", messages=messages, max_tokens=4, stream=True
-            )
+            stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, stream=True)
             streamed = {chunk.id async for chunk in stream}.pop()
             for content, status in (
                 ({"completion_id": whole.id, "index": 1, "score": 1}, 200),
@@ -73,9 +71,7 @@ async def test_feedback_reaches_the_traces_by_one_call(tmp_path: Path) -> None:
                 async with session.post(f"{url}/feedback", json=content) as answer:
                     assert answer.status == status, await answer.text()
     paths = sorted((tmp_path / "traces").glob("*.jsonl"))
-    requests, rated = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in reversed(paths)
-    )
+    requests, rated = ([json.loads(line) for line in path.read_text().splitlines()] for path in reversed(paths))
     assert [row["completion"] for row in requests[:2]] == [each.message.content for each in whole.choices]
     assert [row["prompt"] for row in requests] == [messages, messages, "one", "two", messages]
     assert [(row["id"], row["final_reward"]) for row in rated] == [

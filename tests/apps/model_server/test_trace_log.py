@@ -56,9 +56,7 @@ async def test_feedback_makes_a_row_that_training_reads(tmp_path: Path) -> None:
     (rated,) = rows(tmp_path, "rated")
     assert (rated["model"], rated["time_s"], rated["id"], rated["choice"]) == ("sums:1", 5.0, "a", 1)
     completion = [{"role": "assistant", "content": "3"}]
-    assert read_trace(rated, TraceKeys()) == Trace(
-        ROW["prompt"], completion, 0.25, None, finish_reason="stop"
-    )
+    assert read_trace(rated, TraceKeys()) == Trace(ROW["prompt"], completion, 0.25, None, finish_reason="stop")
 
 
 async def test_feedback_counts_once(tmp_path: Path) -> None:

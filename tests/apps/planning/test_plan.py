@@ -54,12 +54,8 @@ def test_a_run_that_fits_is_shown_by_device(spec: Path) -> None:
     lines = result.output.splitlines()
     assert lines[0] == "policy.activation_checkpointing is selective: auto, for 80.0 GB of a GPU"
     assert "model of 8,030 M parameters, 32 layers" in lines
-    assert any(
-        line.startswith("learner of 8 ranks: 1 × 8 (replicate × shard), micro-batches of ") for line in lines
-    )
-    assert any(
-        line.startswith("each GPU of the learner: ") and line.endswith(" of 80.0 GB") for line in lines
-    )
+    assert any(line.startswith("learner of 8 ranks: 1 × 8 (replicate × shard), micro-batches of ") for line in lines)
+    assert any(line.startswith("each GPU of the learner: ") and line.endswith(" of 80.0 GB") for line in lines)
     assert any(line.startswith("each engine's cache holds ") for line in lines)
     assert lines[-1].startswith("fits, by an estimate")
 
@@ -99,16 +95,12 @@ def test_the_gpus_of_this_host_are_divided_as_by_up(spec: Path, monkeypatch: pyt
 def test_a_model_that_is_not_here_is_said(spec: Path) -> None:
     result = CliRunner().invoke(main, ["plan", str(spec), "policy.model_name=nowhere"])
     assert result.exit_code == 1
-    assert (
-        "policy.model_name 'nowhere': no config.json with the usual keys is on this machine" in result.output
-    )
+    assert "policy.model_name 'nowhere': no config.json with the usual keys is on this machine" in result.output
 
 
 def test_up_refuses_what_the_gpus_here_cannot_hold(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _gpus(monkeypatch, (80 * GB,) * 2)
-    wanted, _ = room.cluster_here(
-        load_spec(str(spec), ["cluster.learner_ranks=1", "cluster.rollout_workers=1"])
-    )
+    wanted, _ = room.cluster_here(load_spec(str(spec), ["cluster.learner_ranks=1", "cluster.rollout_workers=1"]))
     assert wanted.cluster.learner_gpus == (0,)
     with pytest.raises(
         SpecError, match=r"^each GPU of the learner has 80.0 GB for an estimated 1\d\d.\d GB, .*; set policy"
@@ -131,9 +123,7 @@ def test_gpus_elsewhere_are_split_and_priced(spec: Path, tmp_path: Path) -> None
     assert table["cost_per_million_tokens"] > 0
     assert table["rates"] == "unmeasured"
     lines = CliRunner().invoke(main, arguments).output.splitlines()
-    assert lines[0].startswith(
-        f"64 h100 GPUs: {table['learner_ranks']} learner ranks, {table['engines']} engines"
-    )
+    assert lines[0].startswith(f"64 h100 GPUs: {table['learner_ranks']} learner ranks, {table['engines']} engines")
     assert any(line.startswith("limited by ") for line in lines)
     assert any(line.startswith("cost ") for line in lines)
 

@@ -19,9 +19,7 @@ VERDICT = {"outcome": "failed", "reasons": ["reward differs by -0.5"]}
 
 def test_the_hub_reads_the_evaluations() -> None:
     earlier = "---\nlicense: mit\n---\n\n# Before\n\ntext"
-    card = ModelCard(
-        card_text("sums", 2, Lineage("run-1", 1, 7, "c"), "org/base", [EVALUATION], [VERDICT], earlier)
-    )
+    card = ModelCard(card_text("sums", 2, Lineage("run-1", 1, 7, "c"), "org/base", [EVALUATION], [VERDICT], earlier))
     assert card.data.base_model == "org/base"
     (result,) = card.data.eval_results or []
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("gsm8k", "reward", 0.5)

@@ -41,12 +41,8 @@ def test_a_promoted_version_is_fetched_whole(champion: Workplace) -> None:
     assert code == 0, output
     assert "every file is as registered, its signature fits" in output
     got = champion.folder / "got"
-    assert (got / "model.safetensors").read_bytes() == (
-        champion.folder / "model" / "model.safetensors"
-    ).read_bytes()
-    assert {"README.md", "paceline.json", "model.sig", "paceline_spec.yaml"} <= {
-        path.name for path in got.iterdir()
-    }
+    assert (got / "model.safetensors").read_bytes() == (champion.folder / "model" / "model.safetensors").read_bytes()
+    assert {"README.md", "paceline.json", "model.sig", "paceline_spec.yaml"} <= {path.name for path in got.iterdir()}
     card = (got / "README.md").read_text()
     assert card.startswith("---\n")
     assert f"in the run `{RUN_ID}`" in card
@@ -66,9 +62,7 @@ def change_weights(folder: Path) -> str:
 def change_verdict(folder: Path) -> str:
     path = folder / "verdicts" / "0.json"
     verdict = json.loads(path.read_text()) | {"outcome": "failed"}
-    path.write_text(
-        json.dumps(verdict | {"digest": digest_of({k: v for k, v in verdict.items() if k != "digest"})})
-    )
+    path.write_text(json.dumps(verdict | {"digest": digest_of({k: v for k, v in verdict.items() if k != "digest"})}))
     return "verdicts/0.json was changed"
 
 
@@ -163,10 +157,7 @@ def test_a_stage_is_asked_for(place: Workplace) -> None:
     assert refused.exit_code == 1
     assert "sums:1 is not passed, because its gate says: no verdict" in refused.output
     place.done("models", "promote", "sums:1", "--override", "a base to begin from")
-    assert (
-        "it was promoted past its gate (a base to begin from)"
-        in place.run(*fetch, "--stage", "passed").output
-    )
+    assert "it was promoted past its gate (a base to begin from)" in place.run(*fetch, "--stage", "passed").output
     assert place.run(*fetch, "--verify").exit_code == 2
     assert place.done(*fetch, "--stage", "promoted")["verified"] is False
 

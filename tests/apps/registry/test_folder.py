@@ -56,9 +56,7 @@ def test_what_is_no_export_is_refused(folder: Path) -> None:
         verify_folder(folder / "export")
 
 
-def test_signatures_without_their_package_say_how_to_get_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signatures_without_their_package_say_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(InvalidInput, match=r"pip install 'paceline\[registry\]'"):
         made(folder, Sources(Folder(folder / "export")))

@@ -46,9 +46,7 @@ def test_nothing_is_promoted_past_its_gate_without_a_reason(place: Workplace) ->
     assert place.done("models", "show", "sums:1")["changes"] == []
     promoted = place.done("models", "promote", "sums:1", "--override", "the old one has a bug")
     assert (promoted["stage"], promoted["override"]) == ("promoted", "the old one has a bug")
-    assert (
-        "promoted past its gate: the old one has a bug" in place.run("models", "show", "sums@champion").output
-    )
+    assert "promoted past its gate: the old one has a bug" in place.run("models", "show", "sums@champion").output
     assert place.done("ledger", "verify", RUN_ID)["problems"] == []
 
 
@@ -83,9 +81,7 @@ def test_a_rolled_back_version_needs_a_reason_to_come_back(place: Workplace) -> 
         place.done("models", "promote", f"sums:{version}")
     place.done("models", "rollback", "sums", "--reason", "worse")
     assert "it was rolled back" in place.run("models", "promote", "sums:2").output
-    assert place.done("models", "promote", "sums:2", "--override", "fixed the prompt")["aliases"] == [
-        "champion"
-    ]
+    assert place.done("models", "promote", "sums:2", "--override", "fixed the prompt")["aliases"] == ["champion"]
 
 
 def test_a_ledger_that_a_coordinator_has_is_not_written(place: Workplace) -> None:

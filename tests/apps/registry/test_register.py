@@ -122,12 +122,8 @@ def test_files_that_name_no_run_are_told_of(place: Workplace) -> None:
         (("--parent", "sums"), "name a version"),
     ],
 )
-def test_what_the_records_do_not_have_is_refused(
-    place: Workplace, more: tuple[str, ...], message: str
-) -> None:
-    refused = place.run(
-        "models", "register", "sums", place.folder / "model", "--signing-key", place.key, *more
-    )
+def test_what_the_records_do_not_have_is_refused(place: Workplace, more: tuple[str, ...], message: str) -> None:
+    refused = place.run("models", "register", "sums", place.folder / "model", "--signing-key", place.key, *more)
     assert refused.exit_code in (1, 2)
     assert message in refused.output
     assert place.done("models", "list") == {"models": []}

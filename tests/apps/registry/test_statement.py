@@ -35,9 +35,7 @@ def test_a_statement_has_the_layout_of_in_toto() -> None:
     assert subjects(read) == {"w": "1", "README.md": "2"}
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"_type": "x"}', b"\xff", b'{"predicateType": 1, "subject": 2}']
-)
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"_type": "x"}', b"\xff", b'{"predicateType": 1, "subject": 2}'])
 def test_other_texts_are_refused(text: bytes) -> None:
     with pytest.raises(DataError, match=r"paceline\.json is no statement"):
         read_statement(text)

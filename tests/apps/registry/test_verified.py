@@ -30,9 +30,7 @@ def checked(place: Workplace, model: str, key: Path | None, *, required: bool = 
 
 
 @pytest.mark.parametrize("name", ["sums:1", "sums@champion"])
-def test_a_registered_model_is_served_from_the_folder_that_was_checked(
-    champion: Workplace, name: str
-) -> None:
+def test_a_registered_model_is_served_from_the_folder_that_was_checked(champion: Workplace, name: str) -> None:
     path = champion.done("models", "show", "sums:1")["path"]
     assert checked(champion, name, champion.public) == path
     with pytest.raises(click.UsageError, match="needs the key of whoever signs; name it with --public-key"):
@@ -60,9 +58,7 @@ def test_a_version_in_a_store_is_copied_and_the_copy_goes_at_the_end(
 def test_a_fetched_folder_is_checked_where_there_is_a_key(champion: Workplace) -> None:
     folder = champion.folder / "got"
     champion.done("models", "fetch", "sums@champion", folder)
-    assert (
-        checked(champion, str(folder), None) == checked(champion, str(folder), champion.public) == str(folder)
-    )
+    assert checked(champion, str(folder), None) == checked(champion, str(folder), champion.public) == str(folder)
     (folder / "added.py").write_text("")
     with pytest.raises(DataError, match=r"added\.py was added"):
         checked(champion, str(folder), champion.public)
@@ -73,7 +69,5 @@ def test_a_key_of_the_environment_leaves_other_models_alone_and_one_of_the_comma
 ) -> None:
     export = str(place.folder / "model")
     assert checked(place, export, place.public) == export
-    with pytest.raises(
-        click.UsageError, match=r"--public-key checks a registered model, and .* has no paceline\.json"
-    ):
+    with pytest.raises(click.UsageError, match=r"--public-key checks a registered model, and .* has no paceline\.json"):
         checked(place, export, place.public, required=True)

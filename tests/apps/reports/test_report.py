@@ -84,9 +84,7 @@ def test_hostile_text_is_only_text_in_a_browser(report: Path, chromium: Any) -> 
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert shown.evaluate("document.querySelectorAll('main img, main script').length") == 0
-    shown.evaluate(
-        "document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))"
-    )
+    shown.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
     assert shown.evaluate("window.ran") is None
     assert said[0] == report.as_uri()
     assert [each for each in said[1:] if "Content Security Policy" not in each] == []

@@ -20,9 +20,7 @@ from paceline.services.local.folder_lock import FolderLock
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC))
-    (tmp_path / "sweep.yaml").write_text(
-        yaml.safe_dump(sweep_of().model_dump(mode="json", exclude_none=True))
-    )
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep_of().model_dump(mode="json", exclude_none=True)))
     return tmp_path
 
 

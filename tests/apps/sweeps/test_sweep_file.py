@@ -21,9 +21,7 @@ def written(folder: Path, sweep: object, **spec: object) -> tuple[Path, str]:
 
 
 def test_a_sweep_takes_its_name_from_its_file_and_whole_bounds_are_integers(tmp_path: Path) -> None:
-    path, spec = written(
-        tmp_path, {"trials": 3, "search": LR | {"policy.num_updates_per_step": {"low": 1, "high": 4}}}
-    )
+    path, spec = written(tmp_path, {"trials": 3, "search": LR | {"policy.num_updates_per_step": {"low": 1, "high": 4}}})
     sweep = load_sweep(path)
     assert sweep.name == "sweep"
     parts = [part for part in sweep.search.values() if isinstance(part, Range)]
@@ -45,9 +43,7 @@ def test_a_sweep_takes_its_name_from_its_file_and_whole_bounds_are_integers(tmp_
         ({"start": [{"grpo.seed": 1}]}, "start.0 sets grpo.seed, which `search` does not vary"),
     ],
 )
-def test_a_faulty_file_is_told_with_the_field(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_a_faulty_file_is_told_with_the_field(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path, _ = written(tmp_path, {"trials": 3, "search": LR} | change)
     with pytest.raises(SpecError, match=r"sweep\.yaml") as caught:
         load_sweep(path)
@@ -95,9 +91,7 @@ def test_a_metric_that_no_trial_would_have_is_told(tmp_path: Path) -> None:
 
 def test_the_sweep_of_the_page_is_one_of_the_demos_spec(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
-    (block,) = re.findall(
-        r"^```yaml\n(.*?)^```$", (root / "docs" / "sweeps.md").read_text(), flags=re.M | re.S
-    )
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (root / "docs" / "sweeps.md").read_text(), flags=re.M | re.S)
     (tmp_path / "sweep.yaml").write_text(block)
     sweep = load_sweep(tmp_path / "sweep.yaml")
     check_sweep(sweep, str(root / "services" / "demo" / "grpo.yaml"), ())

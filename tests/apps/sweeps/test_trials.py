@@ -21,15 +21,11 @@ def test_a_better_learning_rate_than_a_bad_start_is_found(tmp_path: Path) -> Non
     assert first.policy.optimizer.lr == 1e-5
     assert best is not None
     assert best.value > 0.5 + 0.25  # the start has 0.5
-    assert (
-        coordinator.specs[best.user_attrs["run_id"]].policy.optimizer.lr == best.params["policy.optimizer.lr"]
-    )
+    assert coordinator.specs[best.user_attrs["run_id"]].policy.optimizer.lr == best.params["policy.optimizer.lr"]
 
 
 @pytest.mark.parametrize("where", ["submit", "watch"])
-def test_a_trial_whose_process_was_killed_is_found_again_and_not_run_twice(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_trial_whose_process_was_killed_is_found_again_and_not_run_twice(tmp_path: Path, where: str) -> None:
     coordinator = SweepCoordinator(killed_after=where)
     with pytest.raises(Killed):
         trials(tmp_path, coordinator, sweep_of()).run()
@@ -103,9 +99,7 @@ def test_a_run_that_fails_or_pauses_for_a_fault_fails_its_trial_and_the_sweep_go
 def test_a_pause_by_a_person_is_no_failure(tmp_path: Path) -> None:
     coordinator = SweepCoordinator(fails=lambda _: ("paused", ""))
     trials(tmp_path, coordinator, sweep_of(trials=2)).run()
-    assert [each.state.name for each in SweepStudy(tmp_path / "lr", sweep_of()).study.get_trials()] == [
-        "COMPLETE"
-    ] * 2
+    assert [each.state.name for each in SweepStudy(tmp_path / "lr", sweep_of()).study.get_trials()] == ["COMPLETE"] * 2
 
 
 def test_a_run_in_front_of_a_trial_is_told(tmp_path: Path) -> None:

@@ -46,9 +46,7 @@ def pairs(attributes: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"key": key, "value": any_value(value)} for key, value in attributes.items()]
 
 
-def otlp(
-    attributes: dict[str, Any], *events: tuple[str, dict[str, Any]], span_id: str = "ab"
-) -> dict[str, Any]:
+def otlp(attributes: dict[str, Any], *events: tuple[str, dict[str, Any]], span_id: str = "ab") -> dict[str, Any]:
     span = {
         "traceId": "12",
         "spanId": span_id,
@@ -58,9 +56,7 @@ def otlp(
     return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [span]}]}]}
 
 
-def sdk(
-    attributes: dict[str, Any], *events: tuple[str, dict[str, Any]], span_id: str = "ab"
-) -> dict[str, Any]:
+def sdk(attributes: dict[str, Any], *events: tuple[str, dict[str, Any]], span_id: str = "ab") -> dict[str, Any]:
     """A span as the Python SDK prints it, whose attributes are no objects: messages are JSON."""
     plain = {key: json.dumps(v) if isinstance(v, list) else v for key, v in attributes.items()}
     return {
@@ -99,9 +95,7 @@ def test_a_call_is_a_trace_with_the_score_of_its_evaluation(
 ) -> None:
     system = [{"type": "text", "content": "Be brief."}]
     tool = {"type": "function", "name": "add", "description": "a sum", "parameters": {"type": "object"}}
-    attributes = call(
-        answer("4"), **{"gen_ai.system_instructions": system, "gen_ai.tool.definitions": [tool]}
-    )
+    attributes = call(answer("4"), **{"gen_ai.system_instructions": system, "gen_ai.tool.definitions": [tool]})
     (row,), report = converted(tmp_path, form(attributes, score(0.5)))
     assert row["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     assert row["completion"] == [{"role": "assistant", "content": "4"}]
@@ -147,9 +141,7 @@ def test_calls_of_tools_and_their_responses_are_messages() -> None:
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-            ],
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
         },
         {"role": "tool", "content": '{"sum": 4}', "tool_call_id": "c1"},
     ]
@@ -192,10 +184,7 @@ def test_evaluations_of_several_names_are_chosen(tmp_path: Path) -> None:
 
 def test_converted_calls_are_groups_of_offline_grpo(tmp_path: Path) -> None:
     calls = [call(answer(text), **{"gen_ai.response.id": text}) for text in ("4", "5", "6")]
-    records = [
-        otlp(each, score(value), span_id=str(value))
-        for each, value in zip(calls, (1.0, 0.0, 0.5), strict=True)
-    ]
+    records = [otlp(each, score(value), span_id=str(value)) for each, value in zip(calls, (1.0, 0.0, 0.5), strict=True)]
     rows, _ = converted(tmp_path, *records)
     path = tmp_path / "traces.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -75,9 +75,7 @@ def test_a_malformed_trace_is_named_with_its_line(tmp_path: Path) -> None:
     traces.write_text('{"prompt": "a", "completion": "b", "final_reward": "good"}\n')
     result = paceline("traces", "pairs", traces, tmp_path / "pairs.jsonl")
     assert result.exit_code == 1
-    assert (
-        "traces.jsonl, line 1: column 'final_reward' has to be a finite number, not 'good'" in result.output
-    )
+    assert "traces.jsonl, line 1: column 'final_reward' has to be a finite number, not 'good'" in result.output
     assert not (tmp_path / "pairs.jsonl").exists()
 
 
@@ -88,9 +86,7 @@ def span(text: str, score: float | None) -> dict[str, object]:
         "attributes": {
             "gen_ai.operation.name": "chat",
             "gen_ai.input.messages": '[{"role": "user", "parts": [{"type": "text", "content": "2+2?"}]}]',
-            "gen_ai.output.messages": json.dumps(
-                [{"role": "assistant", "parts": [{"type": "text", "content": text}]}]
-            ),
+            "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": text}]}]),
         },
         "events": [] if score is None else [{"name": "gen_ai.evaluation.result", "attributes": evaluation}],
     }

@@ -37,10 +37,7 @@ def test_one_answer_with_the_sum_of_its_rewards() -> None:
     ]
     assert trace.completion == [{"role": "assistant", "content": "4"}]
     assert (trace.reward, trace.tokens) == (1.0, None)
-    assert (
-        row_of_rollout(rollout(USER | {"parent": None}, ANSWER | {"parent": 0}, rewards={}))["final_reward"]
-        is None
-    )
+    assert row_of_rollout(rollout(USER | {"parent": None}, ANSWER | {"parent": 0}, rewards={}))["final_reward"] is None
 
 
 def test_recorded_tokens_are_those_of_the_behaviour_policy() -> None:

@@ -130,9 +130,7 @@ def test_a_tracker_that_is_away_gets_all_later(run: RecordedRun, tmp_path: Path)
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_lost_answer_is_repeated_unless_the_tracker_has_it(
-    run: RecordedRun, tmp_path: Path, knows: bool
-) -> None:
+def test_a_lost_answer_is_repeated_unless_the_tracker_has_it(run: RecordedRun, tmp_path: Path, knows: bool) -> None:
     run.add_steps(3)
     run.add("state", state="succeeded")
     tracker = Recording()
@@ -141,9 +139,7 @@ def test_a_lost_answer_is_repeated_unless_the_tracker_has_it(
     assert [step for step, _ in tracker.got] == ([0, 1, 2] if knows else [0, 1, 1, 2])
 
 
-def test_a_tracker_that_lost_entries_gets_them_again_without_the_warnings(
-    run: RecordedRun, tmp_path: Path
-) -> None:
+def test_a_tracker_that_lost_entries_gets_them_again_without_the_warnings(run: RecordedRun, tmp_path: Path) -> None:
     run.add_steps(1)
     run.add("warning", message="one")
     run.add_steps(1)

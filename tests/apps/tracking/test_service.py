@@ -58,9 +58,7 @@ def rewards(directory: Path, run_id: str) -> list[float]:
     return [values["train/reward"] for _, values in found if "train/reward" in values]
 
 
-def test_runs_that_name_trackers_are_sent_new_ones_too(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_name_trackers_are_sent_new_ones_too(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.05)
     directory, stop = run.path.parent, threading.Event()
 

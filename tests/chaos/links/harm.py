@@ -64,9 +64,7 @@ class Harm:
 class Direction:
     """From a reader to a writer, whose write buffer has no room: what was drained is the kernel's."""
 
-    def __init__(
-        self, harm: Harm, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, messages: bool
-    ):
+    def __init__(self, harm: Harm, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, messages: bool):
         self._harm = harm
         self._reader = reader
         self._writer = writer

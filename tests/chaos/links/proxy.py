@@ -19,9 +19,7 @@ class Proxy:
     """Listens on a free port of `host` and relays to `target`, which says "host:port" for each new connection; a
     target that cannot be reached, or is not known (LookupError), refuses it. `messages` says that ZeroMQ speaks here."""
 
-    def __init__(
-        self, target: Callable[[], str], *, messages: bool = False, host: str = "127.0.0.1", seed: int = 0
-    ):
+    def __init__(self, target: Callable[[], str], *, messages: bool = False, host: str = "127.0.0.1", seed: int = 0):
         self.state = Harm(random.Random(seed))
         self._target = target
         self._messages = messages

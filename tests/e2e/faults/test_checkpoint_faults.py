@@ -143,9 +143,7 @@ def test_a_backup_put_back_goes_on_among_newer_files_and_workers(
     as they are; else everything is started anew, and in another place: the folder was moved."""
     reward, gate = gated(11 * 8)
     ready = services.directory / "address"
-    services.start(
-        "coordinator", "--directory", str(services.directory), "--port", "0", "--ready-file", str(ready)
-    )
+    services.start("coordinator", "--directory", str(services.directory), "--port", "0", "--ready-file", str(ready))
     wait_for(ready, services.processes["coordinator"])
     address = ready.read_text().strip()
     for role in ("rollout", "reward", "learner"):
@@ -206,7 +204,5 @@ def test_a_backup_put_back_goes_on_among_newer_files_and_workers(
     lines = [json.loads(line) for line in (directory / run_id / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(STEPS))
     assert "train" in (directory / run_id / "metrics.jsonl.set-aside").read_text()
-    facts = json.loads(
-        paceline("replay", str(directory / run_id), "--from", "0", "--device", "cpu", "--json")
-    )
+    facts = json.loads(paceline("replay", str(directory / run_id), "--from", "0", "--device", "cpu", "--json"))
     assert facts["identical"] is True, facts

@@ -91,20 +91,14 @@ def go_on(directory: Path, run_id: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order))
-def test_sigterm_to_every_role_in_any_order(
-    services: Services, make_spec: MakeSpec, order: tuple[str, ...]
-) -> None:
+def test_sigterm_to_every_role_in_any_order(services: Services, make_spec: MakeSpec, order: tuple[str, ...]) -> None:
     ready = services.directory / "address"
-    services.start(
-        "coordinator", "--directory", str(services.directory), "--port", "0", "--ready-file", str(ready)
-    )
+    services.start("coordinator", "--directory", str(services.directory), "--port", "0", "--ready-file", str(ready))
     wait_for(ready, services.processes["coordinator"])
     address = ready.read_text().strip()
     with Client(address) as client:
         # Checkpoints of its own would come after 30 steps only: the one that is found is SIGTERM's.
-        spec = make_spec(
-            grpo={"max_num_steps": 30}, checkpointing={"save_period": 30}, cluster={"rollout_workers": 1}
-        )
+        spec = make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30}, cluster={"rollout_workers": 1})
         run = client.submit(spec)
         for role in ("rollout", "reward", "learner"):
             services.start(role, "--coordinator", address)
@@ -126,9 +120,7 @@ def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:
     directory, file = tmp_path / "runs", tmp_path / "spec.yaml"
     file.write_text(spec_to_yaml(make_spec(grpo={"max_num_steps": 30}, checkpointing={"save_period": 30})))
     command = [*PACELINE, "up", str(file), "--directory", str(directory), "--port", "0", "--json"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as up:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as up:
         assert up.stdout is not None
         for line in up.stdout:
             event = json.loads(line)

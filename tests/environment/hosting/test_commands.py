@@ -97,7 +97,9 @@ async def test_it_ends_with_its_children(tmp_path: Path) -> None:
 
 
 async def test_a_child_that_holds_the_output_does_not_hold_the_episode() -> None:
-    source = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(0.25)"
+    source = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(0.25)"
+    )
     async with asyncio.timeout(60):
         assert await run(source) == 0.25
 

@@ -93,9 +93,7 @@ def test_a_broken_call_is_a_fault(rendering: FamilyRendering) -> None:
 def test_unknown_families_and_arguments_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"environment.renderer 'no-such' cannot be used"):
         FamilyRendering(TOKENIZER, "no-such", {})
-    with pytest.raises(
-        InvalidInput, match=r"cannot be used with this tokenizer and data.chat_template_kwargs"
-    ):
+    with pytest.raises(InvalidInput, match=r"cannot be used with this tokenizer and data.chat_template_kwargs"):
         FamilyRendering(TOKENIZER, "qwen3", {"no_such_argument": 1})
 
 
@@ -114,9 +112,7 @@ def test_the_spec_chooses_the_rendering() -> None:
 
 
 def test_messages_are_as_json_as_they_were_made(rendering: FamilyRendering) -> None:
-    parsed = rendering.parse(
-        Conversation(user("?"), TOOLS), rendering.prompt(Conversation(user("?"))), sampled(call())
-    )
+    parsed = rendering.parse(Conversation(user("?"), TOOLS), rendering.prompt(Conversation(user("?"))), sampled(call()))
     assert json.loads(json.dumps(parsed.message("c")))["tool_calls"][0]["id"] == "c_0"
 
 

@@ -39,9 +39,7 @@ def test_ragged_sequences_do_not_see_each_other() -> None:
     rewards = [rng.normal(size=n) for n in lengths]
     values = [rng.normal(size=n) for n in lengths]
     finals = rng.normal(size=4)
-    together, _ = gae(
-        np.concatenate(rewards), np.concatenate(values), finals, np.array(lengths), gamma=0.97, lam=0.9
-    )
+    together, _ = gae(np.concatenate(rewards), np.concatenate(values), finals, np.array(lengths), gamma=0.97, lam=0.9)
     alone = [one(list(r), list(v), f, 0.97, 0.9) for r, v, f in zip(rewards, values, finals, strict=True)]
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-12)
 

@@ -43,9 +43,7 @@ def test_each_reward_normalised_by_itself() -> None:
     a, b = 1 / (math.sqrt(2) + 1e-4), 2 * 5 / (math.sqrt(50) + 1e-4)
     # The scores a, -a, -b, b have mean 0 and sample variance 2(a² + b²)/3.
     scale = math.sqrt(2 * (a * a + b * b) / 3) + 1e-4
-    got = batch_advantages(
-        scored([7, 7, 9, 9], [[2, 1], [0, 1], [5, 0], [5, 10]]), spec_with("gdpo", functions=2)
-    )
+    got = batch_advantages(scored([7, 7, 9, 9], [[2, 1], [0, 1], [5, 0], [5, 10]]), spec_with("gdpo", functions=2))
     np.testing.assert_allclose(got, [a / scale, -a / scale, -b / scale, b / scale], rtol=1e-12)
 
 
@@ -101,9 +99,7 @@ def test_whitening_does_not_see_the_split() -> None:
         torch.arange(10),
     )
     whole = whitened_token_advantages([values_N], [None], [sequence_N], CPU)[0]
-    parts = whitened_token_advantages(
-        [values_N[:3], values_N[3:]], [None, None], [sequence_N[:3], sequence_N[:7]], CPU
-    )
+    parts = whitened_token_advantages([values_N[:3], values_N[3:]], [None, None], [sequence_N[:3], sequence_N[:7]], CPU)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -141,24 +137,19 @@ def test_a_closed_gate_takes_the_others_out_of_the_sum(preset: str) -> None:
 def test_seven_of_eight_at_a_weight_that_no_float_holds() -> None:
     # NVIDIA-NeMo/RL#4161, #1518: the std of seven products 0.7 is 1e-16 and not 0.
     spec = spec_with("nemo", second={})
-    spec = spec.model_validate(
-        spec.model_dump() | {"rewards": [spec.rewards[0].model_dump() | {"weight": 0.7}]}
-    )
+    spec = spec.model_validate(spec.model_dump() | {"rewards": [spec.rewards[0].model_dump() | {"weight": 0.7}]})
     found = batch_advantages(scored([7] * 8, [1, 1, 1, 1, 1, 1, 1, 0]), spec)
     high = (0.7 / 7) / (0.7 / math.sqrt(7) + 1e-6)  # the others of a 1 are six 1 and a 0
     np.testing.assert_allclose(found, [high] * 7 + [-0.7], rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp_baseline"]
-)
+@pytest.mark.parametrize("name", ["trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp_baseline"])
 def test_a_group_has_an_advantage_if_and_only_if_the_coordinator_says_so(name: str) -> None:
     random = np.random.default_rng(5)
     spec = spec_with(name, functions=3, second={"weight": 0.1})
     values = np.array([0.1, 0.2, 0.3, 1 / 3, 2 / 3, 0.7, 1.0, 0.0, NAN], np.float32)
     groups = [
-        values[random.choice(9, size=(1 + kinds, 3))][random.integers(0, 1 + kinds, 4)]
-        for kinds in (0, 1, 2) * 40
+        values[random.choice(9, size=(1 + kinds, 3))][random.integers(0, 1 + kinds, 4)] for kinds in (0, 1, 2) * 40
     ]
     batch = scored(np.repeat(np.arange(len(groups)), 4).tolist(), list(np.concatenate(groups)))
     found = np.nan_to_num(batch_advantages(batch, spec)).reshape(len(groups), 4)

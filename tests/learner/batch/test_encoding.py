@@ -76,9 +76,7 @@ def test_masks_of_the_assistant_are_after_the_tools() -> None:
 
 def test_a_template_that_reads_no_tools_is_refused() -> None:
     tokenizer = character_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(
-        InvalidInput, match=r"column 'tools' defines 1 tools, but the chat template .* reads none"
-    ):
+    with pytest.raises(InvalidInput, match=r"column 'tools' defines 1 tools, but the chat template .* reads none"):
         ExampleEncoder(spec_of(), tokenizer).of_row({"tools": TOOLS})
 
 

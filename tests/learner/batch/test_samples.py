@@ -28,9 +28,7 @@ def completion(*tokens: int) -> Completion:
 
 def group(rewards: list[float] | None) -> Group:
     rewards_CF = None if rewards is None else np.array(rewards, np.float32)[:, None]
-    return Group(
-        7, ids(1, 2), (completion(3, 4), completion(5, 6, 8), completion(9, 9)), rewards_CF=rewards_CF
-    )
+    return Group(7, ids(1, 2), (completion(3, 4), completion(5, 6, 8), completion(9, 9)), rewards_CF=rewards_CF)
 
 
 def test_groups_become_samples_with_their_rewards() -> None:
@@ -120,11 +118,7 @@ def test_rows_of_an_episode_train_only_what_was_sampled() -> None:
 
 def test_a_truncated_episode_can_be_left_out() -> None:
     cut_off = episode_group([1.0, 0.0])
-    rows = tuple(
-        replace(c, finish_reason="length" if i < 2 else "stop") for i, c in enumerate(cut_off.completions)
-    )
-    spec = make_spec(
-        Path("anywhere"), sections={"environment": {"class": "a.py:A", "truncated": "leave_out"}}
-    )
+    rows = tuple(replace(c, finish_reason="length" if i < 2 else "stop") for i, c in enumerate(cut_off.completions))
+    spec = make_spec(Path("anywhere"), sections={"environment": {"class": "a.py:A", "truncated": "leave_out"}})
     samples = sequences_from_groups([replace(cut_off, completions=rows)], spec)
     assert [s.num_trained_tokens for s in samples] == [0, 0, 2]

@@ -91,9 +91,7 @@ def test_resumed_training_is_bit_identical_to_uninterrupted(policy: Path, tmp_pa
     assert_same_weights(uninterrupted, resumed)
 
 
-def test_writing_a_checkpoint_changes_nothing_even_before_the_first_step(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_writing_a_checkpoint_changes_nothing_even_before_the_first_step(policy: Path, tmp_path: Path) -> None:
     """torch would count a step of the optimizer that never was, and shift its bias correction for good."""
     untouched = trained(policy, 2)
     saving = trained(policy, 0)
@@ -183,9 +181,7 @@ def vouched_for(path: Path) -> str:
     return write_manifest(Folder(path), manifest.model_copy(update={"files": hash_files(Folder(path))}))
 
 
-def test_foreign_metadata_is_refused_before_it_can_run(
-    copied: Checkpoint, policy: Path, tmp_path: Path
-) -> None:
+def test_foreign_metadata_is_refused_before_it_can_run(copied: Checkpoint, policy: Path, tmp_path: Path) -> None:
     """`.metadata` is a pickle: this one would make a file. It is not opened, and where its hash is vouched for, not run."""
     mark = tmp_path / "it-ran"
     program = b"cbuiltins\nexec\n(V" + f"open({str(mark)!r}, 'w').close()".encode() + b"\ntR."
@@ -292,9 +288,7 @@ def test_a_store_without_renames_or_folders_holds_checkpoints_too(policy: Path) 
     assert names(store) == ["1-2"]
 
 
-def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_torn_one_of_the_same_name_is_written_anew_and_a_complete_one_never(policy: Path, tmp_path: Path) -> None:
     trainer = trained(policy, 1)
     (tmp_path / "1-1").mkdir()
     (tmp_path / "1-1" / "__7_0.distcp").write_bytes(b"half")

@@ -52,9 +52,7 @@ def test_each_rank_gets_its_own_generator_back(two_ranks: Path) -> None:
         assert drawn == torch.rand(2, generator=generator).tolist()
 
 
-def test_gathered_weights_are_whole_named_as_the_model_and_only_on_rank_0(
-    two_ranks: Path, one: Trainer
-) -> None:
+def test_gathered_weights_are_whole_named_as_the_model_and_only_on_rank_0(two_ranks: Path, one: Trainer) -> None:
     gathered = load_file(two_ranks / "gathered.safetensors")
     expected = load_file(two_ranks / "whole.safetensors")
     assert gathered.keys() == one.model.state_dict().keys()
@@ -89,9 +87,7 @@ def test_one_rank_reads_a_checkpoint_of_two(two_ranks: Path, policy: Path) -> No
     for step in range(2, 4):
         alone.train_step(make_batch(), step)
     for name, tensor in load_file(two_ranks / "whole.safetensors").items():
-        torch.testing.assert_close(
-            alone.model.get_parameter(name).detach(), tensor, rtol=1e-3, atol=1e-4, msg=name
-        )
+        torch.testing.assert_close(alone.model.get_parameter(name).detach(), tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_every_rank_refuses_what_one_found_damaged(two_ranks: Path) -> None:

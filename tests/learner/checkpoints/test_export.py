@@ -57,9 +57,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def test_gathered_weights_load_with_equal_logits(trainer: Trainer, tmp_path: Path) -> None:
-    folder = export_pretrained(
-        tmp_path / "export", gather_weights(trainer.model, None), model_name=policy_of(trainer)
-    )
+    folder = export_pretrained(tmp_path / "export", gather_weights(trainer.model, None), model_name=policy_of(trainer))
     model = loaded(folder, torch.float32)
     tied = trainer.model.config.tie_word_embeddings
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
@@ -89,9 +87,7 @@ def test_checkpoint_exports_without_a_process_group(trainer: Trainer, tmp_path: 
     )
     assert torch.equal(logits(loaded(folder, torch.bfloat16)), expected_logits(trainer, torch.bfloat16))
     with pytest.raises(Conflict, match="expected was"):
-        export_checkpoint(
-            saved.path, tmp_path / "other", expected_sha256="0" * 64, policy=trainer.spec.policy
-        )
+        export_checkpoint(saved.path, tmp_path / "other", expected_sha256="0" * 64, policy=trainer.spec.policy)
 
 
 def test_export_refuses_to_overwrite_and_other_models_weights(trainer: Trainer, tmp_path: Path) -> None:
@@ -103,9 +99,7 @@ def test_export_refuses_to_overwrite_and_other_models_weights(trainer: Trainer, 
         export_pretrained(tmp_path / "export", weights, model_name=policy_of(trainer))
     weights = gather_weights(trainer.model, None)
     with pytest.raises(InvalidInput, match="no tokenizer files"):
-        export_pretrained(
-            tmp_path / "export", weights, model_name=policy_of(trainer), tokenizer_name=str(tmp_path)
-        )
+        export_pretrained(tmp_path / "export", weights, model_name=policy_of(trainer), tokenizer_name=str(tmp_path))
     assert not (tmp_path / "export").exists()
 
 

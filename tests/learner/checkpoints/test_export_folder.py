@@ -122,9 +122,7 @@ def test_an_export_to_a_store_has_its_manifest_last_and_replaces_only_exports(
     assert names(tmp_path / "exports") == []
 
 
-def test_an_export_that_breaks_off_in_a_store_is_not_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_breaks_off_in_a_store_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SPOOL", str(tmp_path))
     url = f"memory://{uuid.uuid4().hex}/now"
     export_to(url, EXPORT_MANIFEST, "config.json")

@@ -19,9 +19,7 @@ from paceline.learner.weights import stream
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe", "bias"])
-def test_the_files_are_those_of_save_pretrained(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_are_those_of_save_pretrained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "PIECE_BYTES", 300)
     policy = make_spec(save_model(kind, tmp_path / "policy")).policy
     model = load_policy(policy, CPU)

@@ -44,15 +44,11 @@ def save(trainer: Trainer, directory: Path | str) -> Checkpoint:
 
 
 def load(saved: Checkpoint, trainer: Trainer) -> None:
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=trainer.model, optimizer=trainer.optimizer
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=trainer.model, optimizer=trainer.optimizer)
 
 
 @pytest.mark.parametrize("where", ["disk", "store"])
-def test_training_goes_on_bit_for_bit(
-    policy: Path, tmp_path: Path, given_key: StorageKey, where: str
-) -> None:
+def test_training_goes_on_bit_for_bit(policy: Path, tmp_path: Path, given_key: StorageKey, where: str) -> None:
     uninterrupted = trained(policy, 3)
     saved = save(trained(policy, 2), tmp_path if where == "disk" else f"memory://{uuid4().hex}")
     resumed = Trainer(make_spec(policy), CPU)
@@ -62,9 +58,7 @@ def test_training_goes_on_bit_for_bit(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.model.state_dict().items())
 
 
-def test_every_file_but_the_manifest_is_encrypted(
-    policy: Path, tmp_path: Path, given_key: StorageKey
-) -> None:
+def test_every_file_but_the_manifest_is_encrypted(policy: Path, tmp_path: Path, given_key: StorageKey) -> None:
     trainer = trained(policy, 2)
     saved = save(trainer, tmp_path)
     folder = saved.path.local
@@ -121,9 +115,7 @@ def test_another_key_and_no_key_are_named(
         load(saved, trainer)
 
 
-def test_a_plain_checkpoint_is_loaded_with_a_key(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_checkpoint_is_loaded_with_a_key(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained(policy, 1)
     saved = save(trainer, tmp_path)
     monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())

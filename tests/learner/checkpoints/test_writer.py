@@ -71,9 +71,7 @@ def test_steps_go_on_while_the_files_are_written_and_do_not_reach_them(
     assert saved.manifest.num_threads == torch.get_num_threads()
     after = weights(trainer)
     resumed = Trainer(make_spec(policy), CPU)
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(resumed).items())
     resumed.train_step(make_batch(), 1)
     resumed.train_step(make_batch(), 2)
@@ -123,12 +121,8 @@ def test_a_state_that_does_not_change_is_written_without_a_copy(
     saved = writer.finish()
     assert saved is not None
     again = Trainer(make_spec(policy), CPU)
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=again.model, optimizer=again.optimizer
-    )
-    assert all(
-        torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in weights(trainer).items()
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=again.model, optimizer=again.optimizer)
+    assert all(torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in weights(trainer).items())
 
 
 def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(

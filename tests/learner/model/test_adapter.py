@@ -155,9 +155,7 @@ def test_the_merged_model_the_adapter_folder_and_the_policy_are_one(
     assert (whole - logits(base_model(policy))).abs().max() > 1e-2
     names = {"adapter_config.json", "adapter_model.safetensors", "paceline_manifest.json"}
     assert {path.name for path in alone.iterdir()} == names
-    assert len({path.stat().st_mode for path in alone.iterdir()}) == 1, (
-        "other users may read all of it or nothing"
-    )
+    assert len({path.stat().st_mode for path in alone.iterdir()}) == 1, "other users may read all of it or nothing"
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 5, str(policy))
 
@@ -174,9 +172,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(
         )
 
     resumed = Trainer(make_spec(policy, lora_cfg=LORA), CPU)
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer)
     for one in (trainer, resumed):
         one.train_step(make_batch(), 2)
     expected, got = (one.model.state_dict() for one in (trainer, resumed))

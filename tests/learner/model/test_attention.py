@@ -37,8 +37,6 @@ def test_a_hopper_with_the_package_takes_it_once_and_leaves_it_for_deterministic
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", chosen.append)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: chosen.append(None))
     monkeypatch.setattr(torch_attention, "current_flash_attention_impl", lambda: chosen[-1])
-    found = [
-        prefer_flash_attention_3(GPU, deterministic=each) for each in (True, False, False, True, True, False)
-    ]
+    found = [prefer_flash_attention_3(GPU, deterministic=each) for each in (True, False, False, True, True, False)]
     assert found == [False, True, True, False, False, True]
     assert chosen == [None, "FA3", None, "FA3"]

@@ -54,9 +54,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return found
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch hides it otherwise
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it otherwise
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing: bool) -> None:
@@ -80,9 +78,7 @@ def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing:
     assert counts[1] == counts[2] == counts[3], "from the second length on a graph has any length"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch hides it otherwise
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it otherwise
 def test_graphs_do_not_grow_with_the_number_of_runs(tmp_path: Path, graphs: list[Any]) -> None:
     spec = make_spec(save_tiny_policy(tmp_path), compile=True)
     compiled = load_policy(spec.policy, CPU)

@@ -87,18 +87,14 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        InvalidInput, match=r"model\.safetensors lacks tensor 'model\.layers\.1\.mlp\.up_proj"
-    ):
+    with pytest.raises(InvalidInput, match=r"model\.safetensors lacks tensor 'model\.layers\.1\.mlp\.up_proj"):
         load_policy(make_spec(tmp_path).policy, CPU)
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     config = save_tiny_policy(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 40}))
-    with pytest.raises(
-        InvalidInput, match=r"layers\.0\.mlp\.down_proj\.weight' in .*shape \(32, 48\).*\(32, 40\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"layers\.0\.mlp\.down_proj\.weight' in .*shape \(32, 48\).*\(32, 40\)"):
         load_policy(make_spec(tmp_path).policy, CPU)
 
 

@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.learner.model.logprobs import chunked_logprobs
 
 
-def full(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def full(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logp_NV = ((hidden_NH @ weight_VH.T) / temperature).log_softmax(-1)
     return logp_NV.gather(-1, targets_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
 
@@ -29,9 +27,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_value_and_gradient(
-    inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int, temperature: float
-) -> None:
+def test_value_and_gradient(inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int, temperature: float) -> None:
     hidden_NH, weight_VH, targets_N = inputs
     weights_N = torch.linspace(-1, 2, 13)
     expected_N, expected_entropy_N = full(hidden_NH, weight_VH, targets_N, temperature)
@@ -160,9 +156,7 @@ def test_a_frozen_head_gets_no_gradient(inputs: tuple[Tensor, Tensor, Tensor]) -
     logprobs_N, _ = chunked_logprobs(
         hidden_NH, weight_VH.detach(), targets_N, temperature=1.0, chunk_tokens=5, vocabulary_tile=4
     )
-    for grad in zip(
-        *(torch.autograd.grad(x.sum(), hidden_NH) for x in (logprobs_N, expected_N)), strict=True
-    ):
+    for grad in zip(*(torch.autograd.grad(x.sum(), hidden_NH) for x in (logprobs_N, expected_N)), strict=True):
         torch.testing.assert_close(*grad, atol=1e-5, rtol=1e-5)
 
 

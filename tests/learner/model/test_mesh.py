@@ -32,9 +32,7 @@ def test_auto_divides_by_all_ranks_and_copies_only_where_a_host_holds_the_model(
 
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (3, "auto"), ("auto", 16)])
 def test_sizes_that_do_not_make_the_ranks_are_refused(replicate: object, shard: object) -> None:
-    with pytest.raises(
-        InvalidInput, match=rf"policy.parallel.replicate {replicate} and shard {shard} do not make 8"
-    ):
+    with pytest.raises(InvalidInput, match=rf"policy.parallel.replicate {replicate} and shard {shard} do not make 8"):
         sizes(replicate, shard)
 
 
@@ -57,9 +55,7 @@ def two_by_two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> MeshRu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replicas_of_shards_equal_one_rank(
-    name: str, two_by_two: MeshRun, expected: dict[str, OneRank]
-) -> None:
+def test_replicas_of_shards_equal_one_rank(name: str, two_by_two: MeshRun, expected: dict[str, OneRank]) -> None:
     assert two_by_two.difference(name, expected[name]) <= TOLERANCE
 
 
@@ -73,9 +69,7 @@ def test_one_rank_goes_on_from_the_checkpoint_of_replicas(
 ) -> None:
     trainer = Trainer(make_spec(models / "dense", train_mb_tokens=ROW_TOKENS), CPU)
     saved = two_by_two.resumed
-    checkpoint.load(
-        saved["path"], expected_sha256=saved["sha256"], model=trainer.model, optimizer=trainer.optimizer
-    )
+    checkpoint.load(saved["path"], expected_sha256=saved["sha256"], model=trainer.model, optimizer=trainer.optimizer)
     metrics = trainer.train_step(batch_of("grpo"), 1)
     for key in ("loss", "grad_norm"):
         assert abs(metrics[key] - expected["grpo"].metrics[key]) <= TOLERANCE

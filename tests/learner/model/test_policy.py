@@ -58,18 +58,12 @@ def save_untied(folder: Path) -> Path:
     return save_tiny_policy(folder, tied=False)
 
 
-def unpacked_loss(
-    model: torch.nn.Module, weights: list[Tensor], temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def unpacked_loss(model: torch.nn.Module, weights: list[Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and Σ weight · logprob, one sequence at a time."""
     logprobs, entropies = [], []
     for sequence in trained():
-        ids = torch.from_numpy(
-            np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64)
-        )
-        logp_RV = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[
-            len(sequence.prompt_ids) - 1 : -1
-        ]
+        ids = torch.from_numpy(np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(np.int64))
+        logp_RV = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[len(sequence.prompt_ids) - 1 : -1]
         logprobs.append(logp_RV.gather(-1, ids[len(sequence.prompt_ids) :, None])[:, 0])
         entropies.append(-(logp_RV.exp() * logp_RV).sum(-1))
     total = sum((lp * w).sum() for lp, w in zip(logprobs, weights, strict=True))
@@ -93,9 +87,7 @@ def test_packed_equals_plain(save: Any, tmp_path: Path) -> None:
     total.backward()
 
     policy = load_policy(make_spec(folder).policy, CPU)
-    logprobs_N, entropy_N = packed_logprobs(
-        policy, pack_samples(trained(), CPU), temperature=0.7, chunk_tokens=7
-    )
+    logprobs_N, entropy_N = packed_logprobs(policy, pack_samples(trained(), CPU), temperature=0.7, chunk_tokens=7)
     (logprobs_N * torch.cat(weights)).sum().backward()
 
     torch.testing.assert_close(logprobs_N, expected_N, atol=1e-5, rtol=1e-5)

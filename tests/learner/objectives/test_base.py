@@ -39,9 +39,7 @@ def shares(kind: str, pairs: PairLogRatios) -> Callable[[slice], Tensor]:
                 good_S = torch.tensor([True, False, False, True])
                 return kto_loss(one.chosen_P, good_S[part], 0.2, 4, beta=BETA, undesirable_weight=1.5)
             case "orpo":
-                return orpo_loss(
-                    -one.chosen_P.abs() - 0.1, -one.rejected_P.abs() - 0.1, one.weights_P, beta=BETA
-                )
+                return orpo_loss(-one.chosen_P.abs() - 0.1, -one.rejected_P.abs() - 0.1, one.weights_P, beta=BETA)
             case "rm":
                 margins_P = f64([0.5, 0.0, 1.0, 0.0])[part]
                 return reward_model_loss(
@@ -68,9 +66,7 @@ def test_shares_of_micro_batches_add_up(kind: str, dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(parts, whole, **tolerance)
     leaves = (pairs.chosen_P,) if kind == "kto" else (pairs.chosen_P, pairs.rejected_P)
-    for one, other in zip(
-        torch.autograd.grad(parts, leaves), torch.autograd.grad(whole, leaves), strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(parts, leaves), torch.autograd.grad(whole, leaves), strict=True):
         torch.testing.assert_close(one, other, **tolerance)
 
 

@@ -257,7 +257,5 @@ def test_shares_of_micro_batches_add_up(name: str, dtype: torch.dtype) -> None:
 def test_m2po_limit(values: list[float], threshold: float, limit: float | None) -> None:
     got = m2_limit_of(torch.tensor(values), threshold + 1e-9, lambda sums: sums)
     kept = [value for value in torch.tensor(values).tolist() if value <= got]
-    expected = (
-        [] if limit is None else [value for value in torch.tensor(values).tolist() if value <= limit + 1e-8]
-    )
+    expected = [] if limit is None else [value for value in torch.tensor(values).tolist() if value <= limit + 1e-8]
     assert kept == expected

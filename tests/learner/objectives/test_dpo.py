@@ -35,9 +35,7 @@ def test_pairs(kind: Any, average: bool) -> None:
     chosen_grad, rejected_grad = torch.autograd.grad(loss, (pairs.chosen_P, pairs.rejected_P))
     divide = average or kind == "ipo"
     value, chosen_slopes, rejected_slopes = 0.0, [], []
-    for chosen, rejected, a, b, weight in zip(
-        CHOSEN, REJECTED, CHOSEN_LENGTHS, REJECTED_LENGTHS, WEIGHTS, strict=True
-    ):
+    for chosen, rejected, a, b, weight in zip(CHOSEN, REJECTED, CHOSEN_LENGTHS, REJECTED_LENGTHS, WEIGHTS, strict=True):
         # An empty completion has the log-ratio 0 and counts as one token.
         chosen_tokens, rejected_tokens = (max(a, 1), max(b, 1)) if divide else (1, 1)
         form_value, slope = FORMS[kind](chosen / chosen_tokens - rejected / rejected_tokens)

@@ -19,9 +19,7 @@ LENGTHS = (1, 4, 2, 9, 3)
 """Characters of each row's completion; the prompt has two, and an end of sequence follows."""
 
 
-def spec_of(
-    folder: Path, algorithm: str, limit: int, lengths: tuple[int, ...] = LENGTHS, **section: Any
-) -> RunSpec:
+def spec_of(folder: Path, algorithm: str, limit: int, lengths: tuple[int, ...] = LENGTHS, **section: Any) -> RunSpec:
     rows = [
         {
             "prompt": f"{place}=",
@@ -92,11 +90,7 @@ def test_kto_asks_about_its_own_and_the_next_ones_completions(tmp_path: Path) ->
 def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> None:
     source = source_of(tmp_path, "kto", 12, num_examples_per_step=2, max_num_steps=3)
     source.set_reference({pair: [-10.0 * pair.prompt - pair.completions] for pair in source.row_pairs()})
-    known = [
-        (s.group_id, s.label.mismatched, s.label.reference_logprob)
-        for s in source.of_step(2, 0, 1)
-        if s.label
-    ]
+    known = [(s.group_id, s.label.mismatched, s.label.reference_logprob) for s in source.of_step(2, 0, 1) if s.label]
     assert known == [(4, False, -44.0), (4, True, -40.0), (5, False, 0.0), (5, True, -4.0)]
 
 

@@ -33,16 +33,12 @@ def test_kto(batch_kl: float, z: float) -> None:
     (grad_S,) = torch.autograd.grad(loss, log_ratios_S)
     good, bad = sigmoid(BETA * (0.9 - z)), sigmoid(-BETA * (-0.4 - z))
     assert loss.item() == pytest.approx((1 - good + 1.5 * (1 - bad)) / 6)
-    assert grad_S.tolist() == pytest.approx(
-        [-BETA * good * (1 - good) / 6, 1.5 * BETA * bad * (1 - bad) / 6, 0.0]
-    )
+    assert grad_S.tolist() == pytest.approx([-BETA * good * (1 - good) / 6, 1.5 * BETA * bad * (1 - bad) / 6, 0.0])
 
 
 def test_kto_measures_its_kl_on_completions_of_other_prompts(model: Path, moved: Path) -> None:
     batch = make_judged_batch("kto")
-    spec = make_spec(
-        model, "kto", sections={"kto": {"reference_policy_kl_penalty": 0.2, "undesirable_weight": 1.5}}
-    )
+    spec = make_spec(model, "kto", sections={"kto": {"reference_policy_kl_penalty": 0.2, "undesirable_weight": 1.5}})
     metrics = trainer_of(spec, moved).evaluate(batch)
     ratios = [c - r for c, r in zip(sums_of(moved, batch), sums_of(model, batch), strict=True)]
     labels = [s.label for s in batch if s.label is not None]

@@ -120,9 +120,7 @@ def test_an_export_keeps_its_behaviour_policy(model: Path, tmp_path: Path) -> No
 
 def test_advantages_are_relative_to_the_prompt(model: Path, tmp_path: Path) -> None:
     spec = spec_of(model, tmp_path / "texts.jsonl", texts())
-    dr_grpo = spec.model_copy(
-        update={"offline_grpo": spec.offline_grpo.model_copy(update={"advantage": "dr_grpo"})}
-    )
+    dr_grpo = spec.model_copy(update={"offline_grpo": spec.offline_grpo.model_copy(update={"advantage": "dr_grpo"})})
     _, source = prepared(dr_grpo)
     mean = (1.0 + 0.0 + 0.0) / 3
     for row in range(len(source)):

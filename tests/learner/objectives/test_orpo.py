@@ -68,9 +68,7 @@ def test_orpo_stays_finite_at_both_ends(log_p: float) -> None:
 
 def test_orpo_is_its_formula_on_completions(model: Path) -> None:
     batch = make_judged_batch("orpo")
-    metrics = Trainer(make_spec(model, "orpo", sections={"orpo": {"odds_ratio_weight": 0.5}}), CPU).evaluate(
-        batch
-    )
+    metrics = Trainer(make_spec(model, "orpo", sections={"orpo": {"odds_ratio_weight": 0.5}}), CPU).evaluate(batch)
     means = [total / len(s.completion_ids) for total, s in zip(sums_of(model, batch), batch, strict=True)]
     odds = [mean - math.log1p(-math.exp(mean)) for mean in means]
     pairs = [(0, 1, 1 / 8), (0, 2, 1 / 8), (3, 4, 1 / 4), (5, 6, 1 / 4), (7, 8, 1 / 4)]

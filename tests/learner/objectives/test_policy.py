@@ -56,9 +56,7 @@ def test_one_update_is_the_truncated_policy_gradient(cap: float | None, rho: flo
         (0.3, 1.0, -0.6, -0.6),
     ],
 )
-def test_clip_of_the_ratio_to_the_proximal_policy(
-    current: float, advantage: float, value: float, slope: float
-) -> None:
+def test_clip_of_the_ratio_to_the_proximal_policy(current: float, advantage: float, value: float, slope: float) -> None:
     tokens = one_token(current, 0.5, advantage, proximal_N=logs(0.5))
     got = value_and_slope(tokens, ratio_clip_min=0.2, ratio_clip_max=0.28)
     assert got == pytest.approx((value, slope), abs=1e-6)

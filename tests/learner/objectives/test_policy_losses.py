@@ -116,12 +116,8 @@ def test_dppo() -> None:
     # π - μ = π·(1 - 1/r): token 0: 0.6703·0.2592 = 0.174; 1: 0.3679·0.4512 = 0.166; 4 (bad): 0.0498·(1 - e^3) = -0.950,
     # so it alone is dropped; 3 (bad) rose, which is never dropped.
     kept = [1, 1, 1, 1, 0, 1]
-    values = [
-        (-k * math.exp(x) * a + 1e-3 * x * x) / TOKENS for k, x, a in zip(kept, log_r, ADVANTAGE, strict=True)
-    ]
-    slopes = [
-        (-k * math.exp(x) * a + 2e-3 * x) / TOKENS for k, x, a in zip(kept, log_r, ADVANTAGE, strict=True)
-    ]
+    values = [(-k * math.exp(x) * a + 1e-3 * x * x) / TOKENS for k, x, a in zip(kept, log_r, ADVANTAGE, strict=True)]
+    slopes = [(-k * math.exp(x) * a + 2e-3 * x) / TOKENS for k, x, a in zip(kept, log_r, ADVANTAGE, strict=True)]
     result = check(batch(log_r, [0.0] * TOKENS), values, slopes, preset="dppo")
     assert result.sums["clipped"].item() == 1
 
@@ -220,8 +216,6 @@ def test_log_linear_needs_ages() -> None:
 def test_no_token_at_all_is_a_loss_of_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
     for preset in ("grpo", "gspo", "rloo", "vespo", "cispo", "sapo", "dppo", "bnpo", "luspo"):
-        tokens = TokenArrays(
-            empty, empty, empty, torch.zeros(0, dtype=torch.int64), 0, empty, empty, None, empty
-        )
+        tokens = TokenArrays(empty, empty, empty, torch.zeros(0, dtype=torch.int64), 0, empty, empty, None, empty)
         result = policy_loss(tokens, Denominators(0, 3, 8, 0), LossSection(preset=preset))
         assert result.loss.item() == 0

@@ -30,9 +30,7 @@ def test_reward_model() -> None:
     slopes = [-sigmoid(-1.0), -1.0]
     centre = [0.02 * 2.5, 0.02 * 899.0]
     assert chosen_grad.tolist() == pytest.approx([(s + c) / 4 for s, c in zip(slopes, centre, strict=True)])
-    assert rejected_grad.tolist() == pytest.approx(
-        [(-s + c) / 4 for s, c in zip(slopes, centre, strict=True)]
-    )
+    assert rejected_grad.tolist() == pytest.approx([(-s + c) / 4 for s, c in zip(slopes, centre, strict=True)])
 
 
 def test_a_reward_model_without_margin_or_centring_is_bradley_terry() -> None:
@@ -47,12 +45,9 @@ def test_a_score_is_what_transformers_gives_for_the_whole_text(model: Path) -> N
     plain.load_state_dict(trainer.model.state_dict())
     batch = make_judged_batch("rm")
     with torch.no_grad():
-        scores = [
-            float(plain(torch.from_numpy(s.prompt_ids.astype(np.int64))[None]).logits[0, 0]) for s in batch
-        ]
+        scores = [float(plain(torch.from_numpy(s.prompt_ids.astype(np.int64))[None]).logits[0, 0]) for s in batch]
     pairs = [(0, 1, 1 / 8), (0, 2, 1 / 8), (3, 4, 1 / 4), (5, 6, 1 / 4), (7, 8, 1 / 4)]
     loss = sum(
-        w * (-log_sigmoid(scores[c] - scores[r] - 0.5) + 0.1 * (scores[c] + scores[r]) ** 2)
-        for c, r, w in pairs
+        w * (-log_sigmoid(scores[c] - scores[r] - 0.5) + 0.1 * (scores[c] + scores[r]) ** 2) for c, r, w in pairs
     )
     assert trainer.evaluate(batch)["loss"] == pytest.approx(loss, rel=1e-4)

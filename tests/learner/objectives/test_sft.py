@@ -20,9 +20,7 @@ def logs(*probabilities: float) -> Tensor:
 
 def test_supervised_loss_is_the_mean_over_the_batch() -> None:
     current_N = logs(0.5, 0.25).requires_grad_()
-    tokens = TokenArrays(
-        current_N, torch.zeros(2), torch.full((2,), 2.0), torch.zeros(2, dtype=torch.int64), 1
-    )
+    tokens = TokenArrays(current_N, torch.zeros(2), torch.full((2,), 2.0), torch.zeros(2, dtype=torch.int64), 1)
     counts = Denominators(tokens=4, sequences=2, max_completion_tokens=8, micro_batches=2)
     result = sft_loss(tokens, counts)
     (grad_N,) = torch.autograd.grad(result.loss, current_N)

@@ -109,9 +109,7 @@ def test_advantages_are_clipped_on_both_sides_and_the_largest_is_told(advantage:
     bounds = {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5}
     spec = make_spec(Path("nowhere"), grpo={"advantage": advantage, **bounds})
     batch = sequences_from_groups([group([9.0, 0.0, math.nan])], spec)
-    updates = with_advantages(
-        batch, plan_updates(batch, 0, spec, objective_of(spec), CPU, 1), spec, CPU, None
-    )
+    updates = with_advantages(batch, plan_updates(batch, 0, spec, objective_of(spec), CPU, 1), spec, CPU, None)
     clipped, metrics = with_clipped_advantages(updates, spec, CPU)
     assert metrics == {"advantage_max": 4.5 if advantage == "dr_grpo" else 1.0}
     found = [micro.advantages_N.tolist() for update in clipped for micro in update.micro_batches]  # type: ignore[union-attr]

@@ -39,9 +39,7 @@ def test_a_worker_that_adds_a_hundredth_is_found_and_the_step_is_the_same(
                 )[0].numpy()
                 own_T = np.zeros(len(sample.completion_ids), np.float32)
                 own_T[slice(None) if sample.trained_T is None else sample.trained_T] = own_N
-                sample = replace(
-                    sample, behaviour_logprobs_T=own_T + np.float32(0.01 * (sample.group_id in wrong))
-                )
+                sample = replace(sample, behaviour_logprobs_T=own_T + np.float32(0.01 * (sample.group_id in wrong)))
             exact.append(sample)
     groups = {sample.group_id for sample in exact if sample.num_trained_tokens}
     trainer.comparison = comparison = SamplerComparison(groups)

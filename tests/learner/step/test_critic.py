@@ -121,9 +121,7 @@ def test_the_policy_waits_for_its_first_step(model: Path) -> None:
         trainer.train_step(make_batch(), step)
         moved = any(not torch.equal(p, b) for p, b in zip(trainer.model.parameters(), before, strict=True))
         assert moved == (step == 2)
-        assert any(
-            not torch.equal(p, b) for p, b in zip(trainer.critic.model.parameters(), values, strict=True)
-        )
+        assert any(not torch.equal(p, b) for p, b in zip(trainer.critic.model.parameters(), values, strict=True))
 
 
 def test_a_nan_in_the_value_model_stops_both_optimizers(model: Path) -> None:
@@ -146,10 +144,7 @@ def test_a_nan_in_the_value_model_stops_both_optimizers(model: Path) -> None:
 
 def test_a_value_gradient_that_overflows_stops_both_optimizers(model: Path) -> None:
     trainer = Trainer(make_ppo(model), CPU)
-    huge = [
-        replace(s, rewards_F=np.array([3e38], np.float32)) if i == 2 else s
-        for i, s in enumerate(make_batch())
-    ]
+    huge = [replace(s, rewards_F=np.array([3e38], np.float32)) if i == 2 else s for i, s in enumerate(make_batch())]
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(NonFiniteLoss):
         trainer.train_step(huge, 0)

@@ -116,9 +116,7 @@ def test_a_checkpoint_has_the_scale(model: Path, tmp_path: Path) -> None:
     assert saved is not None
     expected = trainer.train_step(make_batch(), 1)
     resumed = trainer_of(model)
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer)
     assert scale_of(resumed) == 2.0**9
     again = resumed.train_step(make_batch(), 1)
     assert (again["loss"], again["grad_norm"]) == (expected["loss"], expected["grad_norm"])

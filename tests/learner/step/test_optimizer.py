@@ -98,9 +98,7 @@ def test_a_setting_that_no_shape_reads_is_refused(schedule: dict[str, object], w
 
 def test_a_fall_longer_than_the_run_is_refused(tmp_path: Path) -> None:
     scheduler = {"name": "wsd", "warmup_steps": 4, "decay_steps": 8}
-    with pytest.raises(
-        ValidationError, match=r"4 steps of warm-up \+ decay_steps 8 exceed the run's 10 steps"
-    ):
+    with pytest.raises(ValidationError, match=r"4 steps of warm-up \+ decay_steps 8 exceed the run's 10 steps"):
         make_spec(tmp_path, grpo={"max_num_steps": 10}, scheduler=scheduler)
     make_spec(tmp_path, grpo={"max_num_steps": 12}, scheduler=scheduler)
 

@@ -50,9 +50,7 @@ def test_a_first_update_is_that_of_adamw_and_parts_make_no_difference(
     def updated(state_dtype: str) -> torch.Tensor:
         torch.manual_seed(3)
         model = torch.nn.Linear(30, 7)
-        optimizer = make_optimizer(
-            model, OptimizerSection(lr=0.01, weight_decay=0.1, state_dtype=state_dtype)
-        )
+        optimizer = make_optimizer(model, OptimizerSection(lr=0.01, weight_decay=0.1, state_dtype=state_dtype))
         model(torch.ones(2, 30)).square().sum().backward()
         optimizer.step()
         return model.weight.detach()
@@ -91,9 +89,7 @@ def test_moments_on_the_host_are_the_same(policy: Path, state_dtype: str) -> Non
         assert losses == pytest.approx(expected, rel=1e-5)
     for one, other in zip(offloaded.model.parameters(), stayed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert {
-        tensor.device.type for state in offloaded.optimizer.state.values() for tensor in state.values()
-    } == {"cpu"}
+    assert {tensor.device.type for state in offloaded.optimizer.state.values() for tensor in state.values()} == {"cpu"}
 
 
 def test_the_same_run_again_is_bit_identical_also_from_a_checkpoint(policy: Path, tmp_path: Path) -> None:
@@ -103,12 +99,8 @@ def test_the_same_run_again_is_bit_identical_also_from_a_checkpoint(policy: Path
     saved = checkpoint.save(tmp_path, session=1, step=2, model=again.model, optimizer=again.optimizer)
     assert saved is not None
     resumed, _ = trained(policy, 0)
-    checkpoint.load(
-        saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer
-    )
-    assert all(
-        state[name].dtype == torch.bfloat16 for state in resumed.optimizer.state.values() for name in MOMENTS
-    )
+    checkpoint.load(saved.path, expected_sha256=saved.manifest_sha256, model=resumed.model, optimizer=resumed.optimizer)
+    assert all(state[name].dtype == torch.bfloat16 for state in resumed.optimizer.state.values() for name in MOMENTS)
     assert [resumed.train_step(make_batch(), step)["loss"] for step in (2, 3)] == losses[2:]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name

@@ -35,9 +35,7 @@ def groups(model: Path) -> list[Group]:
         group = Group(group_id, prompt_ids, tuple(blank), rewards_CF=rewards_CF)
         completions = []
         for completion, logprobs in zip(blank, logprobs_of(trainer, [group]), strict=True):
-            completions.append(
-                Completion(completion.token_ids, logprobs.astype(np.float32), completion.spans, "stop")
-            )
+            completions.append(Completion(completion.token_ids, logprobs.astype(np.float32), completion.spans, "stop"))
         groups.append(Group(group_id, prompt_ids, tuple(completions), rewards_CF=rewards_CF))
     return groups
 

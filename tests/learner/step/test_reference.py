@@ -86,8 +86,7 @@ def test_a_reference_in_the_reward_pool_trains_as_one_in_the_learner(
             assert frozen is not None
             asked = ReferenceModel(frozen, spec.policy.generation.temperature)
             batch = [
-                replace(s, reference_logprobs_T=asked.logprobs(s.prompt_ids, [s.completion_ids])[0])
-                for s in batch
+                replace(s, reference_logprobs_T=asked.logprobs(s.prompt_ids, [s.completion_ids])[0]) for s in batch
             ]
         trainer.train_step(batch, 0)
         return {n: v for n, v in trainer.train_step(batch, 1).items() if not n.endswith("_s")}

@@ -44,9 +44,7 @@ def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path
 
 
 @pytest.mark.parametrize("name", ["dapo", "sft"])
-def test_micro_batches_of_even_cost_give_the_same_step(
-    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_of_even_cost_give_the_same_step(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(name)
     metrics, tensors = run_case(model, CASES[name], batch, budget=25)
     monkeypatch.setattr(plan, "EVEN_COST_TOKENS", 1)
@@ -130,14 +128,10 @@ def test_supervised_loss_is_the_token_mean_at_temperature_one(model: Path) -> No
 
 def test_several_updates_move_away_from_the_proximal_policy(model: Path) -> None:
     batch = on_policy(model, make_batch(), temperature=0.8)
-    spec = make_spec(
-        model, num_updates_per_step=2, loss_fn={"ratio_clip_min": 0.001, "ratio_clip_max": 0.001}
-    )
+    spec = make_spec(model, num_updates_per_step=2, loss_fn={"ratio_clip_min": 0.001, "ratio_clip_max": 0.001})
     metrics = Trainer(spec, CPU).train_step(batch, 0)
     assert metrics["clip_fraction"] > 0  # only the second update can clip
-    assert metrics["effective_sample_size"] == pytest.approx(
-        1.0, abs=1e-5
-    )  # the proximal policy is the sampler
+    assert metrics["effective_sample_size"] == pytest.approx(1.0, abs=1e-5)  # the proximal policy is the sampler
     assert abs(metrics["ratio_behaviour"] - 1) > 1e-4  # the current one no longer is
 
 
@@ -174,9 +168,7 @@ def test_the_gradient_is_clipped_to_its_norm(model: Path) -> None:
     trainer = Trainer(make_spec(model, max_grad_norm=0.125), CPU)
     norms = []
     trainer.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(
-            torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item()
-        )
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
     )
     assert trainer.train_step(make_batch(), 0)["grad_norm"] > 0.2
     assert norms == [pytest.approx(0.125, rel=1e-4)]
@@ -257,9 +249,7 @@ def test_an_outlier_at_a_weight_that_no_float_holds_trains_as_at_any_other(model
     for weight in (0.5, 0.7):
         spec = make_spec(model, grpo={"advantage": "nemo"})
         rewards = [spec.rewards[0].model_dump() | {"weight": weight}]
-        found[weight] = Trainer(
-            spec.model_validate(spec.model_dump() | {"rewards": rewards}), CPU
-        ).train_step(batch, 1)
+        found[weight] = Trainer(spec.model_validate(spec.model_dump() | {"rewards": rewards}), CPU).train_step(batch, 1)
     assert found[0.5]["advantage_max"] == 0.5
     assert found[0.7]["advantage_max"] == pytest.approx(0.7)
     assert found[0.7]["grad_norm"] < 2 * found[0.5]["grad_norm"]

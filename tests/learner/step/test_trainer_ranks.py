@@ -54,9 +54,7 @@ def test_every_rank_loads_its_rows_bit_for_bit(two_ranks: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo", "ppo"])
-def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_on(
-    name: str, two_ranks: Path
-) -> None:
+def test_every_rank_stops_before_its_optimizer_names_the_broken_group_and_goes_on(name: str, two_ranks: Path) -> None:
     results = [json.loads((two_ranks / f"non_finite_{name}.{rank}.json").read_text()) for rank in range(2)]
     assert [result["group_ids"] for result in results] == [[103], [103]]
     assert [result["untouched"] for result in results] == [True, True]

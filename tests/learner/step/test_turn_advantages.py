@@ -42,9 +42,7 @@ def advantages(spec: RunSpec, rewards: list[float]) -> list[list[float]]:
 
 
 def test_rows_share_a_sample() -> None:
-    batch = sequences_from_groups(
-        [episode_group([1.0, 0.0]), episode_group([1.0, 0.0], group_id=8)], spec_of()
-    )
+    batch = sequences_from_groups([episode_group([1.0, 0.0]), episode_group([1.0, 0.0], group_id=8)], spec_of())
     assert sample_of_each(batch).tolist() == [0, 0, 1, 2, 2, 3]
 
 

@@ -70,9 +70,7 @@ def test_files_are_fetched_once_and_checked_each_time(tmp_path: Path, source: So
 
 
 @pytest.mark.parametrize("data", [b"abcdeX", b"abc", b"abcdefg"])
-def test_content_without_its_digest_is_refused_and_leaves_nothing(
-    tmp_path: Path, source: Source, data: bytes
-) -> None:
+def test_content_without_its_digest_is_refused_and_leaves_nothing(tmp_path: Path, source: Source, data: bytes) -> None:
     manifest = source.manifest(a=b"abcdef")
     source.content[manifest.files[0].sha256] = data
     with pytest.raises(Unreadable, match=r"'folder/a' of the run's bundle came with"):
@@ -120,9 +118,7 @@ def test_a_bundle_is_unpacked_by_one_and_used_by_all(tmp_path: Path, source: Sou
     assert source.fetched == ["folder/a"]
 
 
-def test_the_environment_names_folder_and_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source
-) -> None:
+def test_the_environment_names_folder_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     monkeypatch.setenv(KIND.folder_variable, str(tmp_path / "here"))
     with BundleCache.of_user().open(source.manifest(a=b"abc"), source) as unpacked:
         assert unpacked.root.parent == tmp_path / "here"

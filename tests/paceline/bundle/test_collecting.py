@@ -14,9 +14,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 
 
-def make(
-    folder: Path, source: str = "import helper\ndef f(completions, **kw): ...\n", **sections: Any
-) -> RunSpec:
+def make(folder: Path, source: str = "import helper\ndef f(completions, **kw): ...\n", **sections: Any) -> RunSpec:
     (folder / "train.jsonl").write_text('{"prompt": "a"}\n')
     (folder / "reward.py").write_text(source)
     (folder / "helper.py").write_text("X = 1\n")
@@ -87,9 +85,7 @@ def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text("")
     (folder / "helper.py").unlink()
     (folder / "helper.py").symlink_to(tmp_path / "elsewhere.py")
-    with pytest.raises(
-        SpecError, match=r"rewards\.0\.function: .*helper\.py' is a link .*elsewhere\.py.*copy"
-    ):
+    with pytest.raises(SpecError, match=r"rewards\.0\.function: .*helper\.py' is a link .*elsewhere\.py.*copy"):
         collect(spec)
     (folder / "helper.py").unlink()
     (folder / "real.py").write_text("")

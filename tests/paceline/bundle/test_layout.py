@@ -77,9 +77,7 @@ def test_prepared_data_take_the_place_of_what_they_were_made_of() -> None:
         validation="/home/me/run/v.jsonl",
         preparation={"max_prompt_characters": 9},
     )
-    places = [
-        place_of_prepared("data.train", index, name) for index, name in enumerate(("a.jsonl", "b.jsonl"))
-    ]
+    places = [place_of_prepared("data.train", index, name) for index, name in enumerate(("a.jsonl", "b.jsonl"))]
     manifest = Manifest.of(
         [entry(place, "data") for place in (*places, place_of_data(spec.folder, "/home/me/run/v.jsonl"))]
     )

@@ -10,13 +10,9 @@ from paceline.errors import Unreadable
 
 def test_missing_modules_are_named() -> None:
     check_requirements(["json", "os.path", "numpy"])
-    with pytest.raises(
-        Unreadable, match=r"'no_such_module', 'json\.no_such_part', which this worker does not have"
-    ):
+    with pytest.raises(Unreadable, match=r"'no_such_module', 'json\.no_such_part', which this worker does not have"):
         check_requirements(["json", "no_such_module", "json.no_such_part"])
 
 
 def test_dependencies_of_paceline_need_no_requirement() -> None:
-    assert undeclared(["numpy", "sympy", "yaml", "no_such_module", "named"], ["named.part"]) == [
-        "no_such_module"
-    ]
+    assert undeclared(["numpy", "sympy", "yaml", "no_such_module", "named"], ["named.part"]) == ["no_such_module"]

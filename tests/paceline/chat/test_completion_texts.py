@@ -71,9 +71,7 @@ MARKS = {
 def metaspace_tokenizer(template: str | None) -> Any:
     """A tokenizer with white space as `▁` within tokens, as Llama 2 and Gemma have it."""
     symbols = ["▁", "▁a", "▁b", *map(chr, range(33, 127)), "\n"]
-    tokenizer = Tokenizer(
-        models.BPE({symbol: i for i, symbol in enumerate(symbols)}, [("▁", "a"), ("▁", "b")])
-    )
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, [("▁", "a"), ("▁", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
@@ -159,13 +157,9 @@ WRITTEN = [
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("written", "text", "answer"), WRITTEN)
-def test_tags_are_text_whether_special_or_plain(
-    kind: str, special: bool, written: str, text: str, answer: str
-) -> None:
+def test_tags_are_text_whether_special_or_plain(kind: str, special: bool, written: str, text: str, answer: str) -> None:
     tokenizer = make(kind, "hermes", special)
-    found = completion_text(
-        tokenizer, completed(tokenizer, written, "stop" if "<|im_end|>" in written else "length")
-    )
+    found = completion_text(tokenizer, completed(tokenizer, written, "stop" if "<|im_end|>" in written else "length"))
     assert found == text
     assert answer_of(text) == answer
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
@@ -192,9 +186,7 @@ def test_tags_are_text_whether_special_or_plain(
         ("none", "4<|eot|>2", "4<|eot|>2"),
     ],
 )
-def test_marks_are_those_that_the_template_writes_around_messages(
-    template: str, written: str, text: str
-) -> None:
+def test_marks_are_those_that_the_template_writes_around_messages(template: str, written: str, text: str) -> None:
     tokenizer = make("bytes", template)
     assert completion_text(tokenizer, completed(tokenizer, written)) == text
 
@@ -279,9 +271,7 @@ CALLED = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
         ({"tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}, CALLED, CALLED),
     ],
 )
-def test_fields_of_a_message_are_what_the_model_wrote(
-    message: dict[str, Any], text: str, answer: str
-) -> None:
+def test_fields_of_a_message_are_what_the_model_wrote(message: dict[str, Any], text: str, answer: str) -> None:
     assert message_text(message) == text
     assert answer_of(text) == answer
     opened = message_text(message, in_reasoning=True)

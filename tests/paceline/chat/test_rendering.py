@@ -45,9 +45,7 @@ def by_transformers(chat: ChatTemplate, messages: list[Any], **options: Any) -> 
     return list(ids)
 
 
-@pytest.mark.parametrize(
-    "source", [chat_templates.HERMES, chat_templates.FUNCTIONS, chat_templates.JSON_CALLS]
-)
+@pytest.mark.parametrize("source", [chat_templates.HERMES, chat_templates.FUNCTIONS, chat_templates.JSON_CALLS])
 def test_a_chat_with_tools_is_rendered_as_transformers_does(source: str) -> None:
     chat, answer = template(source), {"role": "assistant", "content": "It is 2."}
     wanted = [
@@ -62,15 +60,10 @@ def test_a_chat_with_tools_is_rendered_as_transformers_does(source: str) -> None
         answer,
         USER,
     ]
-    got = chat.encode(
-        rendered({"role": "system", "content": "Be brief."}, USER, CALLED, RESULT, answer, USER), [TOOL]
-    )
+    got = chat.encode(rendered({"role": "system", "content": "Be brief."}, USER, CALLED, RESULT, answer, USER), [TOOL])
     assert got.tolist() == by_transformers(chat, wanted, tools=[TOOL])
     prompt = chat.tokenizer.decode(got)
-    assert all(
-        word in prompt
-        for word in ("Adds.", '"name": "add"' if source != chat_templates.FUNCTIONS else "=add>")
-    )
+    assert all(word in prompt for word in ("Adds.", '"name": "add"' if source != chat_templates.FUNCTIONS else "=add>"))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +105,7 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> No
     chat = template(chat_templates.HERMES)
     system = text(chat, {"role": "system", "content": "Be brief."}, USER)
     assert text(chat, {"role": "developer", "content": "Be brief."}, USER) == system
-    assert "<developer>Be" in text(
-        template(chat_templates.PLAIN), {"role": "developer", "content": "Be"}, USER
-    )
+    assert "<developer>Be" in text(template(chat_templates.PLAIN), {"role": "developer", "content": "Be"}, USER)
 
 
 def test_results_come_in_the_order_of_their_calls_where_ids_are_not_written() -> None:
@@ -151,9 +142,7 @@ def test_tools_are_refused_by_a_template_without_them_and_left_out_when_no_call_
         (chat_templates.JSON_CALLS, AnswerFormat("json", False, '{"name": "', '", "parameters": ')),
     ],
 )
-def test_the_format_of_answers_is_what_the_template_writes_itself(
-    source: str, expected: AnswerFormat
-) -> None:
+def test_the_format_of_answers_is_what_the_template_writes_itself(source: str, expected: AnswerFormat) -> None:
     assert template(source).answer_format == expected
 
 

@@ -55,9 +55,7 @@ NESTED = {"at": {"properties": {"city": TEXT, "zip": MAYBE}, "required": ["city"
         ("no tools", {"a": None}, {}, {"a": None}),
     ],
 )  # fmt: skip
-def test_a_null_is_left_out_unless_the_call_has_it(
-    tools: Any, arguments: Any, of_table: Any, of_json: Any
-) -> None:
+def test_a_null_is_left_out_unless_the_call_has_it(tools: Any, arguments: Any, of_table: Any, of_json: Any) -> None:
     for is_table, expected in ((True, of_table), (False, of_json)):
         row = row_of(arguments, tools)
         read = without_added_nulls(row, is_table=is_table)

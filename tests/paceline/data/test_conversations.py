@@ -112,12 +112,8 @@ def chat(answer: str, turn: str = TURN, opening: str = "<|im_start|>assistant\n"
 
 MARKS = {
     "closed before the stop": ANSWER,  # trl#5988, trl#7230
-    "closed behind the stop": ANSWER.replace(
-        "{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"
-    ),
-    "closed behind the line": ANSWER.replace(
-        "{% endgeneration %}<|im_end|>\n", "<|im_end|>\n{% endgeneration %}"
-    ),
+    "closed behind the stop": ANSWER.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"),
+    "closed behind the line": ANSWER.replace("{% endgeneration %}<|im_end|>\n", "<|im_end|>\n{% endgeneration %}"),
     "none": TURN,
     "white space before the stop": ANSWER.replace("<|im_end|>", "\n<|im_end|>"),
     "white space within a token": ANSWER.replace("assistant\n{% generation %}", "assistant {% generation %}"),
@@ -176,9 +172,7 @@ def test_the_last_answer_gets_an_end_where_the_template_writes_none() -> None:
 def test_a_text_between_an_answer_and_its_stop_is_refused() -> None:
     template = chat(ANSWER.replace("<|im_end|>", "no<|im_end|>"))
     for turns in (TURNS[:2], TURNS):
-        with pytest.raises(
-            InvalidInput, match="never learn to stop; put the template's end of a turn within"
-        ):
+        with pytest.raises(InvalidInput, match="never learn to stop; put the template's end of a turn within"):
             trained(made(template), turns)
 
 
@@ -196,9 +190,7 @@ def test_stops_and_stop_strings_of_the_policy_count(tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def loaded(**generation: Any) -> Any:
-        return load_tokenizer(
-            PolicySection.model_validate({"model_name": str(tmp_path), "generation": generation})
-        )
+        return load_tokenizer(PolicySection.model_validate({"model_name": str(tmp_path), "generation": generation}))
 
     for answer in (
         TURN,
@@ -222,10 +214,7 @@ def test_a_template_that_always_opens_a_turn_trains_none_of_it() -> None:
     """As Llama 3's first template did (meta-llama/llama3#104)."""
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}<|assistant|>"
     assert trained(made(template), TURNS[:2]) == ["4<|im_end|>"]
-    assert (
-        made(template).decode(encode_exchange(made(template), TURNS[:1], TURNS[1:2], "auto")[1])
-        == "4<|im_end|>"
-    )
+    assert made(template).decode(encode_exchange(made(template), TURNS[:1], TURNS[1:2], "auto")[1]) == "4<|im_end|>"
 
 
 def test_the_next_roles_mark_trains_where_sampling_stops_at_it() -> None:

@@ -41,9 +41,7 @@ def test_each_data_set_has_its_own_rows_left_out(tmp_path: Path) -> None:
 
 
 def test_a_data_set_without_any_decision_is_refused(tmp_path: Path) -> None:
-    spec = spec_of(
-        jsonl(tmp_path / "one.jsonl", row("a", -1)), jsonl(tmp_path / "two.jsonl", row("b", 0), row("c", 0))
-    )
+    spec = spec_of(jsonl(tmp_path / "one.jsonl", row("a", -1)), jsonl(tmp_path / "two.jsonl", row("b", 0), row("c", 0)))
     with pytest.raises(DataError, match=r"data\.train: column 'better' is 0 in all 2 rows of a data set"):
         checked_rows(spec)
 

@@ -112,9 +112,7 @@ def test_a_conversation_ends_with_the_assistant(messages: Any) -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(PAIR) + "\n\n" + json.dumps({**PAIR, "rejected": "4"}) + "\n")
-    spec = RunSpec.model_validate(
-        {"algorithm": "dpo", "policy": {"model_name": "m"}, "data": {"train": str(path)}}
-    )
+    spec = RunSpec.model_validate({"algorithm": "dpo", "policy": {"model_name": "m"}, "data": {"train": str(path)}})
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 3: .*also rejected"):
         open_rows(str(path), "train", check=check_example(spec))
 
@@ -193,9 +191,7 @@ def test_a_completion_goes_on_with_the_message_that_its_prompt_begins() -> None:
     assert read_labeled_completion({"prompt": BEGUN, "completion": [FOUR], "label": True}, DATA)[1] == "4"
     ranks = [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": [FIVE]}]
     assert read_preference({"context": BEGUN, "completions": ranks}, DATA).chosen == "4"
-    with pytest.raises(
-        DataError, match="goes on with, so that has to be text or one message with text alone"
-    ):
+    with pytest.raises(DataError, match="goes on with, so that has to be text or one message with text alone"):
         read_demonstration({"prompt": BEGUN, "completion": [FOUR, USER, FIVE]}, DATA)
 
 

@@ -71,9 +71,7 @@ def contents(kind: str) -> bytes:
         case "json":
             return json.dumps(ROWS).encode()
         case "csv":
-            return (
-                "prompt,answer\n" + "".join(f"{row['prompt']},x{row['answer']}\n" for row in ROWS)
-            ).encode()
+            return ("prompt,answer\n" + "".join(f"{row['prompt']},x{row['answer']}\n" for row in ROWS)).encode()
     table, buffer = pa.Table.from_pylist(ROWS), io.BytesIO()
     match kind:
         case "parquet":
@@ -104,9 +102,7 @@ def test_copies_of_every_kind_are_encrypted_with_a_key_and_read_by_row(
         open_rows(str(copy), "train")
 
 
-def test_rows_and_their_fingerprint_are_the_same_with_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_their_fingerprint_are_the_same_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("jsonl", "json", "csv"):
         path = tmp_path / f"rows.{kind}"
         path.write_bytes(contents(kind))

@@ -19,9 +19,7 @@ DATA = DataSection(train="unused.jsonl")
 USER = {"role": "user", "content": "2+2?"}
 FOUR = {"role": "assistant", "content": "4"}
 FIVE = {"role": "assistant", "content": "5"}
-TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "2+2=4"},
     "messages": {"messages": [USER, FOUR]},
@@ -95,16 +93,12 @@ READ = {
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("algorithm", "row"), [(a, row) for a, rows in READ.items() for row in rows])
-def test_an_algorithm_says_the_format_that_it_reads(
-    tmp_path: Path, algorithm: str, row: str, suffix: str
-) -> None:
+def test_an_algorithm_says_the_format_that_it_reads(tmp_path: Path, algorithm: str, row: str, suffix: str) -> None:
     worse = {**ROWS[row], "completion": "5", "final_reward": 0.0}
     path = write(tmp_path / f"d{suffix}", ROWS[row], worse if row == "trace" else ROWS[row])
     spec = spec_of(path, algorithm)
     rows = open_examples(spec)
-    assert len(rows) == {"trace": 1}.get(
-        row, 4 if algorithm == "kto" and "pair" in row and row != "unpaired" else 2
-    )
+    assert len(rows) == {"trace": 1}.get(row, 4 if algorithm == "kto" and "pair" in row and row != "unpaired" else 2)
     said = report_of(rows, spec)
     if row == "nemo":
         assert said == "NeMo RL's prompt-response (input, output), standard"
@@ -175,7 +169,5 @@ def test_prompts_of_nemo_rl_have_their_column(tmp_path: Path) -> None:
 
 def test_tools_are_a_list_of_schemas_or_json(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {**ROWS["messages"], "tools": "get_time"})
-    with pytest.raises(
-        DataError, match=r"d.jsonl, line 1: column 'tools' has to be .* not 'get_time'; correct it"
-    ):
+    with pytest.raises(DataError, match=r"d.jsonl, line 1: column 'tools' has to be .* not 'get_time'; correct it"):
         open_examples(spec_of(path, "sft"))

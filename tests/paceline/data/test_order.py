@@ -26,9 +26,7 @@ def test_a_mixture_is_resumed_at_every_draw(shuffle: bool) -> None:
     expected = [whole.index(cursor) for cursor in range(draws)]
     for start in range(draws):
         resumed = Mixture(sizes, weights, 3, shuffle=shuffle)
-        assert [resumed.index(cursor) for cursor in range(start, min(start + 3, draws))] == expected[
-            start : start + 3
-        ]
+        assert [resumed.index(cursor) for cursor in range(start, min(start + 3, draws))] == expected[start : start + 3]
     rng = np.random.default_rng(0)
     jumps = rng.integers(0, draws, 200)
     assert [whole.index(int(cursor)) for cursor in jumps] == [expected[cursor] for cursor in jumps]

@@ -83,7 +83,5 @@ def test_traces_have_no_weights() -> None:
         "policy": {"model_name": "m"},
         "data": {"train": ["a", "b"], "train_weights": [1, 2]},
     }
-    with pytest.raises(
-        ValidationError, match=r"data.train_weights \[1.0, 2.0\] with algorithm 'offline_grpo'"
-    ):
+    with pytest.raises(ValidationError, match=r"data.train_weights \[1.0, 2.0\] with algorithm 'offline_grpo'"):
         RunSpec.model_validate(tree)

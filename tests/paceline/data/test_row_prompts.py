@@ -24,18 +24,14 @@ def drawn(folder: Path, row: dict[str, Any], **data: Any) -> tuple[Any, dict[str
 
 def test_a_template_has_columns_and_the_lettered_answers(tmp_path: Path) -> None:
     row = {"question": "Which?", "options": ["one", "two"], "right": 1, "tests": ["a", "b"], "choices": 3}
-    prompt, columns, names = drawn(
-        tmp_path, row, prompt_template="{question}\n{choices}\n{tests}", choices=CHOICES
-    )
+    prompt, columns, names = drawn(tmp_path, row, prompt_template="{question}\n{choices}\n{tests}", choices=CHOICES)
     assert prompt == "Which?\nA. one\nB. two\na\nb"
     assert columns == {**row, "answer_choices": ["one", "two"], "answer_letter": "B"}
     assert set(names) == columns.keys()
 
 
 def test_a_system_prompt_makes_a_chat_of_a_template(tmp_path: Path) -> None:
-    prompt, _, _ = drawn(
-        tmp_path, {"question": "Which?"}, prompt_template="Q: {question}", system_prompt="Be brief."
-    )
+    prompt, _, _ = drawn(tmp_path, {"question": "Which?"}, prompt_template="Q: {question}", system_prompt="Be brief.")
     assert [message["content"] for message in prompt] == ["Be brief.", "Q: Which?"]
 
 

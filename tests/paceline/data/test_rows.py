@@ -30,9 +30,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 
 def source(path: Path, *, seed: int = 1, validation: bool = False, **fields: Any) -> PromptSource:
-    return open_prompts(
-        DataSection(train=str(path), validation=str(path), **fields), seed, validation=validation
-    )
+    return open_prompts(DataSection(train=str(path), validation=str(path), **fields), seed, validation=validation)
 
 
 def refusal(path: Path, **fields: Any) -> str:
@@ -64,9 +62,7 @@ def test_without_shuffling_and_for_validation_the_order_is_the_files(jsonl: Path
 
 
 @pytest.mark.parametrize("content", ["", "[]\n" * 60, '{"answer": "1"}\n' * 60, "\xff" * 400])
-def test_a_file_that_is_changed_in_its_place_is_told_until_it_is_put_back(
-    tmp_path: Path, content: str
-) -> None:
+def test_a_file_that_is_changed_in_its_place_is_told_until_it_is_put_back(tmp_path: Path, content: str) -> None:
     row = {"prompt": "2+2=", "answer": "4"}
     jsonl = write(tmp_path / "train.jsonl", *(json.dumps(row) for _ in range(3)))
     prompts, before = source(jsonl), jsonl.read_bytes()
@@ -101,9 +97,7 @@ def test_a_system_prompt_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
-    prompts = source(
-        write(tmp_path / "d.jsonl", "", '{"prompt": "ä"}', "  ", '{"prompt": "b"}'), shuffle=False
-    )
+    prompts = source(write(tmp_path / "d.jsonl", "", '{"prompt": "ä"}', "  ", '{"prompt": "b"}'), shuffle=False)
     assert [prompts.draw(i)[0] for i in range(2)] == ["ä", "b"]
 
 
@@ -129,9 +123,7 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
         (['{"question": "a"}'], "line 1: data.prompt_key is 'prompt', but the columns are ['question']"),
     ],
 )
-def test_a_malformed_row_is_found_at_opening_with_its_line(
-    tmp_path: Path, lines: list[str], message: str
-) -> None:
+def test_a_malformed_row_is_found_at_opening_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
     path = write(tmp_path / "d.jsonl", *lines)
     assert refusal(path).startswith(f"{path}, {message}")
 
@@ -189,9 +181,7 @@ def test_a_data_set_of_several_configurations_needs_one_by_name(tmp_path: Path) 
     write(tmp_path / "extra.jsonl", '{"prompt": "b"}', '{"prompt": "c"}')
     assert len(source(tmp_path, train_config="main")) == 1
     assert len(source(tmp_path, train_config="extra")) == 2
-    wanted = (
-        f"data.train '{tmp_path}': set data.train_config to one of its configurations ['main', 'extra']; "
-    )
+    wanted = f"data.train '{tmp_path}': set data.train_config to one of its configurations ['main', 'extra']; "
     assert refusal(tmp_path) == f"{wanted}it has several"
     assert refusal(tmp_path, train_config="mian") == f"{wanted}'mian' is none of them"
     path = tmp_path / "main.jsonl"
@@ -212,9 +202,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_supervised_run_need_both_columns(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "d.jsonl", '{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": ""}'
-    )
+    path = write(tmp_path / "d.jsonl", '{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": ""}')
     with pytest.raises(DataError, match="line 2: column 'completion' is empty; fill it, or remove the row"):
         open_rows(str(path), "train", check=lambda row: check_columns(row, ("prompt", "completion")))
 

@@ -200,9 +200,7 @@ def test_files_and_saved_folders_are_not_streamed(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"are read row by row anyway; remove data\.streaming"):
         open_prompts(DataSection(train=str(tmp_path / "rows.jsonl"), streaming=True), 1)
-    with pytest.raises(
-        DataError, match="a folder made by `save_to_disk`, which is mapped from the disk anyway"
-    ):
+    with pytest.raises(DataError, match="a folder made by `save_to_disk`, which is mapped from the disk anyway"):
         open_prompts(DataSection(train=str(tmp_path / "saved"), streaming=True), 1)
     no_split = DataSection(train=str(write_folder(tmp_path / "set")), streaming=True, train_split="other")
     with pytest.raises(DataError, match=r"has the splits \['train'\], not 'other'"):

@@ -70,9 +70,7 @@ def test_arguments_of_the_template_reach_it_wherever_it_is_applied() -> None:
 
 def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
     with pytest.raises(InvalidInput, match="'enable_thinkin', which the chat template"):
-        encode_prompt(
-            tokenizer_with(PLAIN + "{{ enable_thinking }}"), TURNS[:1], "auto", {"enable_thinkin": False}
-        )
+        encode_prompt(tokenizer_with(PLAIN + "{{ enable_thinking }}"), TURNS[:1], "auto", {"enable_thinkin": False})
 
 
 def test_a_message_is_what_the_template_adds_up_to_the_end_of_sequence() -> None:
@@ -93,9 +91,7 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding(pad: str, read: st
 
 
 def test_a_template_that_raises_is_the_prompts_fault_with_the_exceptions_text() -> None:
-    strict = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    )
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     prompts = [[{"role": "system", "content": text}] for text in ("short", "a long one " * 20)]
     causes = set()
     for prompt in prompts:
@@ -105,9 +101,7 @@ def test_a_template_that_raises_is_the_prompts_fault_with_the_exceptions_text() 
     assert len(causes) == 1  # the excerpt comes last
 
 
-@pytest.mark.parametrize(
-    "encode", [encode_text, lambda tokenizer, text: encode_prompt(tokenizer, text, "auto")]
-)
+@pytest.mark.parametrize("encode", [encode_text, lambda tokenizer, text: encode_prompt(tokenizer, text, "auto")])
 def test_a_tokenizer_that_panics_is_the_texts_fault(encode: Any) -> None:
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 
@@ -117,9 +111,7 @@ def test_a_tokenizer_that_panics_is_the_texts_fault(encode: Any) -> None:
         def __call__(self, *_: Any, **__: Any) -> None:
             raise panic("index out of bounds")
 
-    with pytest.raises(
-        InvalidInput, match="the tokenizer raised PanicException: index out of bounds, for the"
-    ):
+    with pytest.raises(InvalidInput, match="the tokenizer raised PanicException: index out of bounds, for the"):
         encode(Panicking(), "text")
 
 
@@ -142,13 +134,9 @@ def test_a_token_that_texts_come_to_has_a_row_in_the_embedding() -> None:
     tokenizer = tokenizer_with("{{ messages }}<|user|>")
     ids = tokenizer.get_vocab()
     check_vocabulary(tokenizer, len(ids), "it")
-    check_vocabulary(
-        tokenizer, ids["<|user|>"] + 1, "it"
-    )  # <|assistant|> is the last, and not in the template
+    check_vocabulary(tokenizer, ids["<|user|>"] + 1, "it")  # <|assistant|> is the last, and not in the template
     for rows, token in ((ids["<|user|>"], "<|user|>"), (ids["<|end|>"], "<|end|>"), (200, "Č")):
-        with pytest.raises(
-            InvalidInput, match=rf"it: its tokenizer gives '{re.escape(token)}' the id .* {rows} rows"
-        ):
+        with pytest.raises(InvalidInput, match=rf"it: its tokenizer gives '{re.escape(token)}' the id .* {rows} rows"):
             check_vocabulary(tokenizer, rows, "it")
 
 
@@ -194,9 +182,7 @@ def test_prompt_and_completion_are_the_text(kind: str, added: str, pad: str) -> 
             text = whole_text(tokenizer, prompt, completion)
             whole = tokenizer(text, add_special_tokens=False)["input_ids"]
             begin = ["<s>"] if "b" in added and isinstance(prompt, str) else []
-            assert tokenizer.decode(ids) == tokenizer.decode(
-                [*tokenizer.convert_tokens_to_ids(begin), *whole]
-            )
+            assert tokenizer.decode(ids) == tokenizer.decode([*tokenizer.convert_tokens_to_ids(begin), *whole])
             if kind in EXACT and not begin and kind != "strips":
                 assert tokenizer.decode(ids) == text
 
@@ -207,9 +193,7 @@ def test_a_text_goes_on_without_a_white_space_that_it_does_not_have(kind: str, t
     tokenizer = tokenizer_of(kind, "be")
     before = encode_prompt(tokenizer, "The answer: ", "auto")
     ids = encode_continuation(tokenizer, before, text)
-    shown = str(tokenizer.decode([*before, *ids])).replace(
-        "> ", ">"
-    )  # of a mark with a white space behind it
+    shown = str(tokenizer.decode([*before, *ids])).replace("> ", ">")  # of a mark with a white space behind it
     if kind == "strips":
         assert shown.split() == f"<s>The answer:{text}".split()  # the prompt has lost its last space
     else:
@@ -288,8 +272,7 @@ def test_a_prompt_may_be_the_beginning_of_an_answer_alone() -> None:
     tokenizer = tokenizer_of("byte_level", template="{% for m in messages %}{{ m.content }}{% endfor %}")
     for content in ("The answer is", "<think>\n"):
         assert (
-            tokenizer.decode(encode_prompt(tokenizer, [{"role": "assistant", "content": content}], "auto"))
-            == content
+            tokenizer.decode(encode_prompt(tokenizer, [{"role": "assistant", "content": content}], "auto")) == content
         )
 
 
@@ -346,9 +329,7 @@ def test_a_message_of_the_template_ends_at_its_own_stop(tmp_path: Path) -> None:
     assert trained() == "yes<|im_end|>"
     loaded = load_tokenizer(PolicySection(model_name=str(tmp_path)))
     scored = encode_for_scoring(loaded, SAY, answer, "auto")
-    assert str(loaded.decode(scored)).endswith("yes<|im_end|>\n<|user|>"), (
-        "a scorer has no settings of sampling"
-    )
+    assert str(loaded.decode(scored)).endswith("yes<|im_end|>\n<|user|>"), "a scorer has no settings of sampling"
 
 
 def test_a_tokenizer_without_an_end_is_named() -> None:

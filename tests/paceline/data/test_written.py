@@ -86,9 +86,7 @@ def scored(path: Path, text: str) -> float | None:
     columns = open_prompts(data, 0).draw(0)[1]
     frame = encode({"columns": columns})
     assert json.dumps(columns, default=str, allow_nan=False)  # what a ledger keeps, and SQLite has to read
-    (score,) = exact_match(
-        ["p"], [text], **{name: [value] for name, value in decode(frame[4:])["columns"].items()}
-    )
+    (score,) = exact_match(["p"], [text], **{name: [value] for name, value in decode(frame[4:])["columns"].items()})
     return score
 
 

@@ -43,9 +43,7 @@ def test_what_was_written_is_read_back(size: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, CHUNK_BYTES + 9), max_size=5), st.data())
-def test_pieces_are_written_in_any_size_and_read_from_any_position(
-    pieces: list[int], draw: st.DataObject
-) -> None:
+def test_pieces_are_written_in_any_size_and_read_from_any_position(pieces: list[int], draw: st.DataObject) -> None:
     data = os.urandom(sum(pieces))
     target = io.BytesIO()
     with EncryptingWriter(target, KEY) as writer:
@@ -92,10 +90,7 @@ def test_chunks_that_changed_places_are_found() -> None:
     sealed = encrypt(bytes(3 * CHUNK_BYTES), KEY)
     first, second = HEADER_BYTES, HEADER_BYTES + SEALED_BYTES
     swapped = (
-        sealed[:first]
-        + sealed[second : second + SEALED_BYTES]
-        + sealed[first:second]
-        + sealed[second + SEALED_BYTES :]
+        sealed[:first] + sealed[second : second + SEALED_BYTES] + sealed[first:second] + sealed[second + SEALED_BYTES :]
     )
     with pytest.raises(WrongKey, match="chunk 0"):
         decrypt(swapped, KEY, "f")

@@ -48,9 +48,7 @@ def test_a_disk_without_room_is_made_room_on(tmp_path: Path, monkeypatch: pytest
     opened(cache, "a").close()
     with opened(cache, "b"):
         assert not (tmp_path / "a").exists()
-        with pytest.raises(
-            Unavailable, match=r"has 0 MB free; set PACELINE_MODEL_CACHE to a folder with room"
-        ):
+        with pytest.raises(Unavailable, match=r"has 0 MB free; set PACELINE_MODEL_CACHE to a folder with room"):
             opened(cache, "c")
 
 
@@ -131,7 +129,5 @@ def test_the_environment_names_folder_and_size(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("PACELINE_MODEL_CACHE_MB")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PACELINE_MODEL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        Unreadable, match=r"the model cannot be kept in .*; set PACELINE_MODEL_CACHE to a folder"
-    ):
+    with pytest.raises(Unreadable, match=r"the model cannot be kept in .*; set PACELINE_MODEL_CACHE to a folder"):
         opened(KIND.of_user("models"), "a")

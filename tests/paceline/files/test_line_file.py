@@ -39,9 +39,7 @@ def test_lines_are_read_in_order_and_by_position(tmp_path: Path, key: StorageKey
         assert [reader.read(start, end) for start, end in places] == LINES
         assert [reader.read_at(offset) for offset in reversed(offsets)] == LINES[::-1]
     assert [end - start for start, end in places] == [stored_size(len(line), key) for line in LINES]
-    assert path.stat().st_size == sum(stored_size(len(line), key) for line in LINES) + (
-        HEADER_BYTES if key else 0
-    )
+    assert path.stat().st_size == sum(stored_size(len(line), key) for line in LINES) + (HEADER_BYTES if key else 0)
     assert (b"prompt" in path.read_bytes()) == (key is None)
 
 

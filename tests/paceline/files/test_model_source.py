@@ -94,9 +94,7 @@ def test_the_folder_asked_for_last_stays_and_others_make_room(
 
 
 def test_urls_without_a_model(url: str) -> None:
-    with pytest.raises(
-        Unreadable, match=r"policy\.model_name 'memory://nothing': no such folder with a config"
-    ):
+    with pytest.raises(Unreadable, match=r"policy\.model_name 'memory://nothing': no such folder with a config"):
         model_source("memory://nothing")
     with pytest.raises(InvalidInput, match=r"policy\.model_name 'nope://x' cannot be used"):
         model_source("nope://x")

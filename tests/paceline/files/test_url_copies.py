@@ -52,9 +52,7 @@ def test_a_version_is_copied_once(copies: Copies) -> None:
 
 
 @pytest.mark.parametrize("hashed_bytes", [0, 1 << 20])
-def test_a_damaged_copy_is_made_again(
-    copies: Copies, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int
-) -> None:
+def test_a_damaged_copy_is_made_again(copies: Copies, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int) -> None:
     monkeypatch.setattr(url_copies, "HASHED_BYTES", hashed_bytes)
     root = copies.open()
     (root / "a").write_bytes(b"f1rst")

@@ -43,7 +43,5 @@ print(kept_mb > 15, anonymous_mb() - before_mb > 15)
     ("setting", "is_kept"), [("none", True), ("keep_freed_memory", True), ("return_large_tensors", False)]
 )
 def test_a_large_freed_block_is_kept_or_returned(setting: str, is_kept: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, setting], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM, setting], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(is_kept), "False"]

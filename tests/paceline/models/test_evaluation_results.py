@@ -31,9 +31,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert result["digests"].keys() == {"spec", "samples"}
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"), [(RESULT, '"spec": "a"', '"spec": "b"'), (SAMPLES, "1.0", "0.0")]
-)
+@pytest.mark.parametrize(("name", "old", "new"), [(RESULT, '"spec": "a"', '"spec": "b"'), (SAMPLES, "1.0", "0.0")])
 def test_a_changed_file_is_refused(tmp_path: Path, name: str, old: str, new: str) -> None:
     write_result(tmp_path, {"metrics": {}, "digests": {"spec": "a"}}, [SAMPLE])
     file = tmp_path / name
@@ -66,9 +64,7 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         (SAMPLE | {"problem": []}, "problem: Input should be a valid string"),
     ],
 )
-def test_samples_that_are_none_are_refused_although_their_digest_fits(
-    tmp_path: Path, sample: Any, fault: str
-) -> None:
+def test_samples_that_are_none_are_refused_although_their_digest_fits(tmp_path: Path, sample: Any, fault: str) -> None:
     write_result(tmp_path, {"metrics": {}}, [SAMPLE, sample])
     with pytest.raises(DataError, match=re.escape(fault)) as refused:
         read_result(tmp_path)
@@ -84,9 +80,7 @@ def test_a_result_without_metrics_is_refused_although_its_digest_fits(tmp_path: 
         read_result(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"format": 1, "x": NaN}', '{"format": 1, "x": "\\ud800"}', "\xff"]
-)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": 1, "x": NaN}', '{"format": 1, "x": "\\ud800"}', "\xff"])
 def test_a_file_without_a_json_form_is_refused(tmp_path: Path, text: str) -> None:
     write_result(tmp_path, {"metrics": {}}, [SAMPLE])
     (tmp_path / RESULT).write_bytes(text.encode("latin-1"))

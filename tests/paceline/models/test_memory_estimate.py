@@ -63,9 +63,7 @@ def test_settings_that_save_memory_are_in_the_estimate() -> None:
     assert ranks.micro_batch_tokens == 4 * 256
     with_reference = estimate(spec_of(loss_fn={"reference_policy_kl_penalty": 0.1}), shape)
     assert with_reference.learner["reference"] == 4 * PARAMETERS
-    on_gpus = estimate(
-        spec_of(cluster={"learner_gpus": [0], "rollout_gpus": [0], "rollout_workers": 1}), shape
-    )
+    on_gpus = estimate(spec_of(cluster={"learner_gpus": [0], "rollout_gpus": [0], "rollout_workers": 1}), shape)
     assert on_gpus.learner_on_gpu
     assert on_gpus.sampler["weights"] == 2 * PARAMETERS
 

@@ -51,8 +51,7 @@ def spec_on_gpus(ranks: int = 8, gpu_gb: float | None = 80, model: str = "m", **
             },
             "data": {"train": "d"},
             "rewards": [{"function": "length"}],
-            "cluster": {"learner_ranks": ranks, "rollout_workers": 8}
-            | ({} if gpu_gb is None else {"gpu_gb": gpu_gb}),
+            "cluster": {"learner_ranks": ranks, "rollout_workers": 8} | ({} if gpu_gb is None else {"gpu_gb": gpu_gb}),
         }
     )
 
@@ -140,9 +139,7 @@ def test_offloaded_moments_are_the_hosts() -> None:
 
 
 def test_an_engine_that_does_not_fit_is_divided() -> None:
-    large = shape_of(
-        {**EIGHT_BILLION, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
-    )
+    large = shape_of({**EIGHT_BILLION, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80})
     assert large is not None
     spec = spec_on_gpus(64, activation_checkpointing="full")
     text = refusal(spec, large, Room())
@@ -200,9 +197,7 @@ def test_auto_without_sizes_is_the_safe_choice() -> None:
 def test_one_auto_leaves_the_other_as_it_is() -> None:
     spec, _ = planned(spec_on_gpus(8, 40, activation_checkpointing="auto"), shape(), Room())
     assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
-    spec, _ = planned(
-        spec_on_gpus(8, 200, train_mb_tokens="auto", activation_checkpointing="full"), shape(), Room()
-    )
+    spec, _ = planned(spec_on_gpus(8, 200, train_mb_tokens="auto", activation_checkpointing="full"), shape(), Room())
     assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 32_768)
 
 

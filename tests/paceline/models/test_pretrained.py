@@ -44,9 +44,7 @@ def named(rename: Callable[[str], str]) -> Callable[[Path], None]:
 
 
 def without(*parts: str) -> Callable[[Path], None]:
-    return with_tensors(
-        lambda tensors: {n: t for n, t in tensors.items() if not any(part in n for part in parts)}
-    )
+    return with_tensors(lambda tensors: {n: t for n, t in tensors.items() if not any(part in n for part in parts)})
 
 
 def plus(**more: Tensor) -> Callable[[Path], None]:
@@ -256,9 +254,7 @@ def test_all_loaders_agree(name: str, wholes: dict[bool, Path], tmp_path: Path) 
             torch.testing.assert_close(model.state_dict(), expected, rtol=1e-3, atol=1e-3, msg=loader)
 
 
-@pytest.mark.parametrize(
-    "name", ["no head", "a vision model's names", "cut off", "an adapter's config beside"]
-)
+@pytest.mark.parametrize("name", ["no head", "a vision model's names", "cut off", "an adapter's config beside"])
 def test_headers_alone_refuse_a_folder_that_another_program_loads(
     name: str, wholes: dict[bool, Path], tmp_path: Path
 ) -> None:
@@ -319,9 +315,7 @@ def test_a_type_that_is_too_small_is_refused(wholes: dict[bool, Path], tmp_path:
         load_native_model(make_spec(folder, generation_precision="float16").policy, "cpu", True)
 
 
-def test_quantized_weights_are_neither_trained_nor_converted(
-    wholes: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_quantized_weights_are_neither_trained_nor_converted(wholes: dict[bool, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(wholes[True], folder)
     config(quantization_config={"quant_method": "fp8"})(folder)

@@ -21,9 +21,7 @@ def test_a_reference_is_read_and_written(text: str, reference: Reference) -> Non
     assert str(reference) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", "sums:0", "sums:x", "sums@", "sums@A", "../sums", "a:1@b", "x" * 65, "sums\n"]
-)
+@pytest.mark.parametrize("text", ["", "sums:0", "sums:x", "sums@", "sums@A", "../sums", "a:1@b", "x" * 65, "sums\n"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="NAME@ALIAS"):
         read_reference(text)

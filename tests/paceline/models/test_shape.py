@@ -21,9 +21,7 @@ def test_parameters_are_those_of_the_shape() -> None:
     untied = shape_of({**HALF_BILLION, "tie_word_embeddings": False})
     assert untied is not None
     assert untied.parameters == PARAMETERS + 151_936 * 896
-    experts = shape_of(
-        {**HALF_BILLION, "num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-    )
+    experts = shape_of({**HALF_BILLION, "num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2})
     assert experts is not None
     assert experts.mlp == 128
     assert experts.experts_per_token == 2

@@ -40,9 +40,7 @@ def test_the_count_is_that_of_torch() -> None:
         model(input_ids=ids).logits.sum().backward()
     # torch counts the masked half of the attention matrices too
     attention = 3 * 6 * 64 * 48 * 48
-    assert counter.get_total_flops() == pytest.approx(
-        training_flops(shape, [(1, 48)], 48) + attention, rel=0.02
-    )
+    assert counter.get_total_flops() == pytest.approx(training_flops(shape, [(1, 48)], 48) + attention, rel=0.02)
 
 
 def test_a_gpu_has_the_figure_of_its_kind() -> None:

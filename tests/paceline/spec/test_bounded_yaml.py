@@ -61,9 +61,7 @@ def test_reading_ends_at_its_time_limit_with_a_sentence(monkeypatch: pytest.Monk
     """The clock jumps past the limit after so many looks at it: one at the beginning, one for each of 5 nodes, twice."""
     times = chain([0.0] * looks, repeat(MAX_READ_S + 1.0))
     monkeypatch.setattr("paceline.spec.bounded_yaml.time", SimpleNamespace(monotonic=lambda: next(times)))
-    with pytest.raises(
-        SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"
-    ):
+    with pytest.raises(SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"):
         load("a: 1\nb: 2\n")
 
 

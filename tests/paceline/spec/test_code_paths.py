@@ -60,9 +60,7 @@ def test_an_environment_travels_with_what_it_imports(tmp_path: Path, kind: str) 
     assert bundle.warnings == ()
 
     unpacked = localized(spec, bundle.manifest, Path("/cache/1"))
-    moved = {
-        field: code.replace(str(tmp_path), "/cache/1/folder") for field, code in code_paths(spec).items()
-    }
+    moved = {field: code.replace(str(tmp_path), "/cache/1/folder") for field, code in code_paths(spec).items()}
     assert code_paths(unpacked) == moved
     assert unpacked.folder == "/cache/1"
     text = "/cache/1/folder/env.py has no class 'Calculator'"
@@ -78,9 +76,7 @@ def test_an_environment_travels_with_what_it_imports(tmp_path: Path, kind: str) 
 
 def test_an_environment_from_another_folder_is_refused_by_name(tmp_path: Path) -> None:
     spec = make(tmp_path, {"class": "../env.py:Calculator"})
-    assert refusal_of_files(spec).startswith(
-        f"environment.class: {tmp_path.parent}/env.py is not below {tmp_path}"
-    )
+    assert refusal_of_files(spec).startswith(f"environment.class: {tmp_path.parent}/env.py is not below {tmp_path}")
 
 
 def test_a_file_that_is_not_here_is_named(tmp_path: Path) -> None:

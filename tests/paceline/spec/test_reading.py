@@ -76,9 +76,7 @@ def test_an_unknown_key_says_what_was_meant(spec_path: Path, override: str, mess
         ("loss_fn.ratio_clip_min=1.5", ("loss_fn.ratio_clip_min", "less than or equal to 1", "got 1.5")),
     ],
 )
-def test_a_wrong_value_is_shown_with_its_field(
-    spec_path: Path, override: str, parts: tuple[str, ...]
-) -> None:
+def test_a_wrong_value_is_shown_with_its_field(spec_path: Path, override: str, parts: tuple[str, ...]) -> None:
     message = refusal(spec_path, override)
     for part in parts:
         assert part in message
@@ -141,9 +139,7 @@ def test_a_wrong_value_is_shown_with_its_field(
         ),
     ],
 )
-def test_a_contradiction_names_both_values(
-    spec_path: Path, overrides: list[str], parts: tuple[str, ...]
-) -> None:
+def test_a_contradiction_names_both_values(spec_path: Path, overrides: list[str], parts: tuple[str, ...]) -> None:
     message = refusal(spec_path, *overrides)
     for part in parts:
         assert part in message
@@ -229,15 +225,11 @@ def test_folders_that_a_run_makes_start_at_the_working_directory(
     assert (spec.checkpointing.checkpoint_dir, spec.weights.store) == ("s3://b/c", "/w")
     for section, key in (("checkpointing", "checkpoint_dir"), ("weights", "store")):
         tree = TREE | {section: {key: "results/x"}}
-        with pytest.raises(
-            SpecError, match=f"{key} 'results/x' is relative, and the services may run in different"
-        ):
+        with pytest.raises(SpecError, match=f"{key} 'results/x' is relative, and the services may run in different"):
             parse_spec(tree)
 
 
-BILLION = "\n".join(
-    ["a: &l0 [1, 1]", *(f"a{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 20))]
-)
+BILLION = "\n".join(["a: &l0 [1, 1]", *(f"a{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 20))])
 """A list of lists of lists …, each nine times the one before: 9^19 values in a few hundred bytes."""
 
 
@@ -274,9 +266,7 @@ def test_a_file_that_is_no_spec_is_refused(tmp_path: Path, text: str, message: s
         ("rewards.0.function=~nobody-has-it/x:f", "~nobody-has-it/x", "Could not determine home directory"),
     ],
 )
-def test_what_no_file_system_takes_as_a_path_is_refused(
-    spec_path: Path, override: str, path: str, reason: str
-) -> None:
+def test_what_no_file_system_takes_as_a_path_is_refused(spec_path: Path, override: str, path: str, reason: str) -> None:
     assert refusal(spec_path, override) == f"the path {path!r} cannot be used: {reason}; correct it"
 
 
@@ -316,9 +306,7 @@ def test_a_choice_of_links_is_refused_with_what_brings_weights(spec_path: Path) 
     for backend in ("auto", "gloo", "nccl", "shared"):
         message = refusal(spec_path, f"weights.backend={backend}")
         assert message.startswith("weights.backend: unknown key; ")
-        assert (
-            "remove backend: agents of hosts bring weights, and with delta the object store does" in message
-        )
+        assert "remove backend: agents of hosts bring weights, and with delta the object store does" in message
 
 
 def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:
@@ -332,9 +320,7 @@ def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None
             spec_of_run("sums-1", damaged)
         message = str(caught.value)
         assert message.startswith("this version of Paceline cannot read the spec of run sums-1: ")
-        assert message.endswith(
-            "Use the version that accepted the run, or end it with `paceline cancel sums-1`"
-        )
+        assert message.endswith("Use the version that accepted the run, or end it with `paceline cancel sums-1`")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +334,7 @@ def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None
         ([], 100),
     ],
 )
-def test_epochs_and_steps_end_a_run_whichever_is_first(
-    spec_path: Path, overrides: list[str], steps: int
-) -> None:
+def test_epochs_and_steps_end_a_run_whichever_is_first(spec_path: Path, overrides: list[str], steps: int) -> None:
     spec = load_spec(spec_path, [*overrides, "grpo.num_prompts_per_step=4"])
     resolved = spec.with_steps_of_epochs(16)
     assert resolved.max_num_steps == steps

@@ -22,9 +22,7 @@ def pem_of(*names: tuple[x509.ObjectIdentifier, str], days: float = 1.0) -> byte
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(kind, value) for kind, value in names])
     now = datetime.now(UTC)
-    made = x509.CertificateBuilder(
-        name, name, key.public_key(), 7, now - timedelta(days=2), now + timedelta(days=days)
-    )
+    made = x509.CertificateBuilder(name, name, key.public_key(), 7, now - timedelta(days=2), now + timedelta(days=days))
     return made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 

@@ -100,9 +100,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         os.set_inheritable(held.fileno(), True)
         aims = {"canary": CANARY, "pid": other.pid, "abstract": name}
         folders = {"the installation": sysconfig.get_path("purelib"), "a folder of PYTHONPATH": str(library)}
-        yield Host(
-            code, {**aims, "code": folders, "files": {what: str(path) for what, path in files.items()}}
-        )
+        yield Host(code, {**aims, "code": folders, "files": {what: str(path) for what, path in files.items()}})
         other.communicate(b"\n", 60)
 
 
@@ -116,13 +114,9 @@ async def found_by_reward_function(host: Host) -> set[str]:
 
 def test_without_a_box_every_attempt_succeeds(host: Host) -> None:
     command = [sys.executable, str(host.code), json.dumps(host.aims)]
-    found = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=60, close_fds=False
-    ).stdout
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, close_fds=False).stdout
     files = {
-        f"{what} {name}"
-        for name in host.aims["files"]
-        for what in ("read", "append to", "link", "move the folder of")
+        f"{what} {name}" for name in host.aims["files"] for what in ("read", "append to", "link", "move the folder of")
     }
     children = {f"read {name} by a child" for name in host.aims["files"]}
     code = {f"write {name}" for name, folder in host.aims["code"].items() if os.access(folder, os.W_OK)}
@@ -185,9 +179,7 @@ async def test_isolated_code_works_with_its_own_files(
         "    table = pathlib.Path(__file__).with_name('table.txt').read_text()\n"
         "    return [float((folder / 'deep' / 'b').read_text() + table)] * len(completions)\n"
     )
-    function = RewardFunctionSection(
-        function=f"{host.code.with_name('works.py')}:reward", kwargs={"folder": str(work)}
-    )
+    function = RewardFunctionSection(function=f"{host.code.with_name('works.py')}:reward", kwargs={"folder": str(work)})
     async with RewardRunner([function]) as runner:
         result = await runner.score(["p"], ["c"], [[1]], {})
     assert result.failure is None, result.failure
@@ -215,9 +207,7 @@ async def test_code_that_the_box_refuses_a_file_is_told_why(
     host: Host, tmp_path: Path, statement: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(surroundings.VARIABLE, Isolation.SECRETS.value)
-    host.code.write_text(
-        f"import os\ndef reward(completions, **columns):\n    {statement.format(closed=tmp_path)}\n"
-    )
+    host.code.write_text(f"import os\ndef reward(completions, **columns):\n    {statement.format(closed=tmp_path)}\n")
     async with RewardRunner([RewardFunctionSection(function=f"{host.code}:reward")]) as runner:
         result = await runner.score(["p"], ["c"], [[1]], {})
     assert result.failure is not None
@@ -249,9 +239,7 @@ def chained(cause: Exception) -> Exception:
 
 
 @needs_landlock
-async def test_an_agents_command_is_in_the_box_too(
-    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agents_command_is_in_the_box_too(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(surroundings.VARIABLE, "1")
     report = tmp_path / "work" / "report"
     report.parent.mkdir()

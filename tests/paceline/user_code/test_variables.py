@@ -47,13 +47,9 @@ def test_built_in_functions_get_the_keys_of_the_services_that_they_name() -> Non
     judge = {"endpoint": {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "JUDGE_API_KEY"}}
     functions = [
         RewardFunctionSection(function="judge", kwargs={"rubric": "r", **judge}),
-        RewardFunctionSection(
-            function="code_tests", kwargs={"sandbox": "remote", "url": "http://127.0.0.1:9"}
-        ),
+        RewardFunctionSection(function="code_tests", kwargs={"sandbox": "remote", "url": "http://127.0.0.1:9"}),
         RewardFunctionSection(function="file.py:f", kwargs={"endpoint": {"api_key_env": "OTHER_API_KEY"}}),
-        RewardFunctionSection(
-            function="judge", kwargs={"rubric": "r", "endpoint": {"api_key_env": "HOME"}}, name="b"
-        ),
+        RewardFunctionSection(function="judge", kwargs={"rubric": "r", "endpoint": {"api_key_env": "HOME"}}, name="b"),
     ]
     assert service_variables(functions) == ("JUDGE_API_KEY", "PACELINE_SANDBOX_TOKEN")
 

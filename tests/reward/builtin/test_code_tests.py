@@ -113,9 +113,7 @@ ALL = [name for name in ATTACKS if ATTACKS[name].time_s <= 10 and not ATTACKS[na
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
-async def test_attacks_get_nothing_and_groups_beside_them_are_scored(
-    tmp_path: Path, names: Sequence[str]
-) -> None:
+async def test_attacks_get_nothing_and_groups_beside_them_are_scored(tmp_path: Path, names: Sequence[str]) -> None:
     """One process of the pool scores hostile programs, another one honest ones, and both are the same ones at the end."""
     with surroundings(tmp_path) as around:
         told = f"import sys\nsys.argv = ['', {json.dumps(json.dumps(around.told))}]\n"
@@ -124,15 +122,11 @@ async def test_attacks_get_nothing_and_groups_beside_them_are_scored(
             [section(kind="pairs", time_s=10.0, total_time_s=10.0, parallel=2)], num_processes=2
         ) as runner:
             pids = [process.pid for process in runner._processes]
-            attacked = asyncio.create_task(
-                run(runner, hostile, [{"input": "", "output": "the secret is out"}])
-            )
+            attacked = asyncio.create_task(run(runner, hostile, [{"input": "", "output": "the secret is out"}]))
             honest = []
             while not attacked.done():
                 honest.append(
-                    rewards(
-                        await run(runner, ["print(int(input()) + 1)"] * 2, [{"input": "1", "output": "2"}])
-                    )
+                    rewards(await run(runner, ["print(int(input()) + 1)"] * 2, [{"input": "1", "output": "2"}]))
                 )
             assert rewards(await attacked) == [0.0] * len(names)
             assert [process.pid for process in runner._processes] == pids

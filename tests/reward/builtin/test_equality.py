@@ -107,9 +107,7 @@ def score(answer: str, gold: str) -> float | None:
 
 
 @pytest.mark.parametrize(("gold", "equal", "other"), GOLDS, ids=[gold for gold, _, _ in GOLDS])
-def test_a_gold_answer_equals_itself_and_its_other_forms_alone(
-    gold: str, equal: list[str], other: list[str]
-) -> None:
+def test_a_gold_answer_equals_itself_and_its_other_forms_alone(gold: str, equal: list[str], other: list[str]) -> None:
     assert {answer: score(answer, gold) for answer in [gold, *equal]} == dict.fromkeys([gold, *equal], 1.0)
     assert {answer: score(answer, gold) for answer in other} == dict.fromkeys(other, 0.0)
 
@@ -236,9 +234,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "answer", HOSTILE, ids=[f"{index}-{text[:20]}" for index, text in enumerate(HOSTILE)]
-)
+@pytest.mark.parametrize("answer", HOSTILE, ids=[f"{index}-{text[:20]}" for index, text in enumerate(HOSTILE)])
 def test_what_would_explode_is_never_computed(answer: str) -> None:
     """Without a time limit: a failure of this test is one that does not end."""
     assert score(answer, "7") == 0.0

@@ -98,9 +98,7 @@ def test_a_prompt_is_continued_by_the_answer_with_its_indentation() -> None:
         ("<think>\nwhy\n</think>\n\n<answer>42</answer>", None, "<answer>42</answer>"),
     ],
 )
-def test_an_episodes_message_reads_as_a_completion_does(
-    completion: Any, text: str | None, answer: str
-) -> None:
+def test_an_episodes_message_reads_as_a_completion_does(completion: Any, text: str | None, answer: str) -> None:
     assert completion_text(completion) == (text or "<think>\nwhy\n</think>\n\n<answer>42</answer>")
     assert answer_text(completion) == answer
     if text is None:

@@ -131,9 +131,7 @@ async def test_strengths_and_fewer_pairs(server: JudgeServer) -> None:
 async def test_comparison_with_a_reference(server: JudgeServer) -> None:
     server.default = by_body(longer)
     columns = {"gold": ["xx"] * 3}
-    got = await score(
-        judges.judge_pairwise, server, ["xxx", "xx", "x"], reference_column="gold", columns=columns
-    )
+    got = await score(judges.judge_pairwise, server, ["xxx", "xx", "x"], reference_column="gold", columns=columns)
     assert got == [1.0, 0.5, 0.0]
     assert len(server.bodies) == 4
 

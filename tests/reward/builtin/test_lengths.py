@@ -26,9 +26,7 @@ def test_length_prefers_short_ones_by_default() -> None:
 
 def test_soft_overlong_is_dapos_formula() -> None:
     # L = 10, C = 4: free up to 6, then a quarter per token, -1 from 10 on.
-    rewards = soft_overlong(
-        texts(7), texts(7), ids(0, 6, 7, 9, 10, 11, 50), max_completion_tokens=10, soft_tokens=4
-    )
+    rewards = soft_overlong(texts(7), texts(7), ids(0, 6, 7, 9, 10, 11, 50), max_completion_tokens=10, soft_tokens=4)
     assert rewards == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0, -1.0]
 
 

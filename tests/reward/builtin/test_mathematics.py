@@ -170,9 +170,7 @@ def test_no_stated_answer_is_wrong() -> None:
         ("Paris is where they met in the end", "Paris is"),
     ],
 )
-def test_no_gold_answer_is_no_score_with_a_reason(
-    gold: Any, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_gold_answer_is_no_score_with_a_reason(gold: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     mathematics._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert accuracy("A: 5", gold) is None
@@ -227,7 +225,5 @@ def test_a_warning_names_the_share_of_rows_without_a_score() -> None:
     assert warning.startswith("math_accuracy gives no score to 2 of the first 4 rows of data.train (50.0%)")
     assert "the gold answer is null; correct the column 'gold'" in warning
     (warning,) = gold_warnings(rewards, "data.train", [{"gold": "Paris"}, {"gold": "Rome"}])
-    assert (
-        "compares the column 'gold' of 2 of the first 2 rows of data.train as words, like 'Paris'" in warning
-    )
+    assert "compares the column 'gold' of 2 of the first 2 rows of data.train as words, like 'Paris'" in warning
     assert gold_warnings(rewards, "data.train", rows[:1]) == gold_warnings([], "data.train", rows) == []

@@ -60,6 +60,4 @@ def test_functions_of_a_user_vote_by_the_answers_that_are_stated() -> None:
     reward = RewardFunctionSection(function="mine.py:prime")
     texts, scores = ["\\boxed{3}", "\\boxed{5}", "\\boxed{4}", "\\boxed{4.0}"], [1.0, 1.0, 0.0, 0.0]
     votes = votes_of(reward, {}, texts, scores)
-    assert (
-        consensus(votes, scores, partial(same_vote, reward)) == 0.0
-    )  # 3 and 5 are both right, and two votes
+    assert consensus(votes, scores, partial(same_vote, reward)) == 0.0  # 3 and 5 are both right, and two votes

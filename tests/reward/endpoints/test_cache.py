@@ -64,9 +64,7 @@ def test_a_file_that_is_no_database_is_set_aside(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.damaged"))
 
 
-def test_a_folder_that_cannot_be_made_means_no_cache(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_made_means_no_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     cache = AnswerCache(tmp_path / "file" / "folder", ROOM)
     cache.put("a", "answer")

@@ -42,9 +42,7 @@ class Asker:
     async def __call__(
         self, *questions: str, deadline_s: float = 30.0, endpoint: Any = None, **settings: Any
     ) -> list[list[float]]:
-        chosen = ScoreSettings(
-            endpoint=self._server.endpoint(**(endpoint or {})), rubric="Be right.", **settings
-        )
+        chosen = ScoreSettings(endpoint=self._server.endpoint(**(endpoint or {})), rubric="Be right.", **settings)
         cache = AnswerCache(self._folder, 1 << 26)
         try:
             async with asyncio.timeout(60), Endpoint(chosen.endpoint, self._count) as connected:
@@ -109,9 +107,7 @@ async def test_a_judge_that_is_away_ends_the_attempt(server: JudgeServer, ask: A
         await ask("a", "b", endpoint={"attempts": 2})
 
 
-async def test_a_judge_that_is_away_gives_none_where_the_spec_says_so(
-    server: JudgeServer, ask: Asker
-) -> None:
+async def test_a_judge_that_is_away_gives_none_where_the_spec_says_so(server: JudgeServer, ask: Asker) -> None:
     server.default = by_body(lambda body: {"score": 3})
     assert await ask("a") == [[3]]
     server.default = status(503)
@@ -135,9 +131,7 @@ async def test_a_judge_that_hangs_ends_the_attempt_at_the_deadline(server: Judge
     "nonsense", [says("I like it."), says({"score": 99}), says(""), raw(b"{}"), raw(b"<html>"), raw(b'{"choices": []}'),
                  raw(b'{"choices": [{"message": {"content": null}}]}'), raw(b'{"choices": [{"message": {"content": 7}}]}')]
 )  # fmt: skip
-async def test_nonsense_is_asked_again_and_then_no_verdict(
-    server: JudgeServer, ask: Asker, nonsense: Any
-) -> None:
+async def test_nonsense_is_asked_again_and_then_no_verdict(server: JudgeServer, ask: Asker, nonsense: Any) -> None:
     server.default = nonsense
     assert await ask("a", answer_attempts=3) == [[]]
     assert len(server.bodies) == 3
@@ -161,9 +155,7 @@ async def test_a_refused_question_has_no_verdict_and_the_others_have(server: Jud
 async def test_a_service_without_response_format_is_asked_without(server: JudgeServer, ask: Asker) -> None:
     async def plain_only(request: Any, body: dict[str, Any]) -> Any:
         refuses = "response_format" in body
-        return await (status(400, "response_format is not supported here") if refuses else GOOD)(
-            request, body
-        )
+        return await (status(400, "response_format is not supported here") if refuses else GOOD)(request, body)
 
     server.default = plain_only
     assert await ask("a") == [[7]]

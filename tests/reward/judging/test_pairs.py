@@ -56,9 +56,7 @@ def test_strengths_make_the_likelihood_greatest() -> None:
         logits = [x - 0.1 * g for x, g in zip(logits, gradient, strict=True)]
         if max(map(abs, gradient)) < 1e-7:
             break
-    expected = [
-        sum(1 / (1 + math.exp(logits[j] - logits[i])) for j in range(4) if j != i) / 3 for i in range(4)
-    ]
+    expected = [sum(1 / (1 + math.exp(logits[j] - logits[i])) for j in range(4) if j != i) / 3 for i in range(4)]
     assert scores == pytest.approx(expected, abs=1e-5)
 
 

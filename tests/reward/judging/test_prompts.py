@@ -8,10 +8,7 @@ from paceline.spec.templates import placeholders
 
 def test_a_value_is_never_read_as_a_template() -> None:
     values = {"prompt": "{completion} {answer}", "completion": "{prompt} {0} {", "answer": "42"}
-    assert (
-        fill("P {prompt} C {completion} A {answer}", values)
-        == "P {completion} {answer} C {prompt} {0} { A 42"
-    )
+    assert fill("P {prompt} C {completion} A {answer}", values) == "P {completion} {answer} C {prompt} {0} { A 42"
 
 
 def test_other_braces_are_text() -> None:

@@ -141,6 +141,4 @@ async def test_weights_are_exchanged_while_groups_are_scored(tmp_path: Path) -> 
                 if after.extra["reward_model_model"][0].startswith("step-2-"):
                     break
         assert after.rewards_CF is not None
-        np.testing.assert_allclose(
-            after.rewards_CF[:, 0], expected(exports / "step-2", ["2", "3"]), atol=1e-5
-        )
+        np.testing.assert_allclose(after.rewards_CF[:, 0], expected(exports / "step-2", ["2", "3"]), atol=1e-5)

@@ -80,9 +80,7 @@ def test_a_server_without_the_model_is_told_at_the_set_up(tmp_path: Path) -> Non
         with pytest.raises(Unreadable, match=r"serves rm, not 'other'; correct endpoint\.model"):
             open_scorer(ModelSettings(path=str(tmp_path), endpoint={**server.endpoint, "model": "other"}))
         endpoint = server.endpoint
-    with pytest.raises(
-        Unreadable, match=r"the server of the reward model cannot be asked: .* --runner pooling"
-    ):
+    with pytest.raises(Unreadable, match=r"the server of the reward model cannot be asked: .* --runner pooling"):
         open_scorer(ModelSettings(path=str(tmp_path), endpoint=endpoint))
 
 
@@ -110,9 +108,7 @@ async def test_a_group_waits_for_a_server_that_gives_no_answer(tmp_path: Path) -
     save_classifier(tmp_path)
     with pooling_server(tmp_path) as server:
         kwargs = {"path": str(tmp_path), "endpoint": server.endpoint}
-        section = RewardFunctionSection(
-            function="reward_model", kwargs=kwargs, memory_mb=1 << 17, timeout_s=120.0
-        )
+        section = RewardFunctionSection(function="reward_model", kwargs=kwargs, memory_mb=1 << 17, timeout_s=120.0)
         async with RewardRunner([section]) as runner:
             server.broken = 503
             away = await runner.score(["1+1="], ["2"], [[1]], {})
@@ -178,9 +174,7 @@ def test_scores_are_those_of_the_real_vllm(tmp_path: Path, ranks: int) -> None:
     """With two ranks the model is divided among two processes."""
     folder = save_classifier(tmp_path / "rm", hidden_size=64, head_dim=32)
     cores = "|".join(map(str, range(ranks)))  # one for each rank
-    with vllm_server(
-        folder, "--tensor-parallel-size", str(ranks), VLLM_CPU_OMP_THREADS_BIND=cores
-    ) as endpoint:
+    with vllm_server(folder, "--tensor-parallel-size", str(ranks), VLLM_CPU_OMP_THREADS_BIND=cores) as endpoint:
         same(ModelSettings(path=str(folder)), endpoint)
 
 

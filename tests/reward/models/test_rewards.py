@@ -39,7 +39,5 @@ def test_a_reply_that_is_none_is_refused(reply: dict[str, Any]) -> None:
 def test_columns_beside_the_rewards() -> None:
     reply = {"scores": [[0.5, 0.25], None], "version": "step-3-abc"}
     assert extra_of(reply, ModelSettings(path="p"), "rm", 2) == {}
-    assert extra_of(reply, ModelSettings(path="p", refresh_s=1.0), "rm", 2) == {
-        "rm_model": ["step-3-abc"] * 2
-    }
+    assert extra_of(reply, ModelSettings(path="p", refresh_s=1.0), "rm", 2) == {"rm_model": ["step-3-abc"] * 2}
     assert extra_of(reply, ProcessModelSettings(path="p"), "prm", 2) == {"prm_steps": ["0.5 0.25", None]}

@@ -58,9 +58,7 @@ def test_one_output_for_a_step_is_a_sigmoid(tmp_path: Path) -> None:
     model = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
     ids = AutoTokenizer.from_pretrained(tmp_path)("12=")["input_ids"]
     with torch.inference_mode():
-        assert value == pytest.approx(
-            model(input_ids=torch.tensor([ids])).logits[0, -1, 0].sigmoid().item(), abs=1e-6
-        )
+        assert value == pytest.approx(model(input_ids=torch.tensor([ids])).logits[0, -1, 0].sigmoid().item(), abs=1e-6)
 
 
 def test_steps() -> None:
@@ -70,9 +68,7 @@ def test_steps() -> None:
 
 def test_a_text_beyond_the_models_length_has_no_score(tmp_path: Path) -> None:
     save_classifier(tmp_path)
-    got = scores(
-        ModelSettings(path=str(tmp_path)), ["1", "1"], ["2" * (MAX_TOKENS - 2), "2" * (MAX_TOKENS - 1)]
-    )
+    got = scores(ModelSettings(path=str(tmp_path)), ["1", "1"], ["2" * (MAX_TOKENS - 2), "2" * (MAX_TOKENS - 1)])
     assert got[0] is not None
     assert got[1] is None
 

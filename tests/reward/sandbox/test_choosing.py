@@ -45,9 +45,7 @@ def test_none_has_to_be_written_out() -> None:
 
 def test_a_backend_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Open(NoSandbox):
-        def run(
-            self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-        ) -> Outcome:
+        def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
             return super().run(argv, files, replace(limits, processes=4), stdin)
 
     monkeypatch.setattr(choosing, "LOCAL", {"landlock": lambda readable: Open()})
@@ -61,9 +59,7 @@ def test_a_backend_that_runs_nothing_is_found_out(monkeypatch: pytest.MonkeyPatc
     class Silent:
         name = "landlock"
 
-        def run(
-            self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
-        ) -> Outcome:
+        def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
             return Outcome("exited", 0, None, b"", b"", 0.1)
 
     monkeypatch.setattr(choosing, "LOCAL", {"landlock": lambda readable: Silent()})

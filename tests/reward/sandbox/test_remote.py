@@ -88,9 +88,7 @@ def service() -> Iterator[Service]:
     made.server.server_close()
 
 
-def test_python_code_its_files_and_its_input_are_sent(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_code_its_files_and_its_input_are_sent(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SANDBOX_TOKEN", "s3cret")
     program = b"import sys\nprint(open('data').read(), input()); sys.exit(2)"
     outcome = RemoteSandbox(service.url + "/").run(
@@ -136,9 +134,7 @@ def test_time_output_and_signals_have_their_names(service: Service) -> None:
         (200, b'{"x": "' + b"y" * 20_000_000, "more than"),
     ],
 )
-def test_a_service_that_fails_is_never_an_outcome(
-    service: Service, status: int, answer: bytes, message: str
-) -> None:
+def test_a_service_that_fails_is_never_an_outcome(service: Service, status: int, answer: bytes, message: str) -> None:
     service.status, service.answer = status, lambda _: answer
     with pytest.raises(SandboxFailed, match=message) as failed:
         RemoteSandbox(service.url).run(["python", "main.py"], {"main.py": b""}, Limits())

@@ -88,9 +88,7 @@ def test_output_up_to_the_bound_is_kept_whole(any_sandbox: Sandbox) -> None:
 
 
 def test_several_processes_run_where_they_are_allowed(isolating: Sandbox) -> None:
-    program = (
-        "import subprocess\nprint(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout)"
-    )
+    program = "import subprocess\nprint(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout)"
     if isolating.name == "landlock":
         with pytest.raises(InvalidInput, match="backend landlock runs one process"):
             run(isolating, program, Limits(processes=4))
@@ -117,7 +115,9 @@ def test_a_program_that_did_not_start_is_no_outcome() -> None:
 
 def test_what_was_there_before_the_program_does_not_count() -> None:
     """The copy of the caller, until it becomes the program, may be large and slow."""
-    before = "import os, time\nkept = bytearray(400 << 20)\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\n"
+    before = (
+        "import os, time\nkept = bytearray(400 << 20)\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\n"
+    )
     # Given back before the word: from then on it would count, however soon the program follows.
     program = before + "del kept; os.write(2, b'word'); os.execv('/bin/echo', ['echo', 'small'])"
     with Workspace({}) as workspace:
@@ -140,9 +140,7 @@ def test_a_sandbox_that_does_not_start_its_program_in_time_is_no_outcome() -> No
 
 
 def test_a_limit_that_cannot_be_applied_is_no_outcome() -> None:
-    command = launch_command(
-        ["/bin/true"], Limits(), "word", landlock=["limit RLIMIT_NONE 1"], confined=False
-    )
+    command = launch_command(["/bin/true"], Limits(), "word", landlock=["limit RLIMIT_NONE 1"], confined=False)
     with Workspace({}) as workspace, pytest.raises(SandboxFailed, match="RLIMIT_NONE"):
         supervise(lambda: PopenChild(command, workspace.path, {}), Limits(), workspace, b"word")
 

@@ -73,9 +73,7 @@ async def test_architectures_with_tied_and_untied_embeddings(
         return
     await engine.update_weights(FIRST, weights)
     prompts = [PROMPT, PROMPT[:2], PROMPT[::-1], PROMPT]
-    completions = await asyncio.gather(
-        *(engine.generate(ask(str(i), 30 + i, i, p)) for i, p in enumerate(prompts))
-    )
+    completions = await asyncio.gather(*(engine.generate(ask(str(i), 30 + i, i, p)) for i, p in enumerate(prompts)))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert np.abs(completion.logprobs - reference_logprobs(model, prompt, completion)).max() < 1e-4
 
@@ -137,9 +135,7 @@ def test_a_window_in_unknown_layers_is_refused(
 ) -> None:
     spec = make_spec(make_model())
     LlamaConfig(sliding_window=16).save_pretrained(tmp_path)
-    with pytest.raises(
-        InvalidInput, match="does not know which layers of a llama have the window of 16 tokens"
-    ):
+    with pytest.raises(InvalidInput, match="does not know which layers of a llama have the window of 16 tokens"):
         create_engine(spec)
 
 
@@ -150,15 +146,9 @@ def test_equal_prompts_are_computed_once_and_only_their_last_position_reaches_th
     module = batch.model.module
     embedded: list[tuple[int, ...]] = []
     headed: list[tuple[int, ...]] = []
-    module.get_input_embeddings().register_forward_hook(
-        lambda _m, inputs, _o: embedded.append(inputs[0].shape)
-    )
-    module.get_output_embeddings().register_forward_hook(
-        lambda _m, inputs, _o: headed.append(inputs[0].shape)
-    )
-    batch.add(
-        [sequence("a", 5, 1), sequence("b", 5, 2, PROMPT[:3]), sequence("c", 5, 3), sequence("d", 5, 4)]
-    )
+    module.get_input_embeddings().register_forward_hook(lambda _m, inputs, _o: embedded.append(inputs[0].shape))
+    module.get_output_embeddings().register_forward_hook(lambda _m, inputs, _o: headed.append(inputs[0].shape))
+    batch.add([sequence("a", 5, 1), sequence("b", 5, 2, PROMPT[:3]), sequence("c", 5, 3), sequence("d", 5, 4)])
     assert embedded == [(2, 5)]
     assert headed == [(2, 1, 32)]
     together = finish(batch)
@@ -177,9 +167,7 @@ def test_rows_join_a_running_batch_without_changing_it(batch: DecodeBatch) -> No
     for step in range(70):
         ended |= {r.request.request_id: c for r, c in batch.step()}
         if step % 10 == 0:
-            ended |= {
-                r.request.request_id: c for r, c in batch.add([sequence(f"j{step}", 4, step, PROMPT[:2])])
-            }
+            ended |= {r.request.request_id: c for r, c in batch.add([sequence(f"j{step}", 4, step, PROMPT[:2])])}
     assert {"short", "j0", "j60"} <= ended.keys()
     together = finish(batch)["a"]
     assert together.token_ids.tolist() == alone.token_ids.tolist()
@@ -307,9 +295,7 @@ async def test_logits_that_overflow_fail_their_requests_and_leave_nothing_behind
     await engine.update_weights(FIRST, model.state_dict())
     before = await two()
     weights = dict(model.state_dict())
-    weights["model.layers.0.self_attn.v_proj.weight"] = (
-        weights["model.layers.0.self_attn.v_proj.weight"] * 1e38
-    )
+    weights["model.layers.0.self_attn.v_proj.weight"] = weights["model.layers.0.self_attn.v_proj.weight"] * 1e38
     await engine.update_weights(Version(1, 1), weights)
     for failure in await two():
         assert isinstance(failure, Unavailable)

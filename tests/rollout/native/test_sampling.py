@@ -87,9 +87,7 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens() -> None:
     logits_V = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     kept = []
     for top_k, top_p in [(0, 1.0), (2, 1.0), (0, 0.4), (0, 0.41), (0, 0.7001), (3, 0.5), (0, 1e-9)]:
-        masked_V = mask_top(
-            logits_V[None], torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64)
-        )[0]
+        masked_V = mask_top(logits_V[None], torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0]
         kept.append(torch.isfinite(masked_V).nonzero()[:, 0].tolist())
     # With k = 3 the rest is 0.4, 0.3, 0.2 of 0.9: 0.444 is below p = 0.5, so the second one stays, too.
     assert kept == [[0, 1, 2, 3], [1, 3], [1], [1, 3], [1, 2, 3], [1, 3], [1]]

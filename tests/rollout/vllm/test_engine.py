@@ -53,9 +53,7 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
     model.save_pretrained(folder)
     policy = PolicySection.model_validate({"model_name": str(folder), "precision": "float32"})
     policy_model = load_policy(policy, torch.device("cpu"))
-    for (
-        parameter
-    ) in policy_model.parameters():  # what the learner's mixed precision does for forward and backward
+    for parameter in policy_model.parameters():  # what the learner's mixed precision does for forward and backward
         parameter.data = parameter.data.to(dtype)
     sequences = [
         TrainingSample(i, prompt, completion.token_ids)
@@ -116,9 +114,7 @@ async def check_versions(
 
     def all_have(step: int) -> bool:
         spans = [completion.spans[-1] for completion in so_far.values()]
-        return len(spans) == NUM_SEQUENCES and all(
-            s.step == step and s.end - s.start >= TOKENS_EACH for s in spans
-        )
+        return len(spans) == NUM_SEQUENCES and all(s.step == step and s.end - s.start >= TOKENS_EACH for s in spans)
 
     tasks = [asyncio.create_task(engine.generate(watched(request))) for request in requests(3000)]
     for step, model in enumerate(models):
@@ -253,9 +249,7 @@ async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
 
     # One worker sees a byte that is not the sender's: no worker loads anything.
     with pytest.raises(WireError, match=r"worker [01] of the engine: tensor '[^']*' arrived with xxh3_64"):
-        await memory.deliver(
-            Version(1, NUM_VERSIONS), make_model("llama", tied=False, seed=99).state_dict(), damage=1
-        )
+        await memory.deliver(Version(1, NUM_VERSIONS), make_model("llama", tied=False, seed=99).state_dict(), damage=1)
     last = make_model("llama", tied=False, seed=NUM_VERSIONS - 1)
     (still,) = await asyncio.gather(*map(engine.generate, requests(16)[5:6]))
     assert [span.step for span in still.spans] == [NUM_VERSIONS - 1]

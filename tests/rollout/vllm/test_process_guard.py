@@ -58,9 +58,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def owner() -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     yield process, json.loads(line)
@@ -69,9 +67,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Any]]:
 
 
 @pytest.mark.parametrize("how", ["killed", "terminated", "killed with everything that it started"])
-def test_nothing_is_left_of_an_engine_whose_owner_was(
-    owner: tuple[subprocess.Popen[str], Any], how: str
-) -> None:
+def test_nothing_is_left_of_an_engine_whose_owner_was(owner: tuple[subprocess.Popen[str], Any], how: str) -> None:
     process, (pids, names, directory) = owner
     paths = [Path("/dev/shm") / name.lstrip("/") for name in names]
     assert not any(has_ended(pid) for pid in pids)
@@ -122,9 +118,7 @@ print(lock._semlock.name.lstrip("/"), flush=True)
 input()
 os._exit(0)  # so only its resource tracker can remove them, which the guard must have left alone
 """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     semaphore = Path(SHARED_MEMORY, f"sem.{owner.stdout.readline().strip()}")
     assert semaphore.exists()

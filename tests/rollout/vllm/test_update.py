@@ -51,9 +51,7 @@ def worker() -> SlowWorker:
 
 
 @pytest.fixture
-def updates(
-    worker: SlowWorker, make_spec: Callable[..., RunSpec], make_model: Callable[..., Any]
-) -> WeightUpdates:
+def updates(worker: SlowWorker, make_spec: Callable[..., RunSpec], make_model: Callable[..., Any]) -> WeightUpdates:
     return WeightUpdates(worker, make_spec(make_model()), [], ConcurrencyLimit(sure=1, most=1))
 
 
@@ -65,18 +63,14 @@ async def load(updates: WeightUpdates, worker: SlowWorker, weights: HostWeights)
 async def test_a_version_is_loaded_after_it_was_read_also_where_the_one_before_had_its_generation(
     updates: WeightUpdates, worker: SlowWorker
 ) -> None:
-    first, second = (
-        by_hosts(value, segments) for value, segments in ((1.0, SegmentPair()), (2.0, SegmentPair()))
-    )
+    first, second = (by_hosts(value, segments) for value, segments in ((1.0, SegmentPair()), (2.0, SegmentPair())))
     assert (first.generation, first.manifest) == (second.generation, second.manifest)
     await load(updates, worker, first)
     await load(updates, worker, second)
     assert worker.done == ["read 1", "load", "read 2", "load"]
 
 
-async def test_a_refused_version_says_nothing_about_the_next(
-    updates: WeightUpdates, worker: SlowWorker
-) -> None:
+async def test_a_refused_version_says_nothing_about_the_next(updates: WeightUpdates, worker: SlowWorker) -> None:
     bad, good = (by_hosts(value, SegmentPair()) for value in (float("nan"), 2.0))
     with pytest.raises(InvalidInput, match="NaN"):
         await load(updates, worker, bad)

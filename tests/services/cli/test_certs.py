@@ -20,9 +20,7 @@ def certs(*arguments: str, status: int = 0) -> str:
 def test_an_authority_issues_renews_and_lists(tmp_path: Path) -> None:
     folder = tmp_path / "ca"
     certs("init", str(folder))
-    own = Path(
-        certs("issue", str(folder), "coordinator", "--role", "coordinator", "--host", "10.0.0.1").strip()
-    )
+    own = Path(certs("issue", str(folder), "coordinator", "--role", "coordinator", "--host", "10.0.0.1").strip())
     certs("issue", str(folder), "rollout-0", "--role", "worker", "--days", "7")
     assert identity_of((own / "tls.crt").read_bytes()) == Identity("coordinator", "coordinator")
     assert certs("renew", str(folder)) == "no certificate is due\n"
@@ -42,8 +40,5 @@ def test_an_authority_issues_renews_and_lists(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     said = certs("issue", str(tmp_path), "a", "--role", "worker", status=1)
-    assert (
-        said
-        == f"Error: {tmp_path / 'ca.crt'} is not there; `paceline certs init {tmp_path}` makes an authority\n"
-    )
+    assert said == f"Error: {tmp_path / 'ca.crt'} is not there; `paceline certs init {tmp_path}` makes an authority\n"
     assert "'boss' is not one of" in certs("issue", str(tmp_path), "a", "--role", "boss", status=2)

@@ -52,10 +52,7 @@ def test_gold_answers_without_a_score_are_warned_of(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "grpo", train="./train.jsonl")
     result = paceline("data", "inspect", spec, "rewards=[{function: math_accuracy}]")
     assert result.exit_code == 0, result.output
-    assert (
-        "warning: math_accuracy gives no score to 1 of the first 2 rows of data.train (50.0%)"
-        in result.output
-    )
+    assert "warning: math_accuracy gives no score to 1 of the first 2 rows of data.train (50.0%)" in result.output
 
 
 def test_traces_say_what_is_left_out(tmp_path: Path) -> None:
@@ -71,9 +68,7 @@ def test_the_recorded_solutions_belong_to_test_questions(tmp_path: Path) -> None
         pytest.skip("the recorded solutions are not on this machine")
     (tmp_path / "test.jsonl").write_bytes((RECORDED / "test.jsonl").read_bytes())
     solutions = (RECORDED / "example_model_solutions.jsonl").read_text().splitlines()
-    rows = [
-        {"prompt": row["question"], "completion": row["ground_truth"]} for row in map(json.loads, solutions)
-    ]
+    rows = [{"prompt": row["question"], "completion": row["ground_truth"]} for row in map(json.loads, solutions)]
     write(tmp_path / "solutions.jsonl", rows)
     spec = spec_of(tmp_path, "sft", train="./solutions.jsonl")
     (overlap,) = json.loads(paceline("data", "inspect", spec, "--json").stdout)["overlap"]
@@ -84,9 +79,7 @@ def test_a_stream_shows_its_first_block(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", [{"prompt": f"p{n}", "answer": n} for n in range(30)])
     data = {"train": "./set", "streaming": "true", "streaming_block_rows": "8"}
-    result = paceline(
-        "data", "inspect", spec_of(tmp_path, "grpo", **data), "rewards=[{function: exact_match}]"
-    )
+    result = paceline("data", "inspect", spec_of(tmp_path, "grpo", **data), "rewards=[{function: exact_match}]")
     assert result.exit_code == 0, result.output
     assert "data.train: the first 8 rows of a stream, with the columns prompt, answer" in result.output
 
@@ -148,9 +141,7 @@ def test_samples_as_tokens_have_the_template_and_a_mask(tmp_path: Path) -> None:
 
 def test_a_mixture_shows_the_share_of_each_source(tmp_path: Path) -> None:
     for name, number in (("math", 3), ("code", 30)):
-        write(
-            tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}", "completion": "c"} for n in range(number)]
-        )
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}", "completion": "c"} for n in range(number)])
     spec = spec_of(tmp_path, "sft", train="[./math.jsonl, ./code.jsonl]", train_weights="[3, 1]")
     result = paceline("data", "inspect", spec)
     assert "  math: 3 rows, 75.0% of the draws\n  code: 30 rows, 25.0% of the draws\n" in result.output

@@ -261,9 +261,7 @@ ALL = {"guide": GUIDE, "nemo rl": NEMO_RL, "trl": TRL, "elsewhere": ELSEWHERE, "
 @pytest.mark.parametrize("name", ALL)
 def test_a_foreign_name_is_answered_with_ours_or_with_the_reason(name: str) -> None:
     assert {
-        override: said
-        for override, expected in ALL[name].items()
-        if not right(said := answer(override), expected)
+        override: said for override, expected in ALL[name].items() if not right(said := answer(override), expected)
     } == {}
 
 

@@ -65,10 +65,7 @@ def test_every_rpc_message_field_and_value_is_on_the_page_with_its_comment() -> 
         comments = comments_of(path)
         for owner, members in (
             *((each.name, [m.name for m in each.methods]) for each in descriptor.services_by_name.values()),
-            *(
-                (each.name, [f.name for f in each.fields])
-                for each in descriptor.message_types_by_name.values()
-            ),
+            *((each.name, [f.name for f in each.fields]) for each in descriptor.message_types_by_name.values()),
             *((each.name, [v.name for v in each.values]) for each in descriptor.enum_types_by_name.values()),
         ):
             section = page.partition(f"\n### {owner}\n")[2].partition("\n### ")[0]
@@ -84,11 +81,7 @@ def test_every_rpc_message_field_and_value_is_on_the_page_with_its_comment() -> 
 def test_every_public_method_of_the_client_is_on_the_page_with_its_docstring() -> None:
     page = client()
     for owner in (Client, Records):
-        names = [
-            name
-            for name, value in vars(owner).items()
-            if inspect.isfunction(value) and not name.startswith("_")
-        ]
+        names = [name for name, value in vars(owner).items() if inspect.isfunction(value) and not name.startswith("_")]
         assert len(names) > 10
         for name in names:
             first = (inspect.getdoc(vars(owner)[name]) or "").split("\n")[0]

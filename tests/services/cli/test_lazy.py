@@ -63,9 +63,7 @@ def test_an_app_takes_no_name_of_the_core(install: Install) -> None:
     assert command_line().entries["up"][1] == "Start."
 
 
-def test_an_app_that_fails_is_left_out_and_named(
-    install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_app_that_fails_is_left_out_and_named(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install(
         broken_app="raise OSError('no such disk')",
         sound_app=APP.format(heading="Begin", name="greet", module="sound_app"),

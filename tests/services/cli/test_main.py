@@ -73,9 +73,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
     code = "import sys, paceline.services.cli.running.runs, paceline.services.cli.running.up, paceline.services.cli.recorded.records, paceline.client; " \
         "print(sorted({'torch', 'grpc', 'rich'} & sys.modules.keys()))"  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 
 
@@ -162,9 +160,7 @@ def test_runs_are_submitted_listed_held_and_ended(cluster: LocalCluster, spec_pa
         "Error: run again-2 is queued, neither paused nor failed\n",
     )
     refused = paceline("drop", "again-2", "3", coordinator=at)
-    assert refused.stderr.startswith(
-        "Error: run again-2 is queued; groups are dropped only while it is paused"
-    )
+    assert refused.stderr.startswith("Error: run again-2 is queued; groups are dropped only while it is paused")
     assert paceline("cancel", "again-2", coordinator=at).stdout == "run again-2 is cancelled\n"
     assert lines_of(paceline("cancel", "sums-1", "--json", coordinator=at))[0]["state"] == "cancelled"
 
@@ -198,18 +194,14 @@ def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Missing argument 'GROUP...'" in paceline("drop", "sums-1").stderr
 
 
-def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(
-    cluster: LocalCluster, spec_path: Path
-) -> None:
+def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(cluster: LocalCluster, spec_path: Path) -> None:
     at, setting = cluster.address, "loss_fn.truncated_importance_sampling_ratio=null"
     said = paceline("submit", str(spec_path), setting, coordinator=at)
     assert said.exit_code == 0
     assert said.stderr.startswith("warning: async_grpo.max_trajectory_age_steps 1 with loss_fn.truncated")
     paceline("cancel", "sums-1", coordinator=at)
     events = lines_of_events(paceline("watch", "sums-1", "--json", coordinator=at))
-    assert [f"warning: {e['content']['message']}\n" for e in events if e["kind"] == "warning"] == [
-        said.stderr
-    ]
+    assert [f"warning: {e['content']['message']}\n" for e in events if e["kind"] == "warning"] == [said.stderr]
     as_json = lines_of(paceline("submit", str(spec_path), setting, "--json", coordinator=at))
     assert [f"warning: {text}\n" for text in as_json[0]["warnings"]] == [said.stderr]
     assert paceline("submit", str(spec_path), coordinator=at).stderr == ""
@@ -282,11 +274,8 @@ def test_a_step_fits_a_line_of_80_columns() -> None:
         "age/3": 0.0,
     }
     line = render.event_line("step", metrics)
-    assert (
-        line
-        == (
-            "step   11  reward  0.512  len 1414  123457 tok/s  train 0.3s  wait 12.0s"  # age 0.5 would pass column 80
-        )
+    assert line == (
+        "step   11  reward  0.512  len 1414  123457 tok/s  train 0.3s  wait 12.0s"  # age 0.5 would pass column 80
     )
     assert render.event_line("step", metrics | {"rollout/tokens_per_s": 0.0}).endswith("wait 12.0s  age 0.5")
     usual = metrics | {"rollout/tokens_per_s": 12345.6, "learner_wait_s": 2.0}

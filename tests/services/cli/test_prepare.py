@@ -15,9 +15,7 @@ QUESTION = "Ann has {} pens and buys {} more at the shop, how many pens has she 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    rows = [{"prompt": QUESTION.format(n, n), "answer": n} for n in range(6)] + [
-        {"prompt": "x" * 500, "answer": 7}
-    ]
+    rows = [{"prompt": QUESTION.format(n, n), "answer": n} for n in range(6)] + [{"prompt": "x" * 500, "answer": 7}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": QUESTION.format(3, 3)}) + "\n")
     (tmp_path / "own.py").write_text(
@@ -97,10 +95,7 @@ def test_the_overlap_needs_a_set(spec: Path) -> None:
 
 
 def test_an_implicit_prompt_is_compared_and_a_malformed_row_is_named(tmp_path: Path) -> None:
-    chats = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "4"}]
-        for text in ("2+2?", "x" * 99)
-    ]
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "4"}] for text in ("2+2?", "x" * 99)]
     rows = [{"chosen": chat, "rejected": [chat[0], {"role": "assistant", "content": "5"}]} for chat in chats]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path, out = tmp_path / "spec.yaml", tmp_path / "out.jsonl"

@@ -29,9 +29,7 @@ def test_every_key_has_its_line() -> None:
     page = generated()["configuration.md"]
     lacking = [path for path, key in keys().items() if key.section is None and f"- `{path}` (" not in page]
     assert lacking == []
-    assert [
-        path for path, key in keys().items() if key.section is not None and f"\n## {path}\n" not in page
-    ] == []
+    assert [path for path, key in keys().items() if key.section is not None and f"\n## {path}\n" not in page] == []
 
 
 def test_every_command_and_every_foreign_name_has_its_line() -> None:

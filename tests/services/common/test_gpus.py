@@ -59,9 +59,7 @@ def test_gpus_are_divided_where_the_spec_names_none(number: int, expected: tuple
         (8, {"rollout_workers": 2}, (4, (0, 1, 2, 3), 2, (4, 5, 6, 7))),
     ],
 )
-def test_numbers_that_the_spec_sets_stay(
-    number: int, cluster: dict[str, int], expected: tuple[object, ...]
-) -> None:
+def test_numbers_that_the_spec_sets_stay(number: int, cluster: dict[str, int], expected: tuple[object, ...]) -> None:
     assert division(number, **cluster) == expected
 
 
@@ -105,9 +103,7 @@ def test_opting_out_is_said_and_named_gpus_stay() -> None:
         ({"reward_gpus": (1,)}, True, "learner computes on CPUs: cluster.learner_gpus is empty"),
     ],
 )
-def test_a_role_left_on_cpus_beside_named_gpus_is_said(
-    cluster: dict[str, Any], rollout: bool, said: str
-) -> None:
+def test_a_role_left_on_cpus_beside_named_gpus_is_said(cluster: dict[str, Any], rollout: bool, said: str) -> None:
     named = ClusterSection(**cluster)
     kept, sentence = divide(named, 2, rollout=rollout)
     assert kept == named
@@ -145,9 +141,7 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_keys(
-    number: int, cluster: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_divided_is_refused_with_the_keys(number: int, cluster: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         divide(ClusterSection(**cluster), number)
 
@@ -232,9 +226,7 @@ def program(folder: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_gpus_are_found_by_the_drivers_program_or_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_found_by_the_drivers_program_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "gpus"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert installed_gpus(folder, tmp_path) == 0
@@ -260,9 +252,7 @@ def test_a_cluster_that_leaves_gpus_unused_says_so(tmp_path: Path) -> None:
     ]
 
 
-def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, tuple[list[str], dict[str, str]]] = {}
 
     class Recorded:
@@ -287,9 +277,7 @@ def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.M
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
     result = paceline("up", spec, "cluster.learner_ranks=2", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
-    assert result.stderr.startswith(
-        "Error: cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one"
-    )
+    assert result.stderr.startswith("Error: cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one")
     assert not (tmp_path / "runs" / "logs").exists()
 
 

@@ -130,9 +130,7 @@ def test_a_file_of_another_key_is_named_and_stays(
     assert BlobStore(tmp_path).has(digest)
 
 
-def test_a_damaged_encrypted_file_is_removed_so_that_it_is_sent_again(
-    tmp_path: Path, given_key: StorageKey
-) -> None:
+def test_a_damaged_encrypted_file_is_removed_so_that_it_is_sent_again(tmp_path: Path, given_key: StorageKey) -> None:
     store = BlobStore(tmp_path)
     digest = put(store, b"0123456789")
     path = tmp_path / digest[:2] / digest[2:]

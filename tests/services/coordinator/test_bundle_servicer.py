@@ -59,9 +59,7 @@ def fetched(channel: grpc.Channel, sha256: str) -> bytes:
     return b"".join(fetch(channel, sha256, 1 << 30))
 
 
-async def test_a_bundle_is_sent_once_and_fetched_by_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bundle_is_sent_once_and_fetched_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle_transfer, "PART_BYTES", 1000)
     bundle = bundle_of(tmp_path, large=bytes(range(256)) * 16, empty=b"", small=b"x")
     puts = []

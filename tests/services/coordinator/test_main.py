@@ -121,9 +121,7 @@ def test_a_disk_that_refuses_ends_it_with_the_reason(start: Start, tmp_path: Pat
             break
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, 1))  # from now on every write to a file fails
     hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
-    stream = worker_pb2_grpc.WorkerServiceStub(channel).Connect(
-        iter([worker_pb2.ConnectRequest(hello=hello)])
-    )
+    stream = worker_pb2_grpc.WorkerServiceStub(channel).Connect(iter([worker_pb2.ConnectRequest(hello=hello)]))
     with pytest.raises(grpc.RpcError):
         list(stream)
     _, said = process.communicate(timeout=DEADLINE_S)

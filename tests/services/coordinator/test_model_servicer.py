@@ -58,9 +58,7 @@ class Served:
         callers = TokenCallers(lambda: "boot", folder / "token", folder / "tokens.json")
         self.server = GrpcServer("127.0.0.1", 0, TokenGuard(callers, self.ledger.submitter))
         servicer = ModelServicer(self.ledger, self.committed, asyncio.Lock())
-        self.server.add(
-            servicer, registry_pb2_grpc.add_ModelServiceServicer_to_server, "paceline.v1.ModelService"
-        )
+        self.server.add(servicer, registry_pb2_grpc.add_ModelServiceServicer_to_server, "paceline.v1.ModelService")
         for role in (CallerRole.VIEWER, CallerRole.SUBMITTER, CallerRole.OPERATOR):
             (folder / role).write_text(create(folder / "tokens.json", f"a-{role}", role, 0.0))
 

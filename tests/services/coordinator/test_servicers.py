@@ -242,9 +242,7 @@ async def test_a_list_parses_no_yaml_and_survives_a_bad_row(plane: Plane) -> Non
     assert (last.run_id, last.max_num_steps) == ("test-3", 4)
 
 
-async def test_an_unforeseen_exception_is_answered_and_counted(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unforeseen_exception_is_answered_and_counted(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 

@@ -145,9 +145,7 @@ async def test_a_run_whose_samples_are_gone_is_paused_and_goes_on_when_the_check
     assert "the samples of step 1 were not kept" in row["message"]
     assert f"`paceline resume {run_id}`" in row["message"]
 
-    newcomer = learner(
-        plane, "learner-2"
-    )  # a new process is assigned nothing, and the pause is reported once
+    newcomer = learner(plane, "learner-2")  # a new process is assigned nothing, and the pause is reported once
     await newcomer.hear("welcome")
     await plane.watch_until(run_id, "member", member_id="learner-2", what="joined")
     await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run_id))
@@ -176,22 +174,16 @@ async def test_a_checkpoint_that_nobody_knows_pauses_the_run(plane: Plane) -> No
         ("1-1", ["1-2", "2-3"]),  # of no use any more
     ],
 )
-async def test_one_that_is_damaged_displaces_none_that_is_sound(
-    plane: Plane, damaged: str, kept: list[str]
-) -> None:
+async def test_one_that_is_damaged_displaces_none_that_is_sound(plane: Plane, damaged: str, kept: list[str]) -> None:
     run_id = await running(plane)
     run = plane.coordinator.exchange.active
     assert run is not None
     settings = run.spec.checkpointing.model_copy(update={"keep_top_k": 2})
     path = str(plane.directory / run_id / "checkpoints" / "2-3")
-    report = worker_pb2.CheckpointReport(
-        run_id=run_id, session=2, step=3, path=path, sha256="0" * 64, chain="c2"
-    )
+    report = worker_pb2.CheckpointReport(run_id=run_id, session=2, step=3, path=path, sha256="0" * 64, chain="c2")
     async with plane.coordinator.lock:
         with plane.ledger.transaction():
-            plane.ledger.db.execute(
-                "UPDATE checkpoints SET damaged = 'x' WHERE path LIKE ?", (f"%/{damaged}",)
-            )
+            plane.ledger.db.execute("UPDATE checkpoints SET damaged = 'x' WHERE path LIKE ?", (f"%/{damaged}",))
             if damaged != "1-3":
                 plane.ledger.db.execute("UPDATE checkpoints SET removed = 1 WHERE path LIKE '%/1-3'")
             plane.ledger.checkpoints.add(report)
@@ -211,18 +203,14 @@ async def test_one_that_is_damaged_displaces_none_that_is_sound(
         {"step": 99},
     ],
 )
-async def test_a_checkpoint_that_is_not_where_it_has_to_be_is_not_registered(
-    plane: Plane, lie: dict[str, Any]
-) -> None:
+async def test_a_checkpoint_that_is_not_where_it_has_to_be_is_not_registered(plane: Plane, lie: dict[str, Any]) -> None:
     run_id = (await plane.submit()).run_id
     plane.run_loops()
     worker = learner(plane)
     await worker.hear("run")
     folder = plane.directory / run_id / "checkpoints"
     truth = {"run_id": run_id, "session": 1, "step": 3, "sha256": "0" * 64}
-    said = truth | {
-        name: str(value).format(folder=folder) if name == "path" else value for name, value in lie.items()
-    }
+    said = truth | {name: str(value).format(folder=folder) if name == "path" else value for name, value in lie.items()}
     said.setdefault("path", str(folder / f"1-{said['step']}"))
     worker.say(checkpoint=worker_pb2.CheckpointReport(**said))
     worker.say(checkpoint=worker_pb2.CheckpointReport(**truth, path=str(folder / "1-3")))

@@ -37,9 +37,7 @@ def lease(**fields: object) -> pb.Lease:
 
 def test_a_lease_with_its_journal() -> None:
     journal = [
-        pb.EpisodeJournal(
-            sample=1, life=2, failures=1, arrays_frames=[1, 3], note_frames=[2, 4], finished=True
-        ),
+        pb.EpisodeJournal(sample=1, life=2, failures=1, arrays_frames=[1, 3], note_frames=[2, 4], finished=True),
         pb.EpisodeJournal(sample=3, life=4, given_up=True),
     ]
     frames = [ARRAYS.encode(), NOTE.SerializeToString()] * 2

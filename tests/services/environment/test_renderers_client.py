@@ -56,9 +56,7 @@ async def test_tokens_of_the_renderers_client_train_as_they_are(tmp_path: Path) 
     tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
-    spec = run_spec(
-        environment={"class": "", "agent": str(tmp_path / "agent.py") + ":solve", "renderer": "template"}
-    )
+    spec = run_spec(environment={"class": "", "agent": str(tmp_path / "agent.py") + ":solve", "renderer": "template"})
     setting = EpisodeSetting.of(spec, tokenizer)
 
     def say(request: TurnRequest, number: int) -> tuple[list[int], str]:

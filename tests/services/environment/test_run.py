@@ -185,9 +185,7 @@ async def test_a_group_that_cannot_go_on_is_returned_with_the_reason(
 async def test_a_lease_that_another_worker_holds_ends_in_silence(bench: Bench) -> None:
     async def turn(group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:
         span = (VersionSpan(1, 0, 0, 1),)
-        arrays = TurnArrays(
-            0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span
-        )
+        arrays = TurnArrays(0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span)
         await journal.turn(0, 1, 0, arrays, pb.TurnNote(text="two"), last=False)
         raise AssertionError("the record was stale")
 
@@ -206,9 +204,7 @@ async def test_a_lease_that_another_worker_holds_ends_in_silence(bench: Bench) -
 async def test_a_record_that_the_exchange_refuses_for_good_returns_the_lease(bench: Bench, kind: str) -> None:
     async def record(group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:
         span = (VersionSpan(1, 0, 0, 1),)
-        arrays = TurnArrays(
-            0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span
-        )
+        arrays = TurnArrays(0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span)
         await journal.turn(0, 1, 0, arrays, pb.TurnNote(text="two"), last=False)
         await journal.end(0, 1, "environment_failed", "it raised", give_up=False)
         raise AssertionError("a record was refused")
@@ -244,9 +240,7 @@ async def test_a_group_without_any_row_is_returned_as_failed(bench: Bench) -> No
 
 
 async def test_a_lease_with_a_journal_that_cannot_be_read_goes_back(bench: Bench) -> None:
-    bench.exchange.leases.put_nowait(
-        [lease(0, journal=[pb.EpisodeJournal(arrays_frames=[1], note_frames=[2])])]
-    )
+    bench.exchange.leases.put_nowait([lease(0, journal=[pb.EpisodeJournal(arrays_frames=[1], note_frames=[2])])])
     back = await bench.exchange.next()
     assert back.data_error_reason == ""
     assert "frames 1 and 2" in back.data_error

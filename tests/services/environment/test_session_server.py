@@ -82,9 +82,7 @@ async def client(opened: tuple[Session, SessionAddress]) -> AsyncIterator[AsyncO
         yield client
 
 
-async def test_a_chat_is_a_turn_of_its_session(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
-) -> None:
+async def test_a_chat_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tuple[Session, SessionAddress]) -> None:
     session, address = opened
     answer = await client.chat.completions.create(
         model="any", messages=MESSAGES, tools=[TOOL], max_completion_tokens=7, temperature=0.2, logprobs=True,
@@ -295,9 +293,7 @@ async def test_token_ids_are_taken_as_they_are(
     assert choice["finish_reason"] == "stop"
 
 
-async def test_a_response_is_a_turn_of_its_session(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
-) -> None:
+async def test_a_response_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tuple[Session, SessionAddress]) -> None:
     session, _ = opened
     message = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
     session.says(answered(message))

@@ -163,9 +163,7 @@ async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
         result, payloads = await bench.exchange.group
     assert (result.group_id, result.attempt) == (7, 1)
     texts = parse_message(pb.Texts, payloads[1])
-    assert [(each.ending, each.reward, each.turn_rewards) for each in texts.samples] == [
-        ("done", 2.0, 1.5)
-    ] * 2
+    assert [(each.ending, each.reward, each.turn_rewards) for each in texts.samples] == [("done", 2.0, 1.5)] * 2
     assert sorted((turn.sample, turn.index, turn.last) for turn in bench.exchange.turns) == [
         (sample, index, index == 2) for sample in range(2) for index in range(3)
     ]

@@ -91,9 +91,7 @@ def test_ranks_share_the_cores_unless_threads_are_set(launch: Launch, given: str
     assert out.split() == [str(expected)] * 2, errors
 
 
-def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(launch: Launch, tmp_path: Path) -> None:
     process = launch(
         "if rank == '1': sys.exit(7)\n"
         "while not pathlib.Path('ended').exists(): time.sleep(0.01)\n"  # as a collective that notices

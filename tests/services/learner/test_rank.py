@@ -112,9 +112,7 @@ def test_messages_about_weights_go_to_the_publishing_of_the_run(served: Served) 
     assert rank.early_roster == roster
 
 
-def test_a_rank_ends_when_another_of_its_learner_is_lost(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_ends_when_another_of_its_learner_is_lost(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(learner_rank, "end_process", ended.put)
     leave = AsyncMock()

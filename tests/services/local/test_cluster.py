@@ -87,15 +87,11 @@ def test_a_child_that_dies_is_started_again_and_the_death_is_said(
         "mark.with_suffix('.second').touch(); signal.pause()"
     )
     until((tmp_path / "mark.second").exists)
-    assert reports.said == [
-        "child-0 ended with exit status 1, starts again in 0.5 s; its log says: the disk is full"
-    ]
+    assert reports.said == ["child-0 ended with exit status 1, starts again in 0.5 s; its log says: the disk is full"]
     assert list(service.deaths) == ["child-0 ended with exit status 1"]
     words, end = (tmp_path / "child-0.log").read_text().splitlines()
     assert words == "the disk is full"
-    assert end.endswith(
-        " WARNING paceline.services.common.processes.supervisor: child-0 ended with exit status 1"
-    )
+    assert end.endswith(" WARNING paceline.services.common.processes.supervisor: child-0 ended with exit status 1")
 
 
 def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Service], reports: Reports) -> None:
@@ -114,9 +110,7 @@ def test_the_line_that_says_why_a_child_died_is_said_and_not_what_comes_after_it
     code = "import sys; print('Error: no model', *'abcdef', sep='\\n', flush=True); sys.exit(2)"
     start(code, max_deaths=2, max_backoff_s=0.01)
     assert reports.gave_up.wait(DEADLINE_S)
-    assert reports.said == [
-        "child-0 ended with exit status 2, starts again in 0.01 s; its log says: Error: no model"
-    ]
+    assert reports.said == ["child-0 ended with exit status 2, starts again in 0.01 s; its log says: Error: no model"]
     assert str(reports.faults[0]) == (
         f"child-0 ended with exit status 2. Its log {tmp_path / 'child-0.log'} ends with:\n"
         "  Error: no model\n  ...\n  b\n  c\n  d\n  e\n  f"
@@ -139,8 +133,7 @@ def test_a_child_is_given_up_with_its_last_words_where_that_is_asked_for(
     service = start("import os; print('no model at /nowhere', flush=True); os._exit(3)", max_deaths=2)
     assert reports.gave_up.wait(DEADLINE_S)
     assert str(reports.faults[0]) == (
-        "child-0 ended with exit status 3. "
-        f"Its log {tmp_path / 'child-0.log'} ends with:\n  no model at /nowhere"
+        f"child-0 ended with exit status 3. Its log {tmp_path / 'child-0.log'} ends with:\n  no model at /nowhere"
     )
     assert len(service.deaths) == 2
     assert service.pid is None

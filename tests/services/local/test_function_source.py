@@ -110,9 +110,7 @@ def test_functions_that_use_each_other_come_once(script: dict[str, Any], tmp_pat
         ("called", "is Callable; a reward function has to be a function"),
     ],
 )
-def test_what_cannot_be_a_file_is_named(
-    name: str, message: str, script: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_a_file_is_named(name: str, message: str, script: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=message):
         named_function(script[name], tmp_path)
 

@@ -21,9 +21,7 @@ def spec(tmp_path: Path) -> Path:
     """A spec whose files are all there."""
     (tmp_path / "my-model").mkdir()
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "rewards.py").write_text(
-        "def letters(completions, **_):\n    return [0.0] * len(completions)\n"
-    )
+    (tmp_path / "rewards.py").write_text("def letters(completions, **_):\n    return [0.0] * len(completions)\n")
     tree = {
         "policy": {"model_name": "./my-model", "max_total_sequence_length": 1024},
         "data": {"train": "./train.jsonl"},
@@ -55,9 +53,7 @@ def spec(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_path_that_is_not_there_is_named_with_its_key(
-    spec: Path, override: str, key: str, remedy: str
-) -> None:
+def test_a_path_that_is_not_there_is_named_with_its_key(spec: Path, override: str, key: str, remedy: str) -> None:
     (sentence,) = missing_paths(load_spec(spec, [override]))
     assert sentence.startswith(key)
     assert remedy in sentence

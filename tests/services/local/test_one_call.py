@@ -65,9 +65,7 @@ class Services:
 
     def get(self, run_id: str) -> run_pb2.Run:
         state = run_pb2.RunState.Value(f"RUN_STATE_{self.state.upper()}")
-        return run_pb2.Run(
-            run_id=run_id, state=state, directory=str(self.directory), max_num_steps=2, message="why"
-        )
+        return run_pb2.Run(run_id=run_id, state=state, directory=str(self.directory), max_num_steps=2, message="why")
 
     def runs(self) -> list[run_pb2.Run]:
         return [run_pb2.Run(run_id="old-1", state=run_pb2.RUN_STATE_QUEUED)]
@@ -237,7 +235,5 @@ def test_rows_are_encrypted_with_a_storage_key(tmp_path: Path, given_key: Storag
 
 def test_a_ledger_on_another_machine_is_named(tmp_path: Path) -> None:
     run = TrainedRun("run-1", tmp_path / "runs" / "run-1", None, [], [], {})
-    with pytest.raises(
-        NotFound, match=r"ledger\.sqlite is not on this machine; .* `paceline samples run-1 --step 3`"
-    ):
+    with pytest.raises(NotFound, match=r"ledger\.sqlite is not on this machine; .* `paceline samples run-1 --step 3`"):
         run.samples(3)

@@ -20,9 +20,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def found(
-    model: str, gpus: list[int], free: int = 100 * GB, **sections: Any
-) -> dict[str, tuple[str, str, str]]:
+def found(model: str, gpus: list[int], free: int = 100 * GB, **sections: Any) -> dict[str, tuple[str, str, str]]:
     findings = examine_spec(spec_of(model, **sections), gpus, free)
     return {finding.name: (finding.status, finding.value, finding.remedy) for finding in findings}
 

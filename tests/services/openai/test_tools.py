@@ -52,9 +52,7 @@ def test_a_choice_needs_tools_and_names_one_of_them() -> None:
     assert read_choice(None, tools) == read_choice("auto", tools) == AUTO
     assert read_choice(None, []) == read_choice("auto", []) == read_choice("none", tools) == NONE
     assert read_choice("required", tools) == REQUIRED
-    assert read_choice({"type": "function", "function": {"name": "add"}}, tools) == ToolChoice(
-        "function", "add"
-    )
+    assert read_choice({"type": "function", "function": {"name": "add"}}, tools) == ToolChoice("function", "add")
     assert read_choice({"type": "function", "name": "add"}, tools) == ToolChoice("function", "add")
     for choice, given in (
         ("required", []),

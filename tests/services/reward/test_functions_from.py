@@ -80,9 +80,7 @@ async def test_a_worker_runs_only_what_its_own_folders_allow(tmp_path: Path) -> 
 async def test_a_worker_of_some_functions_takes_no_run_with_others(tmp_path: Path) -> None:
     """Another worker may take it, so the run does not end."""
     rewards = [{"function": "exact_match"}, {"function": "length", "kwargs": {"tolerance_tokens": 9}}]
-    assignment = worker_pb2.RunAssignment(
-        run_id="run-1", spec_yaml=spec_to_yaml(make_spec(tmp_path, rewards=rewards))
-    )
+    assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(make_spec(tmp_path, rewards=rewards)))
     refused = await first_report(assignment, only=["code_tests", "length"])
     assert "scores only with code_tests, length (--only), but the run has exact_match" in refused.error
     assert refused.fault == worker_pb2.FAULT_PASSING

@@ -62,9 +62,7 @@ class Exchange:
             await asyncio.Event().wait()
         given, self._left = self._left, []
         for group_id in given:
-            reply.task.tasks.add(
-                group_id=group_id, attempt=1, prompt_json='"p"', columns_json=COLUMNS, digest="d"
-            )
+            reply.task.tasks.add(group_id=group_id, attempt=1, prompt_json='"p"', columns_json=COLUMNS, digest="d")
         return reply, self.payloads * len(given)
 
     async def report(self, report: worker_pb2.ConnectRequest) -> None:

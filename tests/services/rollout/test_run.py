@@ -105,9 +105,7 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     for request in engine.asked:
         assert request.stop.strings == ("2",)
         assert request.params.min_p == 0.5
-    ended = Completion(
-        np.array(tokenizer("123")["input_ids"][:3], np.int32), np.zeros(3, np.float32), (), "stop"
-    )
+    ended = Completion(np.array(tokenizer("123")["input_ids"][:3], np.int32), np.zeros(3, np.float32), (), "stop")
     whole = Completion(ended.token_ids[:2], ended.logprobs[:2], (), "stop")
     assert sampler.text(whole) == "12"
     assert sampler.text(ended) == "123"  # the last token completes no stop string
@@ -151,16 +149,12 @@ async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
     prompt_ids, _ = await GroupSampler(engine, tokenizer, make_spec(tmp_path), lambda group_id: None).sample(
         leased, None
     )
-    rendered = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(prompt_ids) == rendered
     assert '"name": "add"' in rendered
 
     plain = GroupSampler(engine, character_tokenizer(PLAIN), make_spec(tmp_path), lambda group_id: None)
-    with pytest.raises(
-        InvalidInput, match="has tools, which the chat template of the tokenizer does not read"
-    ):
+    with pytest.raises(InvalidInput, match="has tools, which the chat template of the tokenizer does not read"):
         await plain.sample(leased, None)
 
 
@@ -249,12 +243,8 @@ async def test_a_group_that_is_in_hand_already_is_not_begun_twice(bench: Bench) 
 
 
 @pytest.mark.parametrize("samples", [None, 1])
-async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(
-    bench: Bench, samples: int | None
-) -> None:
-    completion = Completion(
-        np.array([5], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "abort"
-    )
+async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(bench: Bench, samples: int | None) -> None:
+    completion = Completion(np.array([5], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "abort")
     frame = encode_completions(np.array([1], np.int32), [completion] * samples) if samples else b"nothing"
     reasons = ["abort"] * (samples or 2)
     bench.exchange.give(lease(0, prefix_frame=1, prefix_finish_reasons=reasons), frames=(frame,))

@@ -127,9 +127,7 @@ async def test_the_step_decides_which_version_is_older(worker: RolloutWorker, be
         await generate(worker, prompt_ids=PROMPT, session="s", min_version={"session": 1, "step": 6})
 
 
-async def test_tokens_of_another_version_than_the_pinned_one_are_refused(
-    worker: RolloutWorker, bench: Bench
-) -> None:
+async def test_tokens_of_another_version_than_the_pinned_one_are_refused(worker: RolloutWorker, bench: Bench) -> None:
     bench.engine.version = Version(1, 7)  # type: ignore[assignment]  # the bench's tokens are of (1, 0)
     with pytest.raises(Aborted, match="took version") as refused:
         await generate(worker, prompt_ids=PROMPT, session="s", pinned_version={"session": 1, "step": 7})
@@ -140,9 +138,7 @@ async def test_sessions_do_not_wait_behind_external_clients(worker: RolloutWorke
     gate = worker.endpoint.gate_of(bench.run)
     bench.engine.held = asyncio.Event()
     clients = asyncio.create_task(generate(worker, prompt="1", n=gate.capacity))
-    turns = [
-        asyncio.create_task(generate(worker, prompt_ids=PROMPT, session=f"s{index}")) for index in range(4)
-    ]
+    turns = [asyncio.create_task(generate(worker, prompt_ids=PROMPT, session=f"s{index}")) for index in range(4)]
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(gate.places + len(turns)):
             await bench.engine.began.get()
@@ -251,9 +247,7 @@ async def test_a_turn_of_a_worker_that_drains_goes_on_elsewhere_without_a_lost_t
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
     rest = (await staying.turn(begun_ids=begun.token_ids)).completions[0]
-    assert [*begun.token_ids, *rest.token_ids] == list(
-        whole.token_ids
-    )  # `native` continues with the same numbers
+    assert [*begun.token_ids, *rest.token_ids] == list(whole.token_ids)  # `native` continues with the same numbers
     assert rest.finish_reason == "length"
     assert rest.text == whole.text
     np.testing.assert_allclose([*begun.logprobs, *rest.logprobs], whole.logprobs, atol=2e-5)

@@ -18,9 +18,7 @@ def test_a_template_that_was_corrected_is_read_anew(tmp_path: Path) -> None:
     tokenizer, file = load_tokenizer(policy), TemplateFile(policy)
     before = tokenizer.chat_template
     assert not file.reload(tokenizer)
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"chat_template": "{{ messages }} corrected"})
-    )
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "{{ messages }} corrected"}))
     assert file.reload(tokenizer)
     assert tokenizer.chat_template == "{{ messages }} corrected" != before
     assert not file.reload(tokenizer)

@@ -155,9 +155,7 @@ BAD_OFFERS = [
 
 
 @pytest.mark.parametrize(("bad", "why"), BAD_OFFERS)
-async def test_a_bad_offer_is_answered_with_a_sentence(
-    worker: Worker, bad: worker_pb2.WeightOffer, why: str
-) -> None:
+async def test_a_bad_offer_is_answered_with_a_sentence(worker: Worker, bad: worker_pb2.WeightOffer, why: str) -> None:
     if bad.stored.url == HERE:
         bad.stored.url = worker.pair.store.url
     worker.weights.offer(bad)

@@ -53,9 +53,7 @@ async def test_a_worker_ends_while_it_still_closes_a_run_that_is_over():
     assert closed.is_set()
 
 
-async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(tmp_path, cluster={"rollout_gpus": [0, 1]})
     assignment = worker_pb2.RunAssignment(run_id="test-1", spec_yaml=spec_to_yaml(spec))
     reports: list[worker_pb2.ConnectRequest] = []
@@ -70,9 +68,7 @@ async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(RolloutRun, "start", start)
-    worker = RolloutWorker(
-        "127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01)
-    )
+    worker = RolloutWorker("127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01))
     monkeypatch.setattr(worker.membership, "report", report)
     setting_up = asyncio.create_task(worker._set_up(assignment))
     async with asyncio.timeout(60.0):
@@ -84,10 +80,7 @@ async def test_a_worker_on_cpus_refuses_a_run_that_names_gpus(
     await asyncio.wait((setting_up,))
     worker.membership._context.term()
     assert reports[0].run_report.fault == worker_pb2.FAULT_PASSING
-    assert (
-        "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch sees none"
-        in reports[0].run_report.error
-    )
+    assert "the run asks for GPU 0 to 1 (cluster.rollout_gpus), and torch sees none" in reports[0].run_report.error
 
 
 class EndedRun:

@@ -63,9 +63,7 @@ def differing(loaded: torch.nn.Module, folder: Path, dtype: torch.dtype) -> list
     for name in tensors.keys() & found.keys():
         here, whole = found[name].detach(), tensors[name].detach()
         if isinstance(here, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(
-                here.shape, here.device_mesh, here.placements
-            )
+            shape, offset = compute_local_shape_and_global_offset(here.shape, here.device_mesh, here.placements)
             whole, here = whole[offset[0] : offset[0] + shape[0]], here.to_local()
         if here.dtype != whole.dtype or not torch.equal(here.cpu(), whole):
             names.append(name)

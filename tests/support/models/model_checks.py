@@ -48,9 +48,7 @@ def check_all(architecture: Architecture, folder: Path) -> None:
 
 def check_learner(plain: Any, folder: Path) -> None:
     """Compare packed log-probabilities, entropies and gradients with those of one sequence at a time."""
-    weights = [
-        torch.randn(len(s.completion_ids), generator=torch.Generator().manual_seed(1)) for s in samples()
-    ]
+    weights = [torch.randn(len(s.completion_ids), generator=torch.Generator().manual_seed(1)) for s in samples()]
     expected_N, expected_entropy_N = unpacked(plain)
     (expected_N * torch.cat(weights)).sum().backward()
     policy = load_policy(make_spec(folder).policy, CPU)

@@ -80,9 +80,7 @@ WORKING = (
         },
         "experts with a shared one, dense first layers",
     ),
-    Architecture(
-        "Mistral", "Mistral", {"head_dim": 8, "sliding_window": WINDOW}, "sliding window in every layer"
-    ),
+    Architecture("Mistral", "Mistral", {"head_dim": 8, "sliding_window": WINDOW}, "sliding window in every layer"),
     Architecture(
         "Gemma 3 (text)",
         "Gemma3",

@@ -58,17 +58,13 @@ def make_batch(*, supervised: bool = False) -> list[TrainingSample]:
     """Eight sequences of four groups, all lengths different but two, one of them without a completion token."""
     rng, reward_rng, reference_rng = (np.random.default_rng(seed) for seed in (5, 6, 8))
     batch = []
-    for i, (prompt, completion) in enumerate(
-        [(3, 9), (3, 4), (5, 1), (5, 0), (2, 12), (2, 7), (4, 4), (4, 3)]
-    ):
+    for i, (prompt, completion) in enumerate([(3, 9), (3, 4), (5, 1), (5, 0), (2, 12), (2, 7), (4, 4), (4, 3)]):
         batch.append(
             TrainingSample(
                 group_id=100 + i // 2,
                 prompt_ids=rng.integers(0, VOCABULARY, prompt).astype(np.int32),
                 completion_ids=rng.integers(0, VOCABULARY, completion).astype(np.int32),
-                behaviour_logprobs_T=None
-                if supervised
-                else rng.uniform(-4, -2, completion).astype(np.float32),
+                behaviour_logprobs_T=None if supervised else rng.uniform(-4, -2, completion).astype(np.float32),
                 versions_T=None if supervised else np.full(completion, i // 4, np.int32),
                 rewards_F=None if supervised else reward_rng.normal(size=1).astype(np.float32),
                 reference_logprobs_T=None
@@ -114,9 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": {"algorithm": "dpo"},
     "dpo_ipo_sft": {
         "algorithm": "dpo",
-        "sections": {
-            "dpo": {"preference_loss": "ipo", "sft_loss_weight": 0.3, "sft_average_log_probs": True}
-        },
+        "sections": {"dpo": {"preference_loss": "ipo", "sft_loss_weight": 0.3, "sft_average_log_probs": True}},
     },
     "dpo_updates": {"algorithm": "dpo", "num_updates_per_step": 2},
     "orpo": {"algorithm": "orpo", "sections": {"orpo": {"odds_ratio_weight": 0.5}}},

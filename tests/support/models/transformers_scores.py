@@ -15,9 +15,7 @@ class TransformersScore(NamedTuple):
     is_greedy: bool
 
 
-def scores_by_transformers(
-    folder: Path, prompt: str, continuations: Sequence[str]
-) -> list[TransformersScore]:
+def scores_by_transformers(folder: Path, prompt: str, continuations: Sequence[str]) -> list[TransformersScore]:
     """Return sum and greediness of each continuation's tokens after `prompt`, white space at its end belonging to them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -92,9 +92,7 @@ def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:
         reason = ""
     except Conflict as error:
         reason = str(error)
-    (out / f"rank.{rank}.json").write_text(
-        json.dumps({"gathered": len(gathered), "refused": reason, "drawn": drawn})
-    )
+    (out / f"rank.{rank}.json").write_text(json.dumps({"gathered": len(gathered), "refused": reason, "drawn": drawn}))
     end_process()
 
 

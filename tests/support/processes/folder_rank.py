@@ -76,9 +76,7 @@ def check_failing(directory: Path, failing: int) -> None:
 def save(directory: Path) -> None:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(2, 2)
-    checkpoint.save(
-        directory, session=2, step=1, model=model, optimizer=torch.optim.AdamW(model.parameters())
-    )
+    checkpoint.save(directory, session=2, step=1, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,7 @@ def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256:
         policy = make_spec(models / name, **parallel, **EXACT).policy
         model = load_policy(policy, device)
         found: dict[str, Any] = {"loading": differing(model, models / name, torch.float32)}
-        slices = [
-            (part.block.name, part.block.offsets, part.block.shape) for part in local_slices(model, None)
-        ]
+        slices = [(part.block.name, part.block.offsets, part.block.shape) for part in local_slices(model, None)]
         gathered = gather_weights(model, None)
         if rank == 0:
             save_file({name: value.clone() for name, value in gathered.items()}, out / f"{name}.gathered")
@@ -65,9 +63,7 @@ def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256:
     end_process()
 
 
-def checkpoints(
-    model: Path, out: Path, parallel: dict[str, Any], path: str, sha256: str, device: torch.device
-) -> None:
+def checkpoints(model: Path, out: Path, parallel: dict[str, Any], path: str, sha256: str, device: torch.device) -> None:
     """Write a checkpoint after a step, or after one that another mesh has trained, and train a step more."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     trainer = Trainer(make_spec(model, train_mb_tokens=ROW_TOKENS, **parallel, **EXACT), device)

@@ -136,9 +136,7 @@ def non_finite(model: Path, rank: int, case: dict[str, Any]) -> dict[str, object
     else:
         group_ids = ()
     after = [local(p) for m in models for p in m.parameters()]
-    untouched = (
-        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and not trainer.optimizer.state
-    )
+    untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and not trainer.optimizer.state
     if rank == 1:
         broken[0].behaviour_logprobs_T[0] = -3.0
     loss_after = trainer.train_step(own, 0)["loss"]

@@ -45,9 +45,7 @@ def test_any_density_and_width_comes_back(dtype: str, fraction: float) -> None:
     round_trip(base_N, new_N)
 
 
-@pytest.mark.parametrize(
-    "positions", [[0], [SIZE - 1], [0, SIZE - 1], [254], [255], [256], [65535], [65536, 199_000]]
-)
+@pytest.mark.parametrize("positions", [[0], [SIZE - 1], [0, SIZE - 1], [254], [255], [256], [65535], [65536, 199_000]])
 def test_gaps_around_the_escapes_come_back(positions: list[int]) -> None:
     base_N = some_bits("u2")
     new_N = base_N.copy()

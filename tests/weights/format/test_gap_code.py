@@ -38,9 +38,7 @@ def size_bits(gaps: Gaps) -> int:
 def test_any_numbers_come_back(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 3000))
     numbers = np.array(sorted(data.draw(st.sets(st.integers(0, size - 1)))), np.int64)
-    np.testing.assert_array_equal(
-        decode_gaps(Recorded(encode_gaps(numbers, size)), len(numbers), size), numbers
-    )
+    np.testing.assert_array_equal(decode_gaps(Recorded(encode_gaps(numbers, size)), len(numbers), size), numbers)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -67,9 +67,7 @@ def test_packed_tensors_come_back_as_views() -> None:
     ("change", "message"),
     [
         (
-            lambda d: (
-                d | {"bucket_bytes": 1, "total_bytes": 2**40, "tensors": [["a", "uint8", [2**40], 0, ""]]}
-            ),
+            lambda d: d | {"bucket_bytes": 1, "total_bytes": 2**40, "tensors": [["a", "uint8", [2**40], 0, ""]]},
             "buckets of 1",
         ),
         (lambda d: d | {"tensors": [["a", "uint8", [1] * 17, 0, ""]]}, "more than 16 dimensions"),
@@ -198,8 +196,8 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 
 
 def test_the_shared_modules_do_not_import_torch() -> None:
-    program = "import sys, paceline.weights.format.manifest, paceline.weights.format.packing; print('torch' in sys.modules)"
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30.0
+    program = (
+        "import sys, paceline.weights.format.manifest, paceline.weights.format.packing; print('torch' in sys.modules)"
     )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30.0)
     assert said.stdout.strip() == "False"

@@ -53,9 +53,7 @@ def test_pieces_larger_than_a_chunk_are_hashed_in_chunks(monkeypatch: pytest.Mon
     compare(flat, manifest)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 500, 999])
 def test_a_number_that_is_not_finite_is_found_wherever_it_is(

@@ -30,9 +30,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     clients: list[RelayClient] = []
 
     def started() -> RelayClient:
-        clients.append(
-            RelayClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here")
-        )
+        clients.append(RelayClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here"))
         clients[-1].start()
         return clients[-1]
 

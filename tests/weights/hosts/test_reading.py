@@ -116,9 +116,7 @@ def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
             channel.send(bytes(frames.NONCE_BYTES))
             request = frames.receive_request(channel)
             if request.manifest:
-                frames.send_frame(
-                    channel, Kind.MANIFEST, data=learner.agents[0].store._held[-1].manifest_bytes
-                )
+                frames.send_frame(channel, Kind.MANIFEST, data=learner.agents[0].store._held[-1].manifest_bytes)
             else:
                 size_bytes = learner.manifest.pieces[request.stream].size_bytes
                 frames.send_frame(channel, Kind.PIECE, request.stream, bytes(size_bytes))

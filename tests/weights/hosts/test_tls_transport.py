@@ -104,17 +104,13 @@ def test_a_stranger_gets_not_even_the_nonce(
     assert learner.agents[0].sender.sent_bytes == 0
     why = {"expired": "expired", "another role": "role coordinator"}.get(who, "TLS")
     deadline_s = time.monotonic() + 60.0
-    while not any(
-        "a reader on another host is gone: 127.0.0.1:" in line and why in line for line in caplog.messages
-    ):
+    while not any("a reader on another host is gone: 127.0.0.1:" in line and why in line for line in caplog.messages):
         assert time.monotonic() < deadline_s, caplog.text
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("speaks_tls", [True, False])
-def test_a_peer_that_resets_its_connection_at_once_keeps_nobody_out(
-    folders: dict[str, Path], speaks_tls: bool
-) -> None:
+def test_a_peer_that_resets_its_connection_at_once_keeps_nobody_out(folders: dict[str, Path], speaks_tls: bool) -> None:
     encrypted = transport(folders["learner"])
     listener = (encrypted if speaks_tls else Transport()).listen("127.0.0.1", 0, 10.0)
     where = ("127.0.0.1", listener.port)
@@ -144,9 +140,7 @@ def test_a_worker_reads_from_no_stranger(folders: dict[str, Path], tmp_path: Pat
             stranger.close()
 
 
-def test_the_environment_chooses_the_transport(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_chooses_the_transport(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert type(transport_of()) is Transport
     monkeypatch.setenv(VARIABLE, str(folders["learner"]))

@@ -35,9 +35,7 @@ def s3_server() -> Iterator[int]:
     for package in ("s3fs", "moto"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: pip install s3fs 'moto[server]'")
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -136,9 +134,7 @@ def test_objects_come_back_whole_in_whatever_pieces(url: str) -> None:
         store.read("folder/large", 8)
 
 
-def test_a_server_that_is_away_is_said_to_be_unavailable(
-    s3_server: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_away_is_said_to_be_unavailable(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")

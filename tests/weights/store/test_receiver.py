@@ -47,9 +47,7 @@ class Member:
 
     def offer(self, step: int) -> None:
         version, stored = Version(1, step), StoredObject(f"{step}/anchor.json", 1, "digest")
-        self.receiver.offer(
-            StoreOffer("run", 1, "m", version, self.url, "xxh3_64", stored, version, stored, 1)
-        )
+        self.receiver.offer(StoreOffer("run", 1, "m", version, self.url, "xxh3_64", stored, version, stored, 1))
 
 
 @pytest.fixture

@@ -147,9 +147,7 @@ def test_a_damaged_delta_is_refused_named_and_repaired_from_a_snapshot(
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "removed"])
 @pytest.mark.parametrize("name", ["anchor.0.safetensors", "anchor.json"])
-def test_a_damaged_snapshot_is_refused_and_written_again(
-    make_pair: Callable[..., Pair], how: str, name: str
-) -> None:
+def test_a_damaged_snapshot_is_refused_and_written_again(make_pair: Callable[..., Pair], how: str, name: str) -> None:
     pair = make_pair()
     pair.step(0)
     stored = pair.step(1)
@@ -185,9 +183,7 @@ def test_a_copy_that_went_bad_in_memory_is_found_and_replaced(
     assert "'embedding'" in caplog.text
 
 
-def test_a_store_that_cannot_be_read_is_not_called_damaged(
-    make_pair: Callable[..., Pair], tmp_path: Path
-) -> None:
+def test_a_store_that_cannot_be_read_is_not_called_damaged(make_pair: Callable[..., Pair], tmp_path: Path) -> None:
     pair = make_pair()
     stored = pair.step(0)
     with pytest.raises(NotFound, match=r"elsewhere has no 000001-00000000/anchor\.json"):
@@ -254,9 +250,7 @@ def test_versions_that_no_rank_has_begun_are_overtaken(make_pair: Callable[..., 
     check(reader.fetch(offer(pair, newest)), pair.expected())
 
 
-def test_a_store_that_fails_is_tried_again(
-    make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_is_tried_again(make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture) -> None:
     pair = make_pair()
     folder = Path(pair.store.url)
     folder.parent.mkdir(exist_ok=True)

@@ -23,9 +23,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     """Return one rank's part of a step's batch, as often as it asks; fix the batch when it is due."""
     wanted, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(
-            request, f"session {request.session} has passed, the newest is {row['session']}"
-        )
+        return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
     if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
         return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
     session_faults.note_session(exchange, run, request.session)
@@ -78,18 +76,14 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     batch; a receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(
-            request, f"session {request.session} has passed, the newest is {row['session']}"
-        )
+        return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
     if receipt.rank >= receipt.world_size:
         return exchange.refuse(request, f"rank {receipt.rank} of {receipt.world_size} ranks cannot be")
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
     if wrong := _disagreement(receipt, parts[receipt.rank] if parts else None):
-        message = (
-            f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}"
-        )
+        message = f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}"
         session_faults.record(
             exchange, run, request.session, receipt.step, session_faults.REFUSED, message, rank=receipt.rank
         )
@@ -140,9 +134,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     for group in exchange.splits.get(run.run_id, wanted.step, wanted.world_size)[wanted.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
-            return exchange.refuse(
-                request, f"step {wanted.step} is before the oldest checkpoint, its samples are gone"
-            )
+            return exchange.refuse(request, f"step {wanted.step} is before the oldest checkpoint, its samples are gone")
         reply.batch.groups.add(
             group_id=group["group_id"],
             digest=group["digest"],

@@ -55,9 +55,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     step = row["next_batch"]
     chosen: list[sqlite3.Row] | None
     if run.spec.async_grpo.order == "in_order":  # the groups whose slots belong to the step
-        chosen = exchange.group_queries.scored_in(
-            run.run_id, step * run.batch_size, (step + 1) * run.batch_size
-        )
+        chosen = exchange.group_queries.scored_in(run.run_id, step * run.batch_size, (step + 1) * run.batch_size)
     else:
         chosen = _ready_first(exchange, run, step, now_s)
     if chosen is None or len(chosen) < run.batch_size:
@@ -66,9 +64,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
     digest = batch_digest(chosen)
     wait_s = now_s - exchange.first_requested_s.get(step, now_s)
-    metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {
-        "learner_wait_s": wait_s
-    }
+    metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {"learner_wait_s": wait_s}
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
@@ -81,9 +77,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     return True
 
 
-def take_apart(
-    exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
-) -> None:
+def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str) -> None:
     """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and
     the next batch of the step, without the groups in `taken_out`, is its next revision."""
     ledger = exchange.ledger
@@ -120,9 +114,7 @@ def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Return the oldest version that the tokens of each live group can have: groups that are leased, or that have no
     scores yet. Groups that are leased to a worker that may be gone are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
-    return [
-        row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected
-    ]
+    return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
 
 
 PERCENTILES = (10, 50, 90)
@@ -143,9 +135,7 @@ def batch_metrics(
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
     totals_GC = np.stack([group_totals(rewards_CF, spec.rewards, step) for rewards_CF in rewards_GCF])
-    known = [
-        float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()
-    ]
+    known = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
     ages = Counter(step - g["oldest_step"] for g in groups)
     spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
     if completions > 1:
@@ -164,9 +154,7 @@ def batch_metrics(
     }
 
 
-def _by_function(
-    functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int
-) -> dict[str, float]:
+def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
     """Return the metrics of each function: its rewards before weight and gates, and how both apply to them."""
     found: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
@@ -233,9 +221,7 @@ def source_names(sources: Sequence[object]) -> list[str]:
     counts = Counter(names)
     if len(counts) <= MAX_SOURCES:
         return names
-    kept = {
-        name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: MAX_SOURCES - 1]
-    }
+    kept = {name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: MAX_SOURCES - 1]}
     return [name if name in kept else OTHER for name in names]
 
 
@@ -263,9 +249,7 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
     if not wanted:
         raise InvalidInput("name at least one group to drop")
     if row["next_batch"] <= step or run.prompts is None:
-        raise Conflict(
-            f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}"
-        )
+        raise Conflict(f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}")
     in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
     others = [group_id for group_id in wanted if group_id not in in_batch]
     if others:

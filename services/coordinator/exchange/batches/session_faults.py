@@ -128,16 +128,12 @@ def _possible_causes(
 
 def _explain(faults: list[SessionFault], group_ids: list[int]) -> str:
     last = faults[0]
-    text = (
-        f"{len(faults)} sessions of the learner in a row ended at step {last.step}, the last: {last.message}"
-    )
+    text = f"{len(faults)} sessions of the learner in a row ended at step {last.step}, the last: {last.message}"
     if group_ids:
         shown = " ".join(map(str, group_ids[:MAX_SHOWN_GROUPS]))
         more = f" and {len(group_ids) - MAX_SHOWN_GROUPS} more" if len(group_ids) > MAX_SHOWN_GROUPS else ""
         order = " (the longest first)" if last.kind in (MEMORY, SILENT) else ""
         text += f". The cause may be in groups {shown}{more}{order}: `paceline drop RUN GROUP...` drops groups from the batch"
     if last.kind in (MEMORY, SILENT):
-        text += (
-            ". Lower policy.train_mb_tokens or set policy.activation_checkpointing to full if memory is short"
-        )
+        text += ". Lower policy.train_mb_tokens or set policy.activation_checkpointing to full if memory is short"
     return text + ". `paceline resume` tries the step again"

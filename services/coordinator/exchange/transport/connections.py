@@ -137,7 +137,9 @@ class Connections:
             reason = self._fault(connection, size, strangers_bytes, strangers, all_read)
             may_be_cause = size > HARMLESS_BYTES and (all_read or not connection.of_member)
             if not reason and may_be_cause and connection.memory < limit:
-                reason = f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes came on it"
+                reason = (
+                    f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes came on it"
+                )
             if reason:
                 strangers -= not connection.of_member
                 strangers_bytes -= 0 if connection.of_member else size

@@ -66,15 +66,9 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
     """Answer requests for leases of different workers together, inside a transaction."""
-    refusals = [
-        refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests
-    ]
-    welcome = [
-        arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None
-    ]
-    given = iter(
-        leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ()
-    )
+    refusals = [refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
+    welcome = [arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None]
+    given = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
     return [next(given) if refusal is None else refusal for refusal in refusals]
 
 
@@ -86,9 +80,7 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
             request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
-        return exchange.stale(
-            request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}"
-        )
+        return exchange.stale(request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}")
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:
         return exchange.refuse(
@@ -165,9 +157,7 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
             request, f"rank {rank} is not {member.member_id}, which said Hello as rank {member.rank}"
         )
     if rank == 0 and request.session != member.session:
-        return exchange.stale(
-            request, f"session {request.session} is not one of {member.member_id} (any more)"
-        )
+        return exchange.stale(request, f"session {request.session} is not one of {member.member_id} (any more)")
     return None
 
 

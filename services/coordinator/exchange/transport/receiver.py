@@ -227,9 +227,7 @@ class RequestFilter:
         if row is None:
             return True
         if kind == "group":
-            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(
-                row["digest"] == submission.digest
-            )
+            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(row["digest"] == submission.digest)
         if kind == "score":
             return bool(row["state"] != State.GENERATED)
         if kind == "turn":

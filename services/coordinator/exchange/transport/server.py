@@ -284,9 +284,7 @@ class ExchangeServer:
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
-                        self._finish_request(
-                            waiting, handle_alone(self._exchange, waiting, now_s), now_s, done
-                        )
+                        self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, done)
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -325,11 +323,7 @@ class ExchangeServer:
     def _answer_leases(self, now_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer the next requests for leases, of different workers."""
         by_member: dict[str, PendingRequest] = {}
-        while (
-            self._leases
-            and len(by_member) < LEASES_AT_ONCE
-            and self._leases[0].request.member_id not in by_member
-        ):
+        while self._leases and len(by_member) < LEASES_AT_ONCE and self._leases[0].request.member_id not in by_member:
             waiting = self._leases.popleft()
             by_member[waiting.request.member_id] = waiting
         with handled_together(self._exchange) as outcomes:

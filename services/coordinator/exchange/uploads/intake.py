@@ -78,9 +78,7 @@ class Arrived:
         """Return whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
         if self.is_decided:
             return False
-        return self.kind in ("group", "turn") or (
-            self.kind in ("score", "lease_return") and bool(self.frames)
-        )
+        return self.kind in ("group", "turn") or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 
 def validate_upload(arrived: Arrived) -> None:
@@ -229,9 +227,7 @@ def check_logprobs(name: str, values: FloatArray) -> None:
     """Check log-probabilities of a sampler or of a reference. Raises WireError."""
     if len(values) and not _are_logprobs(values):
         least, most = np.minimum.reduce(values), np.maximum.reduce(values)
-        raise WireError(
-            f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
-        )
+        raise WireError(f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}")
 
 
 def _are_logprobs(values: FloatArray) -> bool:
@@ -318,9 +314,7 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
             f"{limits.max_new_tokens}"
         )
     if note.finish_reason not in FINISHED:
-        raise WireError(
-            f"finish_reason is {note.finish_reason[:64]!r}, but has to be one of {', '.join(FINISHED)}"
-        )
+        raise WireError(f"finish_reason is {note.finish_reason[:64]!r}, but has to be one of {', '.join(FINISHED)}")
     _check_number("reward", note.reward)
     _check_sample(turn, note)
     return UploadedTurn(
@@ -348,13 +342,9 @@ def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:
     _check_number("sample.reward", note.sample.reward)
     _check_number("sample.turn_rewards", note.sample.turn_rewards)
     if len(set(note.left_out)) != len(note.left_out) or max(note.left_out, default=0) > turn.index:
-        raise WireError(
-            f"left_out is {list(note.left_out[:16])}, but names each of turns 0 to {turn.index} once"
-        )
+        raise WireError(f"left_out is {list(note.left_out[:16])}, but names each of turns 0 to {turn.index} once")
     if len(note.left_out) > turn.index:
-        raise WireError(
-            f"left_out names all {turn.index + 1} turns, but a finished sample has one that trains"
-        )
+        raise WireError(f"left_out names all {turn.index + 1} turns, but a finished sample has one that trains")
 
 
 def _check_number(name: str, value: float) -> None:
@@ -387,9 +377,7 @@ def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes
     check_text_size(size_bytes - num_samples * MAX_SAMPLE_BYTES, num_tokens, len(texts.finish_reasons))
     for sample in texts.samples:
         if sample.ending not in (*ENDINGS, "failed"):
-            raise WireError(
-                f"ending is {sample.ending[:64]!r}, but has to be one of {', '.join((*ENDINGS, 'failed'))}"
-            )
+            raise WireError(f"ending is {sample.ending[:64]!r}, but has to be one of {', '.join((*ENDINGS, 'failed'))}")
         _check_number("sample.reward", sample.reward)
         _check_number("sample.turn_rewards", sample.turn_rewards)
 
@@ -420,9 +408,7 @@ def turns_of(group: Group) -> list[GroupTurn]:
         ends[row] = end
     for row, completion in enumerate(group.completions):
         if ends[row] != len(completion.token_ids):
-            raise WireError(
-                f"row {row} ends at token {len(completion.token_ids)}, its last turn at {ends[row]}"
-            )
+            raise WireError(f"row {row} ends at token {len(completion.token_ids)}, its last turn at {ends[row]}")
     return turns
 
 

@@ -28,15 +28,11 @@ class AuditHeads(Queries):
 
     def put(self, file: int, head: AuditHead) -> None:
         """Record the newest record of a file, in the place of an earlier one."""
-        self.db.execute(
-            "INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head)
-        )
+        self.db.execute("INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head))
 
     def newest(self) -> AuditHead:
         """Return the newest record of all; `NONE` without any."""
-        row = self.row(
-            "SELECT sequence, hash FROM audit_heads WHERE file = (SELECT MAX(file) FROM audit_heads)"
-        )
+        row = self.row("SELECT sequence, hash FROM audit_heads WHERE file = (SELECT MAX(file) FROM audit_heads)")
         return NONE if row is None else AuditHead(row["sequence"], row["hash"])
 
     def all(self) -> dict[int, AuditHead]:

@@ -49,9 +49,7 @@ class Batches(Queries):
     def mark_trained(self, run_id: str, step: int) -> None:
         self.db.execute("UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run_id, step))
 
-    def replace(
-        self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str
-    ) -> None:
+    def replace(self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str) -> None:
         """Move a batch to the replaced ones. `group_ids` are in its order, `dropped_ids` those that the next one lacks."""
         key, of_groups = (
             (batch["run_id"], batch["step"]),

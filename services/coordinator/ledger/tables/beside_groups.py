@@ -23,9 +23,7 @@ class Deaths:
         )
         self._ledger.invalidate(KEY)
         return int(
-            self._ledger.value(
-                "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-            )
+            self._ledger.value("SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
         )
 
     def remove_member(self, member_id: str) -> None:
@@ -64,9 +62,7 @@ class FreeSlots(Queries):
 
     def first(self, run_id: str, limit: int) -> list[int]:
         """Return the lowest free slots, in order."""
-        rows = self.rows(
-            "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, limit)
-        )
+        rows = self.rows("SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, limit))
         return [row["slot"] for row in rows]
 
     def add(self, run_id: str, slot: int) -> None:

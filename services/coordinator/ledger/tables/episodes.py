@@ -163,9 +163,7 @@ class Episodes(Queries):
 
     def add_ended(self, lives: Sequence[EndedLife]) -> None:
         """Record lives whose turns are removed elsewhere."""
-        rows = [
-            life._asdict() | {"given_up": int(life.given_up), "counts": int(life.counts)} for life in lives
-        ]
+        rows = [life._asdict() | {"given_up": int(life.given_up), "counts": int(life.counts)} for life in lives]
         self.db.executemany(
             f"INSERT INTO restarts ({', '.join(EndedLife._fields)}, seal)"
             f" VALUES ({', '.join('?' * len(EndedLife._fields))}, ?)",

@@ -32,9 +32,7 @@ class Evaluations(Queries):
     # Pending ones
 
     def first_pending(self, run_id: str) -> sqlite3.Row | None:
-        return self.row(
-            "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run_id,)
-        )
+        return self.row("SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run_id,))
 
     def pending_steps(self, run_id: str) -> list[int]:
         rows = self.rows("SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,))

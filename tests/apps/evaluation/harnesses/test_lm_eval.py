@@ -20,8 +20,7 @@ def choice(index: int, logprobs: list[float], acc: float, acc_norm: float) -> di
     return {
         "doc_id": index,
         "arguments": {
-            f"gen_args_{place}": {"arg_0": f"Question {index}", "arg_1": f" {place}"}
-            for place in range(len(logprobs))
+            f"gen_args_{place}": {"arg_0": f"Question {index}", "arg_1": f" {place}"} for place in range(len(logprobs))
         },
         "filtered_resps": [[str(each), "False"] for each in logprobs],
         "filter": "none",

@@ -103,9 +103,7 @@ async def with_own_answers(folder: Path, served: ServedModel, template: str) -> 
     samples: list[dict[str, Any]] = []
     for _ in range(2):
         targets = [s["completion"] if s["index"] % 2 else "another" for s in samples] or ["?"] * len(rows)
-        path.write_text(
-            "".join(json.dumps({**r, "target": t}) + "\n" for r, t in zip(rows, targets, strict=True))
-        )
+        path.write_text("".join(json.dumps({**r, "target": t}) + "\n" for r, t in zip(rows, targets, strict=True)))
         spec = spec_of(folder, GENERATE.replace("TEMPLATE", template), served.spec)
         asked = ServedModel(
             "eval",
@@ -149,9 +147,7 @@ async def test_lm_eval_agrees_with_transformers_and_with_paceline(
             folder / "model", f"Question: {question}\nAnswer:", [f" {text}" for text in texts]
         )
         for scores in (theirs.choices, ours["choices"]):
-            assert [score["logprob"] for score in scores] == pytest.approx(
-                [score.logprob for score in exact], abs=1e-4
-            )
+            assert [score["logprob"] for score in scores] == pytest.approx([score.logprob for score in exact], abs=1e-4)
             assert [score["is_greedy"] for score in scores] == [score.is_greedy for score in exact]
         assert theirs.scores == {name: ours["rewards"][name] for name in ("acc", "acc_norm")}
     assert run.results["made_choose"]["acc,none"] == sum(each["rewards"]["acc"] for each in chosen) / 4
@@ -159,14 +155,10 @@ async def test_lm_eval_agrees_with_transformers_and_with_paceline(
 
 @installed
 @pytest.mark.harnesses
-async def test_inspect_agrees_with_paceline(
-    folder: Path, model: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_inspect_agrees_with_paceline(folder: Path, model: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(PROGRAMS), prepend=":")
     monkeypatch.chdir(folder)  # Inspect takes task files below the working directory alone
-    (folder / "made_task.py").write_text(
-        INSPECT_TASK.replace("QUESTIONS", repr(str(folder / "questions.jsonl")))
-    )
+    (folder / "made_task.py").write_text(INSPECT_TASK.replace("QUESTIONS", repr(str(folder / "questions.jsonl"))))
     async with opened_model(model, "tiny") as served:
         ours = await with_own_answers(folder, served, "always")
         run = await run_harness(served, "inspect", ["made_task.py"])
@@ -177,9 +169,7 @@ async def test_inspect_agrees_with_paceline(
     assert [sample["reward"] for sample in samples] == [sample["reward"] for sample in ours]
 
 
-async def test_a_harness_gets_the_url_and_its_failure_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_harness_gets_the_url_and_its_failure_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = folder / "bin" / "inspect"
     program.parent.mkdir()
     program.write_text(

@@ -47,9 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun
 
 def follower(run: RecordedRun, folder: Path, port: int, project: str) -> Follower:
     setting = TrackerSection(kind="mlflow", project=project, url=f"http://127.0.0.1:{port}")
-    return Follower(
-        Target(RUN_ID, setting.kind, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records()
-    )
+    return Follower(Target(RUN_ID, setting.kind, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records())
 
 
 def only_run(port: int, project: str) -> tuple[mlflow.MlflowClient, mlflow.entities.Run]:
@@ -75,9 +73,7 @@ def test_metrics_samples_and_spec_arrive(run: RecordedRun, tmp_path: Path, port:
     assert found.info.run_name == RUN_ID
     assert found.data.params["grpo.num_generations_per_prompt"] == "2"
     assert found.data.tags["paceline.coordinator"] == "127.0.0.1:7070"
-    assert [text for name, text in found.data.tags.items() if name.startswith("paceline.warning.")] == [
-        "step 3: look"
-    ]
+    assert [text for name, text in found.data.tags.items() if name.startswith("paceline.warning.")] == ["step 3: look"]
     path = client.download_artifacts(found.info.run_id, "samples/step-00000000.json", str(tmp_path))
     table = json.loads(Path(path).read_text())
     assert [dict(zip(table["columns"], line, strict=True))["completion"] for line in table["data"]] == [
@@ -125,9 +121,7 @@ def test_a_repeated_run_changes_nothing(run: RecordedRun, tmp_path: Path, port: 
     assert rewards(client, found.info.run_id) == [(0, 0.0), (1, 0.125), (2, 0.25)]
 
 
-def test_a_folder_of_files_is_refused(
-    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_files_is_refused(run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     setting = TrackerSection(kind="mlflow")
     with pytest.raises(InvalidInput, match="give the URL of a server"):

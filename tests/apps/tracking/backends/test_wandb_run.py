@@ -39,9 +39,7 @@ def follower(run: RecordedRun, folder: Path, *, only_now: bool = False) -> Follo
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all files, oldest file first."""
-    files = sorted(
-        (folder / "wandb").glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
-    )
+    files = sorted((folder / "wandb").glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     return [record for path in files for record in read(path)]
 
 

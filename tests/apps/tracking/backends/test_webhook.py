@@ -97,9 +97,7 @@ def add_all(run: RecordedRun) -> None:
     run.add("state", state="failed", message="out of luck")
 
 
-def test_the_events_that_are_named_are_sent_and_signed(
-    run: RecordedRun, receiver: Receiver, tmp_path: Path
-) -> None:
+def test_the_events_that_are_named_are_sent_and_signed(run: RecordedRun, receiver: Receiver, tmp_path: Path) -> None:
     add_all(run)
     send(run, receiver, tmp_path)
     assert receiver.events == [

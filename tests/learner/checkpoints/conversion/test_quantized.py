@@ -25,9 +25,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_without_torchao_the_extra_is_named(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchao_the_extra_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"pip install 'paceline\[quantize\]'"):
         quantize_folder(str(model), tmp_path / "out", "int8")
@@ -35,9 +33,7 @@ def test_without_torchao_the_extra_is_named(
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_logits_are_nearly_those_of_the_model(
-    model: Path, tmp_path: Path, kind: Literal["int8", "float8"]
-) -> None:
+def test_logits_are_nearly_those_of_the_model(model: Path, tmp_path: Path, kind: Literal["int8", "float8"]) -> None:
     pytest.importorskip("torchao", reason="needs the extra `quantize`")
     quantize_folder(str(model), tmp_path / "out", kind)
     found = AUTO.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
@@ -47,7 +43,5 @@ def test_logits_are_nearly_those_of_the_model(
         probabilities = [each(TOKENS).logits.float().softmax(-1) for each in (found, expected)]
     difference = (probabilities[0] - probabilities[1]).abs().mean() * VOCABULARY
     assert 0 < difference < 0.2  # 1 where two models are unrelated
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size < (
-        model / "model.safetensors"
-    ).stat().st_size
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < (model / "model.safetensors").stat().st_size
     assert (tmp_path / "out" / EXPORT_MANIFEST).is_file()

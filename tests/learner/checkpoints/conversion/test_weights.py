@@ -121,9 +121,7 @@ def test_an_adapter_that_changed_its_base_is_refused(init: str, base: Path, tmp_
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED.items(), ids=lambda part: str(part))
-def test_a_setting_is_refused_by_name(
-    name: str, value: Any, base: Path, tmp_path: Path, plain_adapter: Path
-) -> None:
+def test_a_setting_is_refused_by_name(name: str, value: Any, base: Path, tmp_path: Path, plain_adapter: Path) -> None:
     file = plain_adapter / "adapter_config.json"
     whole = file.read_text()
     file.write_text(json.dumps(json.loads(whole) | {name.strip(): value}))
@@ -141,9 +139,7 @@ def plain_adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_files_that_do_not_fit_their_config_are_refused(
-    base: Path, tmp_path: Path, plain_adapter: Path
-) -> None:
+def test_files_that_do_not_fit_their_config_are_refused(base: Path, tmp_path: Path, plain_adapter: Path) -> None:
     file, config = plain_adapter / "adapter_model.safetensors", plain_adapter / "adapter_config.json"
     whole, settings = load_file(file), config.read_text()
     config.write_text(json.dumps(json.loads(settings) | {"r": 4}))
@@ -163,9 +159,7 @@ def test_files_that_do_not_fit_their_config_are_refused(
 
 def test_an_adapter_of_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
     save_model("tied", tmp_path / "base")
-    file = next(
-        p for p in (tmp_path / "base").glob("*.safetensors") if "model.embed_tokens.weight" in load_file(p)
-    )
+    file = next(p for p in (tmp_path / "base").glob("*.safetensors") if "model.embed_tokens.weight" in load_file(p))
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     index = tmp_path / "base" / "model.safetensors.index.json"

@@ -70,9 +70,7 @@ def test_groups_by_prompt_and_reasons_of_those_left_out(tmp_path: Path) -> None:
 
 def test_exported_groups_stay_apart_and_long_ones_are_split(tmp_path: Path) -> None:
     exported = [
-        {**text("a", "x", float(reward)), **TOKENS, "group_id": group}
-        for group in (4, 7)
-        for reward in range(3)
+        {**text("a", "x", float(reward)), **TOKENS, "group_id": group} for group in (4, 7) for reward in range(3)
     ]
     rows = opened(tmp_path, *exported)
     groups = TraceGroups(rows, KEYS)

@@ -60,7 +60,5 @@ def test_verifiers_results_have_a_reward() -> None:
 
 def test_messages_of_others_in_a_completion_are_refused() -> None:
     turns = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}]
-    with pytest.raises(
-        DataError, match=r"'completion' has a message 1 of the tool, which the model did not write"
-    ):
+    with pytest.raises(DataError, match=r"'completion' has a message 1 of the tool, which the model did not write"):
         read_trace({"prompt": "a", "completion": turns, "final_reward": 1.0}, KEYS)

@@ -118,9 +118,6 @@ def test_inspect_reads_every_preset(name: str, tmp_path: Path) -> None:
 def test_what_the_spec_says_wins() -> None:
     hub = DataSection.model_validate({"preset": "deepscaler"})
     assert hub.train == "agentica-org/DeepScaleR-Preview-Dataset"
-    assert (
-        DataSection.model_validate({"preset": "deepscaler", "prompt_key": "question"}).prompt_key
-        == "question"
-    )
+    assert DataSection.model_validate({"preset": "deepscaler", "prompt_key": "question"}).prompt_key == "question"
     with pytest.raises(ValidationError, match="preset"):
         DataSection.model_validate({"preset": "deepscale", "train": "x"})

@@ -50,8 +50,6 @@ def test_a_spec_with_an_environment_travels_under_its_key() -> None:
         ({}, {"rewards": [{"function": "environment"}]}, "no class, tools, agent or command"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    environment: dict[str, Any], sections: dict[str, Any], fault: str
-) -> None:
+def test_what_cannot_work_is_refused(environment: dict[str, Any], sections: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         spec_of(environment, **sections)

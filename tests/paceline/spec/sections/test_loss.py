@@ -33,9 +33,7 @@ def test_a_preset_is_whole_and_survives_its_own_resolution(name: str) -> None:
 
 
 def test_what_the_user_says_wins_over_the_preset() -> None:
-    spec = spec_with(
-        loss_fn={"preset": "dapo", "ratio_clip_max": 0.3}, grpo={"use_dynamic_sampling": False, "seed": 3}
-    )
+    spec = spec_with(loss_fn={"preset": "dapo", "ratio_clip_max": 0.3}, grpo={"use_dynamic_sampling": False, "seed": 3})
     assert (spec.loss_fn.ratio_clip_max, spec.loss_fn.reduction) == (0.3, "dapo")
     assert (spec.grpo.use_dynamic_sampling, spec.grpo.seed) == (False, 3)
 
@@ -97,9 +95,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({"preset": "rloo", "use_kl_in_reward": False}, ("'k1'", "no gradient")),
     ],
 )
-def test_a_combination_that_means_nothing_is_refused(
-    settings: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_a_combination_that_means_nothing_is_refused(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(ValidationError) as caught:
         LossSection(**settings)
     for part in parts:
@@ -150,9 +146,7 @@ def test_log_linear_is_for_several_updates() -> None:
         ({"preset": "decoupled_ppo"}, 8, False),
     ],
 )
-def test_older_samples_without_a_correction_are_doubtful(
-    loss_fn: dict[str, Any], age: int, doubtful: bool
-) -> None:
+def test_older_samples_without_a_correction_are_doubtful(loss_fn: dict[str, Any], age: int, doubtful: bool) -> None:
     spec = spec_with(loss_fn=loss_fn, async_grpo={"max_trajectory_age_steps": age})
     assert bool(spec.warnings) == doubtful
     for warning in spec.warnings:

@@ -32,9 +32,7 @@ def test_verify_agrees_with_what_was_written(writer: Writer, tmp_path: Path) -> 
     result = paceline("ledger", "verify", tmp_path / "runs" / RUN_ID)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("sums-1: all records agree\n")
-    report = json.loads(
-        paceline("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs", "--json").stdout
-    )
+    report = json.loads(paceline("ledger", "verify", RUN_ID, "--directory", tmp_path / "runs", "--json").stdout)
     assert report["problems"] == []
     assert report["facts"]["tokens"]["trained"] == sum(COMPLETION_LENGTHS)
 
@@ -80,9 +78,7 @@ def test_verify_of_all_runs_goes_on_where_a_table_cannot_be_read(tmp_path: Path)
 def test_a_backup_is_a_whole_ledger_although_one_writes(writer: Writer, tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     copies.mkdir()
-    result = paceline(
-        "ledger", "backup", copies / "ledger.sqlite", "--directory", tmp_path / "runs", "--json"
-    )
+    result = paceline("ledger", "backup", copies / "ledger.sqlite", "--directory", tmp_path / "runs", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["size_bytes"] == (copies / "ledger.sqlite").stat().st_size
     assert paceline("ledger", "verify", RUN_ID, "--directory", copies).exit_code == 0

@@ -104,18 +104,14 @@ def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> N
     result = paceline("samples", "sums-9", "--step", "0", "--directory", runs)
     assert result.stderr == "Error: no run 'sums-9'; the newest are: sums-1\n"
     result = paceline("samples", RUN_ID, "--step", "0", "--directory", tmp_path)
-    assert result.stderr.startswith(
-        f"Error: no ledger at {tmp_path / 'ledger.sqlite'}; name the coordinator's"
-    )
+    assert result.stderr.startswith(f"Error: no ledger at {tmp_path / 'ledger.sqlite'}; name the coordinator's")
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
     result = paceline("samples", RUN_ID, "--directory", runs)
     assert result.stderr.startswith("Error: the samples of step 0 cannot be read; `paceline ledger verify")
     keep_none(writer)
     result = paceline("samples", RUN_ID, "--directory", runs)
-    assert (
-        result.stderr == "Error: the samples of step 0 were not kept: the run has logger.keep_samples false\n"
-    )
+    assert result.stderr == "Error: the samples of step 0 were not kept: the run has logger.keep_samples false\n"
 
 
 def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
@@ -225,9 +221,7 @@ def test_pairs_of_texts_and_pairs_that_are_not_there(writer: Writer, tmp_path: P
     ([RUN_ID, "--best", "1", "--limit", "2"], "exclude one another"),
     ([RUN_ID, "--eval"], "run sums-1 has no evaluation; evaluated are none yet"),
 ])  # fmt: skip
-def test_options_that_contradict_are_refused(
-    writer: Writer, tmp_path: Path, arguments: list[str], words: str
-) -> None:
+def test_options_that_contradict_are_refused(writer: Writer, tmp_path: Path, arguments: list[str], words: str) -> None:
     result = paceline("samples", *arguments, "--directory", tmp_path / "runs")
     assert result.exit_code != 0
     assert words in " ".join(result.stderr.split())

@@ -23,9 +23,7 @@ SPEC = parse_spec(
         "rewards": [{"function": "length"}],
     }
 )
-UNREADABLE = (
-    "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"
-)
+UNREADABLE = "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"
 
 
 @pytest.fixture
@@ -173,9 +171,7 @@ def test_up_resumes_what_it_is_told(ledger: Ledger, recorded: Recorded) -> None:
     ]
     assert "has failed" not in result.stderr
     refused = up(ledger, "--resume", "sums-9")
-    assert refused.stderr.endswith(
-        "Error: no run 'sums-9' has failed or is open; those that are: sums-2, sums-1\n"
-    )
+    assert refused.stderr.endswith("Error: no run 'sums-9' has failed or is open; those that are: sums-2, sums-1\n")
 
 
 def test_a_failed_run_that_cannot_be_read_is_not_resumed(ledger: Ledger, recorded: Recorded) -> None:

@@ -18,9 +18,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> status_pb2.StatusResponse:
     response = status_pb2.StatusResponse(
         run_id="math-1", state="running", step=7, max_num_steps=100, advice=ADVICE, queued_runs=2
     )
-    response.pools.add(
-        name="rollout", ready=2, starting=1, desired=5, need=4.4, rate=1.0, demand=4.0, occupied=0.97
-    )
+    response.pools.add(name="rollout", ready=2, starting=1, desired=5, need=4.4, rate=1.0, demand=4.0, occupied=0.97)
     response.pools.add(name="reward", ready=1, desired=1, is_scaled=True)
     monkeypatch.setattr(Client, "status", lambda _: response)
     return response

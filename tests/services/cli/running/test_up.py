@@ -117,9 +117,7 @@ def test_scaled_pools_have_the_bounds_of_the_command(
     assert len(scalers) == 1
 
 
-@pytest.mark.parametrize(
-    "bounds", ["rollout", "rollout=3", "rollout=3:1", "rollout=0:0", "learner=1:2", "reward=-1:2"]
-)
+@pytest.mark.parametrize("bounds", ["rollout", "rollout=3", "rollout=3:1", "rollout=0:0", "learner=1:2", "reward=-1:2"])
 def test_bounds_that_are_none_are_refused(bounds: str, up: Callable[..., Result]) -> None:
     result = up("--scale", "--bounds", bounds)
     assert result.exit_code == 2
@@ -195,9 +193,7 @@ def test_too_little_memory_is_a_warning_with_numbers(
     assert "warning" not in up().stderr, "the model's config.json is not here"
 
 
-def test_submit_warns_where_the_workers_are_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_warns_where_the_workers_are_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
     (tmp_path / "spec.yaml").write_text(SPEC)
     monkeypatch.setattr("paceline.host.memory.available_bytes", lambda: 6 * 10**9)

@@ -44,9 +44,7 @@ def test_this_host_needs_no_consent(address: str) -> None:
 
 
 @pytest.mark.parametrize("consent", [("--insecure",), ()])
-def test_consent_is_an_option_or_a_variable(
-    consent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consent_is_an_option_or_a_variable(consent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     if not consent:
         monkeypatch.setenv(VARIABLE, "1")
     done = CliRunner().invoke(main, ["submit", "no.yaml", "--coordinator", "10.255.255.1:7070", *consent])

@@ -79,9 +79,7 @@ def noted() -> list[Call]:
 
 
 @pytest_asyncio.fixture
-async def ports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: list[Call]
-) -> AsyncIterator[tuple[int, int]]:
+async def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: list[Call]) -> AsyncIterator[tuple[int, int]]:
     """A coordinator's server and a worker's with all workers' services, whose own token has the role worker."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     coordinator = Coordinator(ledger, tmp_path, Members(60.0), "127.0.0.1", 0)
@@ -111,11 +109,7 @@ async def ports(
 
 async def code_of(channel: grpc.aio.Channel, method: Any, token: str) -> grpc.StatusCode:
     """Call a method with an empty request and return the status."""
-    kind = (
-        ("stream" if method.client_streaming else "unary")
-        + "_"
-        + ("stream" if method.server_streaming else "unary")
-    )
+    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
     call = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
     content = message_factory.GetMessageClass(method.input_type)().SerializeToString()
     request = iter([content]) if method.client_streaming else content

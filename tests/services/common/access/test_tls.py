@@ -88,10 +88,7 @@ async def test_a_client_certificate_gives_its_identity_on_the_mutual_port(
 ) -> None:
     assert await who(server.port, folders["worker"]) == b"worker worker"
     assert await who(server.people_port, folders["person"]) == b"nobody"
-    assert (
-        await asyncio.to_thread(why_no_channel, f"127.0.0.1:{server.port}", TlsFolder(folders["worker"]))
-        == ""
-    )
+    assert await asyncio.to_thread(why_no_channel, f"127.0.0.1:{server.port}", TlsFolder(folders["worker"])) == ""
 
 
 async def test_others_are_refused_with_the_cause(
@@ -150,9 +147,7 @@ def test_a_plain_channel_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(channel, grpc.Channel)
 
 
-async def test_a_service_needs_a_certificate(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_service_needs_a_certificate(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(folders["person"]))
     with pytest.raises(InvalidInput, match="a service has to present a certificate"):
         GrpcServer("127.0.0.1", 0)

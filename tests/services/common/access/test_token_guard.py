@@ -115,9 +115,7 @@ async def test_what_a_stranger_sends_is_not_read() -> None:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
 
     rights = {f"test.Service/{name}": Right(frozenset(CallerRole)) for name in handlers}
-    server = GrpcServer(
-        "127.0.0.1", 0, TokenGuard(TokenCallers(lambda: "secret", Path("token")), rights=rights)
-    )
+    server = GrpcServer("127.0.0.1", 0, TokenGuard(TokenCallers(lambda: "secret", Path("token")), rights=rights))
     server.add(None, register, "test.Service")
     content, known = bytes(1 << 20), metadata("secret")
     async with server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -141,9 +139,7 @@ async def test_a_permitted_call_whose_message_does_not_come_is_ended() -> None:
 
     def register(_: Any, server: grpc.aio.Server) -> None:
         handler = grpc.unary_unary_rpc_method_handler(answer)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("test.Service", {"One": handler}),)
-        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"One": handler}),))
 
     noted: list[Call] = []
     rights = {"test.Service/One": Right(frozenset(CallerRole))}
@@ -181,9 +177,7 @@ def test_requests_that_cannot_be_decoded_do_not_fill_the_log(cluster: LocalClust
 
 def test_health_stays_open(cluster: LocalCluster) -> None:
     with grpc.insecure_channel(cluster.address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
-        )
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -224,9 +218,7 @@ async def test_a_worker_that_gets_the_token_later_belongs_then(
 async def test_a_workers_own_service_wants_the_same_token_and_logs_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        token_guard, "seldom", RateLimitedLog(logging.getLogger(token_guard.__name__), float("inf"))
-    )
+    monkeypatch.setattr(token_guard, "seldom", RateLimitedLog(logging.getLogger(token_guard.__name__), float("inf")))
     path = tmp_path / "token"
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(path))
     server = GrpcServer("127.0.0.1", 0, worker_guard())

@@ -40,18 +40,14 @@ def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) ->
     create(path, "ann", CallerRole.VIEWER, 0.0)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"format": 2, "tokens": []}', '{"format": 1, "tokens": [{}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2, "tokens": []}', '{"format": 1, "tokens": [{}]}'])
 def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokens.json").write_text(text)
     with pytest.raises(Conflict, match=r"tokens\.json"):
         TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
 
 
-async def test_a_token_counts_until_it_is_revoked_or_expires(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_token_counts_until_it_is_revoked_or_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now_s = tmp_path / "tokens.json", [0.0]
     monkeypatch.setattr("paceline.services.common.access.callers.time.monotonic", lambda: now_s[0])
     late_s = [0.0]

@@ -91,9 +91,7 @@ def as_text(key: ast.expr | None) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("kind", "path"), [(kind, path) for kind, files in PRODUCERS.items() for path in files]
-)
+@pytest.mark.parametrize(("kind", "path"), [(kind, path) for kind, files in PRODUCERS.items() for path in files])
 def test_every_metric_that_is_made_is_explained(kind: str, path: str) -> None:
     names = names_in(path, PRODUCERS[kind][path])
     assert names
@@ -127,12 +125,7 @@ def test_the_metrics_of_a_recorded_run_are_explained(tmp_path: Path) -> None:
 
 def test_the_table_has_no_metric_that_the_code_does_not_make() -> None:
     packages = ("services", "learner", "rollout", "reward")
-    files = [
-        path
-        for package in packages
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "metric_table.py"
-    ]
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py") if path.name != "metric_table.py"]
     words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
     for part in PARTS:
         for metric in part.metrics:

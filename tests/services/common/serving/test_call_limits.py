@@ -65,9 +65,7 @@ class Names:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    limits: dict[str, Limit], usual: Limit = USUAL, clock: Any = None
-) -> AsyncIterator[tuple[Runs, Any]]:
+async def serving(limits: dict[str, Limit], usual: Limit = USUAL, clock: Any = None) -> AsyncIterator[tuple[Runs, Any]]:
     counted = CallLimits(limits, usual, Rates(clock or Clock()))
     server = grpc.aio.server(interceptors=[TokenGuard(Names()), counted])
     servicer = Runs()
@@ -93,9 +91,7 @@ def test_a_pace_is_kept_and_a_burst_allowed() -> None:
     assert rates.wait_s(key, limit) == 0
     assert rates.wait_s(key, limit) == pytest.approx(0.5)
     clock.now_s += 1000.0
-    assert [rates.wait_s(key, limit) for _ in range(4)] == [0, 0, 0, pytest.approx(0.5)], (
-        "a pause saves up no more"
-    )
+    assert [rates.wait_s(key, limit) for _ in range(4)] == [0, 0, 0, pytest.approx(0.5)], "a pause saves up no more"
 
 
 def test_what_is_kept_of_callers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +139,9 @@ async def test_streams_of_one_caller_and_of_all_are_bounded_and_freed() -> None:
 
     async with serving(limits) as (_, stub):
         held = [await opened(stub, "ann"), await opened(stub, "ann")]
-        assert (await refusal(stub, "ann")).startswith(
-            "ann has 2 calls of paceline.v1.RunService/Watch under way"
-        )
+        assert (await refusal(stub, "ann")).startswith("ann has 2 calls of paceline.v1.RunService/Watch under way")
         held.append(await opened(stub, "ben"))
-        assert (await refusal(stub, "cid")).startswith(
-            "3 calls of paceline.v1.RunService/Watch are under way here"
-        )
+        assert (await refusal(stub, "cid")).startswith("3 calls of paceline.v1.RunService/Watch are under way here")
         held[0].cancel()
         async with asyncio.timeout(WAIT_S):
             while len(held) == 3:  # until the server has noticed the end of the first
@@ -159,9 +151,7 @@ async def test_streams_of_one_caller_and_of_all_are_bounded_and_freed() -> None:
 
 async def test_streams_without_a_token_are_bounded_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     tight = {"grpc.health.v1.Health/Watch": Limit(per_s=1.0, burst=99, under_way=1, in_all=9)}
-    monkeypatch.setattr(
-        "paceline.services.common.serving.grpc_server.CallLimits", lambda **_: CallLimits(tight)
-    )
+    monkeypatch.setattr("paceline.services.common.serving.grpc_server.CallLimits", lambda **_: CallLimits(tight))
     async with (
         GrpcServer("127.0.0.1", 0) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,

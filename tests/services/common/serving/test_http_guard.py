@@ -84,9 +84,7 @@ async def test_a_port_answers_callers_with_a_role_alone(
     ]
 
 
-def test_a_token_is_required_under_tls_beyond_this_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_token_is_required_under_tls_beyond_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert not needs_token("10.0.0.1")
     monkeypatch.setenv(VARIABLE, str(tmp_path))

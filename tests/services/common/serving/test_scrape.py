@@ -60,9 +60,7 @@ def test_a_coordinator_tells_its_state(tmp_path: Path) -> None:
         str(tmp_path / "runs"),
     ]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--port", "0", "--metrics-port", "0"], cwd=ROOT, stderr=out, stdout=out
-        )
+        process = subprocess.Popen([*command, "--port", "0", "--metrics-port", "0"], cwd=ROOT, stderr=out, stdout=out)
     try:
         deadline_s = time.monotonic() + STARTS_S
         while "metrics at " not in log.read_text():

@@ -24,9 +24,7 @@ def test_times_and_failures_are_of_all_workers_since_the_step_before() -> None:
     workers[0].add_result(FUNCTIONS, not_started)
     workers[1].add_result(FUNCTIONS, failed)
     for worker in workers:
-        assert received.add_gauges({"groups_since_report": 2.0, **worker.take_gauges()}) == {
-            "groups_since_report": 2.0
-        }
+        assert received.add_gauges({"groups_since_report": 2.0, **worker.take_gauges()}) == {"groups_since_report": 2.0}
         assert worker.take_gauges() == {}
     assert received.metrics() == pytest.approx(
         {

@@ -22,9 +22,7 @@ from paceline.services.common.worker.score_extras import (
 def test_columns_come_back_by_the_digest_of_their_text(tmp_path: Path) -> None:
     text = extra_json({"answer": ["4", None], "steps": [1, 2.5]})
     older = extra_line(7, "aa", extra_json({"answer": ["3", "3"]}), 2)
-    (tmp_path / EXTRA_NAME).write_text(
-        f'{older}not JSON\n[]\n{{"digest": "aa"}}\n' + extra_line(7, "aa", text, 2)
-    )
+    (tmp_path / EXTRA_NAME).write_text(f'{older}not JSON\n[]\n{{"digest": "aa"}}\n' + extra_line(7, "aa", text, 2))
     assert read_extra(tmp_path, {"aa"}) == {"aa": {"answer": ["4", None], "steps": [1, 2.5]}}
     assert read_extra(tmp_path, {"bb"}) == {}
     assert read_extra(tmp_path / "elsewhere", {"aa"}) == {}

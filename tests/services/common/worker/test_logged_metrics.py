@@ -10,9 +10,7 @@ from paceline.services.common.worker.score_extras import LoggedMetrics
 def test_the_mean_is_over_all_values_of_all_heartbeats_and_workers() -> None:
     received, worker = LoggedMetrics(), LoggedMetrics()
     worker.add({"length": (6.0, 3), "correct": (1.0, 2)})
-    assert received.add_gauges({"groups_since_report": 2.0, **worker.take_gauges()}) == {
-        "groups_since_report": 2.0
-    }
+    assert received.add_gauges({"groups_since_report": 2.0, **worker.take_gauges()}) == {"groups_since_report": 2.0}
     assert worker.take_gauges() == {}
     worker.add({"length": (4.0, 1)})
     received.add_gauges(worker.take_gauges())

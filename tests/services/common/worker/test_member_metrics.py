@@ -78,9 +78,7 @@ def test_a_learner_whose_port_is_taken_says_so_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "paceline.services.learner.main", "--coordinator", "127.0.0.1:9"]
         command += ["--metrics-port", str(taken.getsockname()[1])]
-        ended = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S, check=False
-        )
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S, check=False)
     assert ended.returncode == 1
     assert "choose another --metrics-port" in ended.stderr
     assert "Traceback" not in ended.stderr

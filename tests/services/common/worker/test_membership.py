@@ -105,9 +105,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
                     return identity, request
                 self.introductions.append(request)
 
-    async def answer(
-        self, to: tuple[bytes, pb.ExchangeRequest], term: int, status: pb.ReplyStatus.ValueType
-    ) -> None:
+    async def answer(self, to: tuple[bytes, pb.ExchangeRequest], term: int, status: pb.ReplyStatus.ValueType) -> None:
         """Answer a request in a term."""
         identity, request = to
         reply = pb.ExchangeReply(protocol=PROTOCOL, request_id=request.request_id, term=term, status=status)
@@ -225,9 +223,7 @@ async def test_few_requests_with_payloads_are_under_way_at_one_time(
     """The exchange keeps all received payloads, so the rest waits at the worker; requests without payloads are not
     delayed."""
     results = [
-        asyncio.create_task(
-            membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=number)), [b"arrays"])
-        )
+        asyncio.create_task(membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=number)), [b"arrays"]))
         for number in range(member.MAX_BULK + 1)
     ]
     under_way = [await coordinator.hear() for _ in range(member.MAX_BULK)]
@@ -254,9 +250,7 @@ async def test_many_turns_are_under_way_at_one_time_and_delay_no_group(
         for number in range(member.MAX_TURNS + 1)
     ]
     under_way = [await coordinator.hear() for _ in range(member.MAX_TURNS)]
-    group = asyncio.create_task(
-        membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=99)), [b"arrays"])
-    )
+    group = asyncio.create_task(membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=99)), [b"arrays"]))
     under_way.append(await coordinator.hear())
     assert under_way[-1][1].group.group_id == 99
     for waiting in under_way:
@@ -266,9 +260,7 @@ async def test_many_turns_are_under_way_at_one_time_and_delay_no_group(
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_reply_to_any_sending_of_a_result_counts(
-    coordinator: Coordinator, membership: Membership
-) -> None:
+async def test_a_reply_to_any_sending_of_a_result_counts(coordinator: Coordinator, membership: Membership) -> None:
     asked = asyncio.create_task(membership.request(SCORE))
     first, second = await until_resent(coordinator, 2)
     assert (first[1].again, second[1].again) == (False, True)
@@ -301,9 +293,7 @@ async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_coun
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_each_pause_before_a_sending_is_twice_as_long(
-    coordinator: Coordinator, membership: Membership
-) -> None:
+async def test_each_pause_before_a_sending_is_twice_as_long(coordinator: Coordinator, membership: Membership) -> None:
     asked = asyncio.create_task(membership.request(SCORE))
     await until_resent(coordinator, 3)
     (pending,) = membership._unanswered()
@@ -367,9 +357,7 @@ async def test_what_is_reported_on_a_new_stream_is_not_lost_with_the_old_one(
     await coordinator.hear_report("run_report")
 
 
-async def test_gauges_that_cannot_be_had_silence_no_worker(
-    coordinator: Coordinator, membership: Membership
-) -> None:
+async def test_gauges_that_cannot_be_had_silence_no_worker(coordinator: Coordinator, membership: Membership) -> None:
     def broken() -> dict[str, float]:
         raise ZeroDivisionError("no time has passed")
 
@@ -482,9 +470,7 @@ async def test_a_coordinator_that_cannot_be_reached_is_one_line_with_the_remedy(
 async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.CaptureFixture[str]) -> None:
     server = GrpcServer("127.0.0.1", 0)
     async with server:
-        with pytest.raises(
-            Conflict, match=f"^cannot listen on 127.0.0.1:{server.port}; is another process there"
-        ):
+        with pytest.raises(Conflict, match=f"^cannot listen on 127.0.0.1:{server.port}; is another process there"):
             GrpcServer("127.0.0.1", server.port)
     assert capfd.readouterr().err == ""
 

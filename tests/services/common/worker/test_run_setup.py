@@ -119,9 +119,7 @@ async def test_a_rollout_worker_waits_for_its_model(tmp_path: Path, monkeypatch:
             return await started(spec, *rest)
         engine = SimpleNamespace(watch=forever, version=None)
         weights = SimpleNamespace(report_progress=forever)
-        return SimpleNamespace(
-            run_id="run-1", engine=engine, weights=weights, generate_forever=forever, close=close
-        )
+        return SimpleNamespace(run_id="run-1", engine=engine, weights=weights, generate_forever=forever, close=close)
 
     monkeypatch.setattr(RolloutRun, "start", start)
     worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01))

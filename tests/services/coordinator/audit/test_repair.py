@@ -79,15 +79,11 @@ def test_groups_that_nobody_trained_are_generated_again(closed: World) -> None:
     assert said.count("it is admitted now") == open_groups
     left = problems(closed)
     assert len(left) == 4
-    assert all(
-        "its arrays cannot be read" in problem for problem in left
-    )  # of trained groups: a backup has them
+    assert all("its arrays cannot be read" in problem for problem in left)  # of trained groups: a backup has them
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, lambda folder: (folder / "weights").write_bytes(b"weightt")])
-def test_checkpoints_that_are_lost_are_marked(
-    closed: World, tmp_path: Path, lose: Callable[[Path], object]
-) -> None:
+def test_checkpoints_that_are_lost_are_marked(closed: World, tmp_path: Path, lose: Callable[[Path], object]) -> None:
     lose(tmp_path / "checkpoint")
     assert len(problems(closed)) == 1
     assert "no session begins from it any more" in repaired(closed)

@@ -354,9 +354,7 @@ def test_a_file_whose_tables_are_damaged_is_described(trained: World, tmp_path: 
 
 
 def test_arrays_that_were_pruned_are_no_problem(trained: World) -> None:
-    trained.ledger.db.execute(
-        "DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step = 0)"
-    )
+    trained.ledger.db.execute("DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step = 0)")
     assert inspect(trained).problems == []
 
 

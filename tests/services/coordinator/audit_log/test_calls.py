@@ -51,9 +51,7 @@ def test_the_reason_of_a_refusal_is_kept_where_it_cannot_quote_the_request() -> 
         entry = entry_of_call(call(method, request, code, why))
         assert (entry.result, entry.why, entry.subject) == (code.name, why, subject)
     submit = run_pb2.SubmitRequest(spec_yaml="x")
-    entry = entry_of_call(
-        call("RunService/Submit", submit, grpc.StatusCode.INVALID_ARGUMENT, "key 'hunter2'")
-    )
+    entry = entry_of_call(call("RunService/Submit", submit, grpc.StatusCode.INVALID_ARGUMENT, "key 'hunter2'"))
     assert (entry.result, entry.why) == ("INVALID_ARGUMENT", "")
 
 

@@ -32,9 +32,7 @@ def write(folder: Path, number: int, head: AuditHead = NONE) -> AuditHead:
 
 
 def read(folder: Path) -> list[Record]:
-    return [
-        read_line(line) for path in audit_files(folder).values() for line in path.read_bytes().splitlines()
-    ]
+    return [read_line(line) for path in audit_files(folder).values() for line in path.read_bytes().splitlines()]
 
 
 def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +47,7 @@ def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: 
     assert {path.stat().st_mode & 0o777 for path in audit_files(tmp_path).values()} == {0o600}
 
 
-def test_the_oldest_files_are_deleted_beyond_the_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_files_are_deleted_beyond_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 1)
     monkeypatch.setattr(module, "MAX_FILES", 3)
     write(tmp_path, 6)
@@ -84,16 +80,12 @@ def test_an_empty_newest_file_continues_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_a_log_whose_end_was_cut_off_goes_on_behind_the_record_that_the_ledger_knows(
-    tmp_path: Path, kept: int
-) -> None:
+def test_a_log_whose_end_was_cut_off_goes_on_behind_the_record_that_the_ledger_knows(tmp_path: Path, kept: int) -> None:
     head = write(tmp_path, 3)
     path = audit_files(tmp_path)[1]
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     log = opened(tmp_path, head)
-    assert log.repaired == [
-        f"the ledger knows record 3, and the files, which end with {kept}, do not have it"
-    ]
+    assert log.repaired == [f"the ledger knows record 3, and the files, which end with {kept}, do not have it"]
     log.append(Entry("x/Y"))
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [*range(1, kept + 1), 4]

@@ -65,9 +65,7 @@ def test_refusals_are_limited_and_changes_are_not(tmp_path: Path) -> None:
 def test_threads_may_record(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         log = AuditLog(ledger)
-        threads = [
-            threading.Thread(target=lambda: [log.record(Entry("x/Y")) for _ in range(50)]) for _ in range(4)
-        ]
+        threads = [threading.Thread(target=lambda: [log.record(Entry("x/Y")) for _ in range(50)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -77,9 +75,7 @@ def test_threads_may_record(tmp_path: Path) -> None:
         assert verify(ledger).problems == []
 
 
-def test_a_log_that_cannot_be_written_is_a_fault_of_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_cannot_be_written_is_a_fault_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         faults: list[LedgerFault] = []
         ledger.on_fault = faults.append
@@ -106,10 +102,7 @@ def test_the_next_start_records_what_it_found(tmp_path: Path) -> None:
         log = AuditLog(ledger)
         *_, newest = records(log.folder)
         assert newest.sequence == 3
-        assert (
-            newest.fields["why"]
-            == "the ledger knows record 2, and the files, which end with 1, do not have it"
-        )
+        assert newest.fields["why"] == "the ledger knows record 2, and the files, which end with 1, do not have it"
         log.close()
         assert verify(ledger).problems == ["record 2: records 2 to 2 are missing in 000001.jsonl"]
 

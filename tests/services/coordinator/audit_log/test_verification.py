@@ -90,9 +90,7 @@ def test_a_changed_record_is_named(directory: Path, index: int) -> None:
     kept = lines(directory)
     kept[index] = kept[index].replace(b'"time":"2', b'"time":"1')
     put(directory, kept)
-    assert problems(directory)[0].startswith(
-        f"record {index + 1}: line {index + 1} of 000001.jsonl was changed"
-    )
+    assert problems(directory)[0].startswith(f"record {index + 1}: line {index + 1} of 000001.jsonl was changed")
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -101,9 +99,7 @@ def test_a_removed_record_is_named(directory: Path, index: int) -> None:
     del kept[index]
     put(directory, kept)
     number = index + 1
-    assert (
-        problems(directory)[0] == f"record {number}: records {number} to {number} are missing in 000001.jsonl"
-    )
+    assert problems(directory)[0] == f"record {number}: records {number} to {number} are missing in 000001.jsonl"
 
 
 def test_moved_and_inserted_records_are_named(directory: Path) -> None:
@@ -134,10 +130,7 @@ def test_a_log_that_is_gone_is_named(directory: Path) -> None:
 def test_a_last_line_cut_in_its_middle_is_a_cut_end(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [*kept[:-1], kept[-1][:-5]])
-    assert any(
-        "ends with record 5, but the ledger, of file 1, knows record 6" in each
-        for each in problems(directory)
-    )
+    assert any("ends with record 5, but the ledger, of file 1, knows record 6" in each for each in problems(directory))
 
 
 def test_a_log_written_anew_from_a_record_on_does_not_have_the_hashes_that_others_know(
@@ -175,9 +168,7 @@ def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(dir
     assert found.startswith("record 4: the log ends with record 3, but the manifest ")
 
 
-def test_files_that_follow_and_those_that_were_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_FILE_BYTES", 1)
     add_records(tmp_path, 4)
     assert problems(tmp_path) == []

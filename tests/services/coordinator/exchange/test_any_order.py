@@ -82,9 +82,7 @@ class Reference:
             assert task.group_id not in self.scored, "an acknowledged score is made again"
         if reply.status == COMMITTED and request.WhichOneof("body") == "turn":
             turn = request.turn
-            assert turn.attempt == self.attempt[turn.group_id], (
-                "a turn of an attempt that is over was committed"
-            )
+            assert turn.attempt == self.attempt[turn.group_id], "a turn of an attempt that is over was committed"
             life = self.turns.setdefault((turn.group_id, turn.sample), (turn.life, 0))
             assert life[0] <= turn.life, "a turn of a life that is over was committed"
             number = life[1] if life[0] == turn.life else 0
@@ -215,9 +213,7 @@ def check(world: World) -> None:
         <= (world.run.max_age + 1) * world.run.batch_size
     )
     if world.spec.async_grpo.order == "in_order":
-        ages = world.ledger.db.execute(
-            "SELECT MAX(step - oldest_step) AS age FROM groups WHERE step IS NOT NULL"
-        )
+        ages = world.ledger.db.execute("SELECT MAX(step - oldest_step) AS age FROM groups WHERE step IS NOT NULL")
         assert (ages.fetchone()["age"] or 0) <= world.run.max_age
     reader = Ledger(world.path, read_only=True)
     try:

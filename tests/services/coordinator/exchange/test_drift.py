@@ -108,9 +108,7 @@ def test_a_worker_that_breaks_late_is_named_within_a_thousand_of_its_groups(nois
     }
     named: dict[str, int] = {}
     for step in range(1600):
-        rows = [
-            {"group_id": worker, "attempt": 1, "holders": worker, "oldest_step": step} for worker in groups
-        ]
+        rows = [{"group_id": worker, "attempt": 1, "holders": worker, "oldest_step": step} for worker in groups]
         for worker in check.choose(str(step), step, cast("list[sqlite3.Row]", rows), 0.002).values():
             if check.observe(worker, groups[worker][step]) is not None:
                 named.setdefault(worker, step)

@@ -116,9 +116,7 @@ def test_the_newest_evaluations_and_the_first_are_kept(
     for step in range(4):
         evaluate(world, rollout, reward, step)
     assert len(world.kinds("evaluated")) == 4
-    classes = world.ledger.db.execute(
-        "SELECT DISTINCT class FROM groups WHERE class != 'train' ORDER BY class"
-    )
+    classes = world.ledger.db.execute("SELECT DISTINCT class FROM groups WHERE class != 'train' ORDER BY class")
     assert [row["class"] for row in classes] == [f"eval:{step}" for step in kept]
     payloads = world.ledger.db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
     assert payloads == 3 * len(kept)

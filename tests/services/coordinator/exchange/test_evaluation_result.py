@@ -29,9 +29,7 @@ def result_of(tmp_path: Path, k: int, *rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_functions_apart_with_their_standard_errors(tmp_path: Path) -> None:
-    result = result_of(
-        tmp_path, 2, a_row([[1, 0.5], [0, NAN]]), a_row([[1, 1], [1, 0]], tokens=8), a_row(None)
-    )
+    result = result_of(tmp_path, 2, a_row([[1, 0.5], [0, NAN]]), a_row([[1, 1], [1, 0]], tokens=8), a_row(None))
     assert result["reward"] == pytest.approx(((1.25 + 0) / 2 + (1.5 + 1) / 2) / 2)
     assert result["reward/exact_match"] == 0.75
     assert result["reward_stderr/exact_match"] == pytest.approx(0.25)

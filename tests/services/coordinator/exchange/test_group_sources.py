@@ -21,9 +21,7 @@ def test_a_batch_and_an_evaluation_are_measured_by_source(tmp_path: Path, make_w
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 4)
     learner.train(0)
-    values = json.loads(
-        world.ledger.db.execute("SELECT metrics_json FROM batches WHERE step = 0").fetchone()[0]
-    )
+    values = json.loads(world.ledger.db.execute("SELECT metrics_json FROM batches WHERE step = 0").fetchone()[0])
     by_source = {name: value for name, value in values.items() if name.startswith("groups_of/")}
     sources = [world.run.prompts.draw(cursor)[1]["of"] for cursor in range(4)]
     assert by_source == {f"groups_of/{name}": float(sources.count(name)) for name in set(sources)}

@@ -131,9 +131,7 @@ def test_a_result_of_an_attempt_that_a_later_one_has_left_behind_is_stale(world:
     assert worker.finish(first) == STALE
 
 
-def test_groups_without_rows_and_groups_with_rows_stay_in_their_runs(
-    world: World, make_world: MakeWorld
-) -> None:
+def test_groups_without_rows_and_groups_with_rows_stay_in_their_runs(world: World, make_world: MakeWorld) -> None:
     worker, held = finished(world)
     plain = make_world()
     rollout = Rollout(plain)
@@ -188,9 +186,7 @@ def test_tokens_behind_the_last_turn_of_a_row_are_refused(world: World) -> None:
 def test_a_lease_comes_back_without_samples(world: World) -> None:
     worker, held = finished(world)
     _, (arrays, _) = worker.result(held)
-    returned = pb.LeaseReturn(
-        group_id=held.lease.group_id, attempt=1, finish_reasons=["stop"] * 2, texts=["", ""]
-    )
+    returned = pb.LeaseReturn(group_id=held.lease.group_id, attempt=1, finish_reasons=["stop"] * 2, texts=["", ""])
     request = pb.ExchangeRequest(member_id=worker.member_id, lease_return=returned)
     assert "turns are journaled" in world.send(request, [arrays]).reply.message
     assert worker.hand_back(held).reply.status == COMMITTED
@@ -198,9 +194,7 @@ def test_a_lease_comes_back_without_samples(world: World) -> None:
     assert again.is_finished
 
 
-def test_a_turn_that_cannot_be_read_begins_its_sample_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
     worker, held = finished(world)
     turns = world.ledger.episodes.of_group(world.run_id, 0)

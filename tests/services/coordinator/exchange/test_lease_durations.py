@@ -162,10 +162,7 @@ def test_what_is_kept_is_bounded() -> None:
         time.ages.note_submission(f"worker-{index}", index, 1)
         time.ages.note_refusal(f"worker-{index}")
     time.run(1)
-    assert (
-        max(len(vars(time.ages)[name]) for name in ("_since_s", "_results", "_submitted_s", "_refused"))
-        <= 256
-    )
+    assert max(len(vars(time.ages)[name]) for name in ("_since_s", "_results", "_submitted_s", "_refused")) <= 256
 
 
 def take_overdue(world: World, *member_ids: str) -> None:
@@ -277,10 +274,7 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
     found = leases.find_overdue(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert [member_id for member_id, _ in found] == ["idle"]
     take_overdue(world, "idle")
-    assert (
-        "idle gets no task before it submits scores, and others get the 2"
-        in world.kinds("warning")[-1]["message"]
-    )
+    assert "idle gets no task before it submits scores, and others get the 2" in world.kinds("warning")[-1]["message"]
     assert idle.tasks() == []
     again = busy.tasks()
     assert [(task.group_id, task.attempt) for task in again] == [(0, 2), (1, 2)]

@@ -69,9 +69,7 @@ def test_a_rank_does_not_train_what_arrived_changed(world: World) -> None:
         RankBatch.decode(changed, [first, second])
     arrivals = [[second, first], [first[:-4], second], [first, second]]
     line = SimpleNamespace(wait=lambda *_: (pb.ExchangeReply(status=OK, batch=batch), arrivals.pop(0)))
-    rank = SimpleNamespace(
-        rank=0, world_size=1, background=line, membership=MagicMock(), stopping=None, grace_s=1.0
-    )
+    rank = SimpleNamespace(rank=0, world_size=1, background=line, membership=MagicMock(), stopping=None, grace_s=1.0)
     part = BatchClient(world.run_id, 1, rank).fetch(0)  # type: ignore[arg-type]
     assert part is not None
     assert [group.group_id for group in part.groups] == [0, 1]
@@ -264,9 +262,7 @@ def test_a_group_whose_data_fail_has_a_budget_that_lost_workers_do_not_use_up(ma
         (lease,) = rollout.lease(2)
         assert lease.group_id == 0
         assert rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == COMMITTED
-        assert (
-            rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == STALE
-        )  # sent again
+        assert rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == STALE  # sent again
         assert world.group(0)["generation_failures"] == failures
     for _ in range(5):
         (lease,) = rollout.lease(2)
@@ -338,8 +334,7 @@ def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(worl
         rollout.hand_back(lease, error=f"the prompt has {3000 + number} tokens, must have 1 to 511")
     (paused,) = world.kinds("paused")
     assert (
-        "4 groups in a row were dropped as 'bad_prompt' for one cause: the prompt has 3000 tokens"
-        in paused["message"]
+        "4 groups in a row were dropped as 'bad_prompt' for one cause: the prompt has 3000 tokens" in paused["message"]
     )
     assert "`paceline resume test-1`" in paused["message"]
     assert len(world.kinds("warning")) == 1
@@ -444,9 +439,7 @@ def test_leases_of_chats_have_the_tools_of_their_rows(make_world: MakeWorld, tmp
     assert by_class[True] == [sent, "", ""]
 
 
-def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(
-    make_world: MakeWorld, tmp_path: Path
-) -> None:
+def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(make_world: MakeWorld, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     rows = [json.dumps({"prompt": f"p{n}", "answer": n}) + "\n" for n in range(7)]
     (tmp_path / "set" / "train.jsonl").write_text("".join(rows))

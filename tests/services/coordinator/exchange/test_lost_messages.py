@@ -113,9 +113,7 @@ BAD_ARRAYS = {
 
 
 @pytest.mark.parametrize("changes", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
-def test_a_payload_that_does_not_fit_is_invalid_and_changes_nothing(
-    world: World, changes: dict[str, Any]
-) -> None:
+def test_a_payload_that_does_not_fit_is_invalid_and_changes_nothing(world: World, changes: dict[str, Any]) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
     good, (_, texts) = rollout.result(lease)

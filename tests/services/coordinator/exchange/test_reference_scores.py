@@ -91,9 +91,7 @@ def test_the_answers_come_with_the_batch_as_they_were_sent_and_again_after_a_res
         pytest.param([np.array([-1.0] * 8 + [-3e38], np.float32)], id="tiny"),
     ],
 )
-def test_a_score_without_a_whole_answer_is_refused_and_changes_nothing(
-    asked: World, answers: list[np.ndarray]
-) -> None:
+def test_a_score_without_a_whole_answer_is_refused_and_changes_nothing(asked: World, answers: list[np.ndarray]) -> None:
     reward, (task, _) = Reward(asked), generated(asked)
     before = asked.dump()
     assert send(reward, task, *answers) == INVALID

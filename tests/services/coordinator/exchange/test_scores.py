@@ -80,9 +80,7 @@ def test_a_long_error_is_cut_before_it_is_written_down(world: World, handed_back
 
 
 @pytest.mark.parametrize("attempt", [0, 2, 99, 2**32 - 1])
-def test_a_score_of_an_attempt_that_nobody_had_is_stale_and_changes_nothing(
-    world: World, attempt: int
-) -> None:
+def test_a_score_of_an_attempt_that_nobody_had_is_stale_and_changes_nothing(world: World, attempt: int) -> None:
     rollout, reward, other = Rollout(world), Reward(world), Reward(world, "other")
     (lease,) = rollout.lease(2)
     rollout.finish(lease)
@@ -254,10 +252,7 @@ def test_groups_that_fail_for_one_cause_pause_the_run_and_later_ones_wait_for_th
     assert world.kinds("paused") == []
     reward.send(last, error=error)  # the fourth: two batches of 2
     (paused,) = world.kinds("paused")
-    assert (
-        "4 groups in a row were dropped as 'reward_failed' for one cause: reward function 'f'"
-        in paused["message"]
-    )
+    assert "4 groups in a row were dropped as 'reward_failed' for one cause: reward function 'f'" in paused["message"]
     assert "(r.py:3 in f). Correct the function" in paused["message"]
     assert [content["message"].partition(":")[0] for content in world.kinds("warning")] == [
         "scoring group 0 failed (1 of 3)",
@@ -320,9 +315,7 @@ def test_what_could_not_be_reached_never_drops_a_group_and_uses_up_no_attempt(wo
     rollout.finish(lease)
     for _ in range(9):
         (task,) = reward.tasks()
-        assert (
-            reward.send(task, error="judge: connection refused", handed_back=True).reply.status == COMMITTED
-        )
+        assert reward.send(task, error="judge: connection refused", handed_back=True).reply.status == COMMITTED
     assert world.counters["failures:unavailable"] == 9
     assert len(world.kinds("warning")) == 4, "after 1, 2, 4 and 8 of them"
     for _ in range(2):  # the data's own budget is untouched: it has three attempts

@@ -72,9 +72,7 @@ def test_a_copy_by_sqlites_backup_has_the_key_of_its_target(db: sqlite3.Connecti
             copy.execute("DELETE FROM words")
 
 
-def test_the_library_writes_nothing_to_standard_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_library_writes_nothing_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
     with (

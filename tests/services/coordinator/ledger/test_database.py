@@ -74,9 +74,7 @@ def test_another_key_and_none_are_refused_and_change_nothing(
         assert [row["run_id"] for row in ledger.runs()] == ["a-1"]
 
 
-def test_a_plain_ledger_is_refused_while_a_key_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_ledger_is_refused_while_a_key_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
     monkeypatch.setenv(KEY_VARIABLE, KEY_TEXT)
@@ -100,9 +98,7 @@ def test_a_backup_shows_its_key_wherever_it_is(encrypted: Path, monkeypatch: pyt
         Ledger(copy)
 
 
-def test_a_missing_library_is_one_sentence_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_one_sentence_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sqlcipher3", None)
     monkeypatch.delitem(sys.modules, "paceline.services.coordinator.ledger.cipher_connection", raising=False)
     monkeypatch.delattr("paceline.services.coordinator.ledger.cipher_connection", raising=False)

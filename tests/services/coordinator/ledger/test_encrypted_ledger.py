@@ -150,9 +150,7 @@ for number in range(1_000_000):
 def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path, acknowledgements: int) -> None:
     """The process is killed in the middle of its writes; the next one goes on from them."""
     path = tmp_path / "ledger.sqlite"
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         for number in range(acknowledgements):
             assert writer.stdout.readline() == f"{number}\n"

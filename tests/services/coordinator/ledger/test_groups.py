@@ -174,9 +174,7 @@ def test_an_evaluation_starts_anew_and_is_removed(ledger: Ledger) -> None:
         lambda groups: groups.drop(RUN, 0, "stale"),
     ],
 )
-def test_a_transition_from_another_state_is_refused(
-    ledger: Ledger, transition: Callable[[Groups], None]
-) -> None:
+def test_a_transition_from_another_state_is_refused(ledger: Ledger, transition: Callable[[Groups], None]) -> None:
     ledger.groups.drop(RUN, 0, "stale")
     lease(ledger, 1)
     commit(ledger, 2)

@@ -101,9 +101,7 @@ def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: in
     db.close()
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(
-            Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
-        ):
+        with pytest.raises(Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"):
             Ledger(path, read_only=read_only)
     assert path.read_bytes() == before
     db = opened(path)  # the lock was given back with the refusal
@@ -114,9 +112,7 @@ def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: in
     Ledger(path).close()
 
 
-def test_the_format_before_is_upgraded_by_a_coordinator_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_format_before_is_upgraded_by_a_coordinator_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pattern of an upgrade: a script that adds what the format before lacks. Damage of the rows is not hidden."""
     path, before = tmp_path / "ledger.sqlite", SCHEMA_VERSION - 1
     with closing(Ledger(path)) as ledger:
@@ -131,9 +127,7 @@ def test_the_format_before_is_upgraded_by_a_coordinator_only(
         db.execute("UPDATE runs SET spec_yaml = 'name: b' WHERE run_id = 'a-2'")
         db.commit()
     monkeypatch.setitem(UPGRADES, before, f"{script};")
-    with pytest.raises(
-        Conflict, match=f"has format {before}, .*; start its coordinator once, which upgrades"
-    ):
+    with pytest.raises(Conflict, match=f"has format {before}, .*; start its coordinator once, which upgrades"):
         Ledger(path, read_only=True)
     with closing(Ledger(path)) as ledger:
         assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
@@ -160,16 +154,9 @@ def test_the_audit_heads_are_the_newest_of_each_file_in_order(tmp_path: Path) ->
 
 def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
     """Return SQLite's description of every table's and index's columns."""
-    names = [
-        row["name"]
-        for row in ledger.db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite%'")
-    ]
+    names = [row["name"] for row in ledger.db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite%'")]
     return {
-        name: [
-            tuple(row)
-            for kind in ("table", "index")
-            for row in ledger.db.execute(f"PRAGMA {kind}_info({name})")
-        ]
+        name: [tuple(row) for kind in ("table", "index") for row in ledger.db.execute(f"PRAGMA {kind}_info({name})")]
         for name in sorted(names)
     }
 

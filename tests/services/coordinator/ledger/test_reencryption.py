@@ -47,9 +47,7 @@ def contents(world: World) -> tuple[str, list[tuple[bytes, bytes]], int]:
         assert verify(ledger, world.run_id).problems == []
         groups = ledger.db.execute("SELECT group_id FROM payloads WHERE kind = 'result' ORDER BY group_id")
         payloads = [ledger.payload(world.run_id, row["group_id"]) for row in groups.fetchall()]
-        read = [
-            (bytes(header), bytes(arrays)) for each in payloads if each for header, arrays in [each.read()]
-        ]
+        read = [(bytes(header), bytes(arrays)) for each in payloads if each for header, arrays in [each.read()]]
         return ledger.run(world.run_id)["chain"], read, ledger.term
 
 

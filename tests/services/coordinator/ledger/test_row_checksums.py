@@ -41,10 +41,7 @@ def test_a_changed_bit_changes_the_checksum(index: int, changed: object) -> None
 def stored(db: sqlite3.Connection, name: str) -> list[tuple[Any, int]]:
     """Checksum of each row as it is, and its seal."""
     columns = ", ".join(row_checksums.tables()[name].columns)
-    return [
-        (row_checksums.checksum(*row[:-1]), row[-1])
-        for row in db.execute(f"SELECT {columns}, seal FROM {name}")
-    ]
+    return [(row_checksums.checksum(*row[:-1]), row[-1]) for row in db.execute(f"SELECT {columns}, seal FROM {name}")]
 
 
 def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) -> None:

@@ -52,9 +52,7 @@ def test_a_write_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch:
     assert not cuts
 
 
-def test_a_file_system_without_such_writes_gets_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_such_writes_gets_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, refused = os.pwrite, []
 
     def refuse_direct(fd: int, content: memoryview, offset: int) -> int:

@@ -36,9 +36,7 @@ def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tupl
     return payload.read()
 
 
-def test_records_come_back_from_whichever_segment_they_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = 0 if storage_key() is None else BLOCK_BYTES
     monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", start + BLOCK_BYTES + 1)  # two small appends
     monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 0)
@@ -46,9 +44,7 @@ def test_records_come_back_from_whichever_segment_they_are_in(
     store = PayloadStore(tmp_path / "ledger", storage_key())
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
     places = [
-        place
-        for i in range(0, 12, 2)
-        for place in store.append([Record.of(*each) for each in records[i : i + 2]])
+        place for i in range(0, 12, 2) for place in store.append([Record.of(*each) for each in records[i : i + 2]])
     ]
     assert len({place.segment for place in places}) == 3
     assert [look_up(store, place) for place in places] == records
@@ -107,16 +103,12 @@ def test_a_disk_that_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     store = PayloadStore(tmp_path / "ledger", storage_key())
     monkeypatch.setattr(payloads.os, "fdatasync", full)
-    with pytest.raises(
-        LedgerFault, match=r"groups cannot be written to .*: No space left on device; make room"
-    ):
+    with pytest.raises(LedgerFault, match=r"groups cannot be written to .*: No space left on device; make room"):
         store.append([Record.of(b"h", b"a")])
     store.close()
 
 
-def test_segments_go_when_nothing_refers_to_them(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_go_when_nothing_refers_to_them(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 1)  # a group each
     world = make_world(check=False, logger={"keep_samples": False})  # its checkpoint is only a row
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)

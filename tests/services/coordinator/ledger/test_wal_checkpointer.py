@@ -39,9 +39,7 @@ async def test_a_writer_moves_nothing_by_itself_and_the_keeper_does(tmp_path: Pa
     ledger.close()
 
 
-async def test_a_long_log_is_written_from_its_start_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_log_is_written_from_its_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wal_checkpointer, "MAX_LOG_PAGES", 100)
     monkeypatch.setattr(wal_checkpointer, "LOG_PERIOD_S", 0.0)
     ledger, lock = Ledger(tmp_path / "ledger.sqlite"), asyncio.Lock()

@@ -33,9 +33,7 @@ async def test_groups_are_dropped_only_while_the_run_is_paused_and_has_a_batch(p
     request = run_pb2.DropGroupsRequest(run_id=run.run_id, group_ids=[1])
     code, text = await refusal(plane.runs.DropGroups(request))
     assert code == grpc.StatusCode.FAILED_PRECONDITION
-    assert (
-        text == f"run {run.run_id} is running; groups are dropped only while it is paused (`paceline pause`)"
-    )
+    assert text == f"run {run.run_id} is running; groups are dropped only while it is paused (`paceline pause`)"
     await plane.runs.Pause(run_pb2.PauseRequest(run_id=run.run_id))
     code, text = await refusal(plane.runs.DropGroups(request))
     assert code == grpc.StatusCode.FAILED_PRECONDITION

@@ -30,8 +30,7 @@ async def test_openings_are_bounded_and_an_outcome_that_nobody_took_makes_room()
     openings, go = Openings(), threading.Event()
     loop = asyncio.get_running_loop()
     waiting = [
-        loop.create_task(openings.open(str(number), lambda: go.wait(PATIENCE_S)))
-        for number in range(MAX_OPENINGS)
+        loop.create_task(openings.open(str(number), lambda: go.wait(PATIENCE_S))) for number in range(MAX_OPENINGS)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Busy):

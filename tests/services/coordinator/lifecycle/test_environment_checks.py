@@ -43,17 +43,13 @@ def check(folder: Path, environment: dict[str, Any], row: dict[str, Any] | None 
         ("class Sums:", ""),  # the worker says what is wrong with it
     ],
 )
-def test_a_class_is_in_its_file_and_gets_the_columns_that_it_needs(
-    tmp_path: Path, source: str, problem: str
-) -> None:
+def test_a_class_is_in_its_file_and_gets_the_columns_that_it_needs(tmp_path: Path, source: str, problem: str) -> None:
     (tmp_path / "sums.py").write_text(source)
     environment = {"class": f"{tmp_path / 'sums.py'}:Sums"}
     if not problem:
         check(tmp_path, environment)
         return
-    with pytest.raises(
-        (DataError, InvalidInput), match="environment.class: .*" + problem.replace("?", r"\?")
-    ):
+    with pytest.raises((DataError, InvalidInput), match="environment.class: .*" + problem.replace("?", r"\?")):
         check(tmp_path, environment)
 
 
@@ -73,9 +69,7 @@ def test_rows_name_a_class_of_a_mapping(tmp_path: Path) -> None:
     check(tmp_path, environment)
     with pytest.raises(DataError, match=r"data.train has no column 'environment' that names one"):
         check(tmp_path, environment, {"prompt": "2+2=", "answer": "4"})
-    with pytest.raises(
-        DataError, match=r"has 'chess', which environment.class does not have; it has 'sums', 'games'"
-    ):
+    with pytest.raises(DataError, match=r"has 'chess', which environment.class does not have; it has 'sums', 'games'"):
         check(tmp_path, environment, ROW | {"environment": "chess"})
     (tmp_path / "sums.py").write_text("class Sums:\n    def reset(self, environment): ...")
     with pytest.raises(DataError, match=r"needs the column 'environment', but it gets prompt, answer"):
@@ -86,9 +80,7 @@ def test_an_agent_is_a_function_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("async def solve(row, base_url, api_key): ...\ntrains = None")
     path = tmp_path / "agent.py"
     check(tmp_path, {"agent": f"{path}:solve", "train_call": f"{path}:trains"})
-    with pytest.raises(
-        InvalidInput, match=r"environment.agent: .* has no function 'slove'; did you mean 'solve'"
-    ):
+    with pytest.raises(InvalidInput, match=r"environment.agent: .* has no function 'slove'; did you mean 'solve'"):
         check(tmp_path, {"agent": f"{path}:slove"})
     with pytest.raises(InvalidInput, match=r"environment.train_call: "):
         check(tmp_path, {"agent": f"{path}:solve", "train_call": f"{path}:nothing"})
@@ -96,7 +88,5 @@ def test_an_agent_is_a_function_of_its_file(tmp_path: Path) -> None:
 
 def test_a_command_names_columns(tmp_path: Path) -> None:
     check(tmp_path, {"command": ["solve", "{prompt}", "--answer={answer}", "{}", "{a b}"]})
-    with pytest.raises(
-        DataError, match=r"names \{question\}, which is no column of data.train; it has prompt, answer"
-    ):
+    with pytest.raises(DataError, match=r"names \{question\}, which is no column of data.train; it has prompt, answer"):
         check(tmp_path, {"command": ["solve", "{question}"]})

@@ -14,9 +14,7 @@ ERROR = "IndexError: index 9 is out of range (rank 0)"
 async def end_at_step(worker: Worker, run_id: str) -> int:
     """Report the learner's error in step 0 and leave; return the session."""
     session = int((await worker.hear("run")).session)
-    report = worker_pb2.RunReport(
-        run_id=run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP, step=0
-    )
+    report = worker_pb2.RunReport(run_id=run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP, step=0)
     worker.say(run_report=report)
     worker.say(leave=worker_pb2.Leave(reason=ERROR))
     await worker.hear_the_end()
@@ -42,9 +40,7 @@ async def test_three_sessions_that_end_at_a_step_pause_the_run_and_resume_tries_
         sessions.append(await end_at_step(learner(plane, f"learner-{number}"), run.run_id))
     # One that leaves may get the next session before it is gone, which then has nobody.
     assert all(later > earlier for earlier, later in itertools.pairwise(sessions))
-    assert (
-        await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))
-    ).run.state == run_pb2.RUN_STATE_RUNNING
+    assert (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run.state == run_pb2.RUN_STATE_RUNNING
 
 
 async def test_a_step_fault_counts_from_a_learner_only(plane: Plane) -> None:
@@ -55,9 +51,7 @@ async def test_a_step_fault_counts_from_a_learner_only(plane: Plane) -> None:
     session = (await worker.hear("run")).session
     reward = Worker(plane, common_pb2.ROLE_REWARD, "reward-1")
     await reward.hear("welcome")
-    report = worker_pb2.RunReport(
-        run_id=run.run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP
-    )
+    report = worker_pb2.RunReport(run_id=run.run_id, session=session, error=ERROR, fault=worker_pb2.FAULT_STEP)
     reward.say(run_report=report)
     reward.say(leave=worker_pb2.Leave())
     await reward.hear_the_end()

@@ -71,9 +71,7 @@ def test_what_is_not_there_is_named_with_the_remedy(bench: Bench, value: str, wo
 
 
 def test_a_runs_export_is_no_data(bench: Bench) -> None:
-    with pytest.raises(
-        SpecError, match=r"data.train 'run:sft-1': a run's export is a model; `paceline samples"
-    ):
+    with pytest.raises(SpecError, match=r"data.train 'run:sft-1': a run's export is a model; `paceline samples"):
         references(bench.spec(data={"train": "run:sft-1"}), bench.ledger)
 
 
@@ -97,16 +95,12 @@ def test_a_reward_model_may_be_another_runs_export(bench: Bench, function: str) 
         spec = bench.spec(rewards=rewards)
         return str(with_locations(spec, references(spec, bench.ledger)).rewards[1].kwargs["path"])
 
-    with pytest.raises(
-        SpecError, match=r"rewards\.1\.kwargs\.path 'run:rm-1/newest': run rm-1 has no export 'newest'"
-    ):
+    with pytest.raises(SpecError, match=r"rewards\.1\.kwargs\.path 'run:rm-1/newest': run rm-1 has no export 'newest'"):
         resolved("run:rm-1/newest")
     for name in ("step-2", "step-10"):
         Folder(f"{exports}/{name}").write("config.json", b"{}")
     assert resolved("run:rm-1") == f"{exports}/step-10"
     assert resolved("run:rm-1/step-2") == f"{exports}/step-2"
     assert resolved("run:rm-1/newest") == exports
-    with pytest.raises(
-        SpecError, match="run sft-1 has trained a language model; name a run with algorithm rm"
-    ):
+    with pytest.raises(SpecError, match="run sft-1 has trained a language model; name a run with algorithm rm"):
         resolved("run:sft-1")

@@ -32,9 +32,7 @@ from paceline.v1 import run_pb2, worker_pb2
 def spec_in(folder: Path, **sections: Any) -> RunSpec:
     folder.mkdir(exist_ok=True)
     write_prompts(folder / "train.jsonl")
-    (folder / "reward.py").write_text(
-        "from helper import X\n\ndef f(completions, answer, **_):\n    return [X] * 2\n"
-    )
+    (folder / "reward.py").write_text("from helper import X\n\ndef f(completions, answer, **_):\n    return [X] * 2\n")
     (folder / "helper.py").write_text("X = 1.0\n")
     tree: dict[str, Any] = {
         "name": "test",
@@ -98,9 +96,7 @@ async def test_a_run_starts_without_the_submitters_files(plane: Plane, tmp_path:
 
 
 async def test_prepared_rows_are_what_a_run_reads(plane: Plane, tmp_path: Path) -> None:
-    spec = spec_in(
-        tmp_path / "mine", data={"train": "train.jsonl", "preparation": {"max_prompt_characters": 4}}
-    )
+    spec = spec_in(tmp_path / "mine", data={"train": "train.jsonl", "preparation": {"max_prompt_characters": 4}})
     with prepared_data(spec, lambda run: ()) as prepared:
         bundle = collect(spec, prepared=prepared.files)
         digest = await sent(plane, bundle)
@@ -137,17 +133,10 @@ async def test_a_corrected_function_replaces_the_bundle_at_resume(plane: Plane, 
     resume = run_pb2.ResumeRequest(run_id=run.run_id, bundle=again.manifest.digest)
     assert "is not here" in (await refusal(plane.runs.Resume(resume)))[1]
     assert (await state_of(plane, run.run_id))[0] == "paused"
-    resumed = (
-        await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id, bundle=await sent(plane, again)))
-    ).run
+    resumed = (await plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id, bundle=await sent(plane, again)))).run
     assert (resumed.bundle, resumed.state) == (again.manifest.digest, run_pb2.RUN_STATE_RUNNING)
-    events = [
-        json.loads(row["json"]) for row in plane.ledger.events(run.run_id, 0) if row["kind"] == "warning"
-    ]
-    assert (
-        f"{again.manifest.digest} in place of {run.bundle}: 1 of its files differ (folder/helper.py)"
-        in str(events)
-    )
+    events = [json.loads(row["json"]) for row in plane.ledger.events(run.run_id, 0) if row["kind"] == "warning"]
+    assert f"{again.manifest.digest} in place of {run.bundle}: 1 of its files differ (folder/helper.py)" in str(events)
     assert sorted(plane.ledger.bundles()) == sorted([run.bundle, again.manifest.digest])
     assignment = plane.coordinator.pool.assignments._assignment(plane.ledger.run(run.run_id), "").run
     assert assignment.bundle == again.manifest.digest
@@ -169,10 +158,7 @@ async def test_corrected_data_are_read_at_resume(plane: Plane, tmp_path: Path) -
         assert again is not None
         call = plane.runs.Resume(run_pb2.ResumeRequest(run_id=run.run_id, bundle=await sent(plane, again)))
         if refused:  # with the submitter's path
-            assert (
-                f"{tmp_path / 'mine' / 'train.jsonl'}, line 1: column 'prompt' is null"
-                in (await refusal(call))[1]
-            )
+            assert f"{tmp_path / 'mine' / 'train.jsonl'}, line 1: column 'prompt' is null" in (await refusal(call))[1]
         else:
             await call
     active = plane.coordinator.exchange.active

@@ -51,9 +51,7 @@ async def test_a_full_queue_turns_runs_away_and_says_when_to_come_again(
         await plane.submit()
     assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert from_error(full.value) == run_queue.QUEUE_AGAIN_S
-    assert (await plane.runs.Submit(request)).run.run_id == "test-1", (
-        "a repeated submission is no further run"
-    )
+    assert (await plane.runs.Submit(request)).run.run_id == "test-1", "a repeated submission is no further run"
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id="test-1"))
     assert (await plane.submit()).run_id == "test-3"
 

@@ -20,9 +20,7 @@ from paceline.services.coordinator.reporting import run_log
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import run_pb2
 
-UNREADABLE = (
-    "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"
-)
+UNREADABLE = "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"
 
 
 async def test_a_run_whose_data_set_is_away_waits_for_it(tmp_path: Path) -> None:
@@ -61,9 +59,7 @@ async def test_a_data_set_that_is_away_when_the_coordinator_comes_back_ends_noth
 
 
 @pytest.mark.parametrize("changed", [True, False])
-async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(
-    tmp_path: Path, changed: bool
-) -> None:
+async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(tmp_path: Path, changed: bool) -> None:
     plane = await Plane.started(tmp_path)
     await plane.run_one()
     await plane.stop()
@@ -73,9 +69,9 @@ async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(
     rows = again.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning'").fetchall()
     await again.stop()
     messages = [json.loads(row["json"])["message"] for row in rows]
-    assert [
-        f"the data set '{train}' is not what it was when the run began (7 rows, " in m for m in messages
-    ] == [True] * changed
+    assert [f"the data set '{train}' is not what it was when the run began (7 rows, " in m for m in messages] == [
+        True
+    ] * changed
 
 
 async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
@@ -202,9 +198,7 @@ async def test_other_runs_go_first_and_it_goes_on_where_it_can_be_read(tmp_path:
         assert message.endswith("end it with `paceline cancel test-1`. Other runs go first")
         seen = await plane.watch_until(first, "state", state="paused")
         await plane.runs.Cancel(run_pb2.CancelRequest(run_id=second))
-        third = (
-            await plane.submit()
-        ).run_id  # the first run was alone for a moment, and does not delay the others
+        third = (await plane.submit()).run_id  # the first run was alone for a moment, and does not delay the others
         await plane.watch_until(third, "state", state="running")
     spell(tmp_path, first, spec)
 

@@ -31,9 +31,7 @@ def spec_for(folder: Path, row: dict[str, Any], *rewards: dict[str, Any], **data
 
 def test_a_built_in_that_lacks_its_column_is_refused(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "ground_truth": "4"}
-    with pytest.raises(
-        DataError, match=r"rewards\.0: 'math_accuracy' needs the column 'answer', but .*ground_truth"
-    ):
+    with pytest.raises(DataError, match=r"rewards\.0: 'math_accuracy' needs the column 'answer', but .*ground_truth"):
         checked_data(spec_for(tmp_path, row, {"function": "math_accuracy"}))
     named = {"function": "math_accuracy", "kwargs": {"answer_column": "ground_truth"}}
     assert checked_data(spec_for(tmp_path, row, named))[1] == []
@@ -65,16 +63,12 @@ def test_gold_answers_that_give_no_score_are_a_warning(tmp_path: Path) -> None:
         ("\x00", False),
     ],
 )
-def test_a_function_in_a_file_that_lacks_its_column_is_refused(
-    tmp_path: Path, source: str, refused: bool
-) -> None:
+def test_a_function_in_a_file_that_lacks_its_column_is_refused(tmp_path: Path, source: str, refused: bool) -> None:
     (tmp_path / "r.py").write_text(source)
     reward = {"function": f"{tmp_path / 'r.py'}:f", "kwargs": {"scale": 2}}
     spec = spec_for(tmp_path, {"prompt": "a", "task": "b"}, reward)
     if refused:
-        with pytest.raises(
-            DataError, match=r"rewards\.0: 'f' needs the column 'answer'.*are: task; give the"
-        ):
+        with pytest.raises(DataError, match=r"rewards\.0: 'f' needs the column 'answer'.*are: task; give the"):
             checked_data(spec)
     else:
         checked_data(spec)
@@ -102,9 +96,7 @@ def test_code_tests_that_cannot_be_read_or_take_too_long_are_refused(tmp_path: P
         checked_data(spec_for(tmp_path, {"prompt": "add", "answer": "x"}, function))
     with pytest.raises(DataError, match=r"rewards\.0: column 'tests': test 0 is not Python"):
         checked_data(spec_for(tmp_path, {"prompt": "add", "tests": ["assert ("]}, function))
-    with pytest.raises(
-        DataError, match=r"rewards\.0\.kwargs: code_tests takes no 'sandboxx', did you mean 'sandbox'"
-    ):
+    with pytest.raises(DataError, match=r"rewards\.0\.kwargs: code_tests takes no 'sandboxx', did you mean 'sandbox'"):
         checked_data(spec_for(tmp_path, row, {**function, "kwargs": {"sandboxx": "none"}}))
     slow = {**function, "kwargs": {"total_time_s": 20}}
     with pytest.raises(

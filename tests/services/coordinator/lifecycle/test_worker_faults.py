@@ -26,15 +26,10 @@ from paceline.v1.worker_pb2 import (
 
 
 def members(*faults: Fault | None) -> list[Member]:
-    return [
-        Member(f"reward-{i}", common_pb2.ROLE_REWARD, "", 0, 0.0, fault=fault)
-        for i, fault in enumerate(faults)
-    ]
+    return [Member(f"reward-{i}", common_pb2.ROLE_REWARD, "", 0, 0.0, fault=fault) for i, fault in enumerate(faults)]
 
 
-def fault(
-    kind: Any = FAULT_PASSING, run_id: str = "a-1", text: str = "away", *, resumable: bool = False
-) -> Fault:
+def fault(kind: Any = FAULT_PASSING, run_id: str = "a-1", text: str = "away", *, resumable: bool = False) -> Fault:
     return Fault(run_id, text, kind, resumable)
 
 

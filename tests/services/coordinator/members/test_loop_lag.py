@@ -57,9 +57,7 @@ async def test_a_coordinator_that_stood_still_takes_nobody_for_gone(plane: Plane
     plane.coordinator.members.timeout_s = 60.0
 
 
-async def test_a_start_that_takes_long_takes_nobody_for_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_that_takes_long_takes_nobody_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.db.execute(
         "INSERT INTO groups (run_id, group_id, class, state, slot, member_id)"

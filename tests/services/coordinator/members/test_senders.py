@@ -50,9 +50,7 @@ KINDS = ("lease", "group", "lease_return", "task", "score", "batch", "receipt")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "member_id", ["", "nobody", None], ids=["no name", "a made-up name", "another's name"]
-)
+@pytest.mark.parametrize("member_id", ["", "nobody", None], ids=["no name", "a made-up name", "another's name"])
 def test_a_stranger_is_refused_and_changes_nothing(world: World, kind: str, member_id: str | None) -> None:
     request, frames = every_request(world)[kind]
     request.member_id = request.member_id if member_id is None else member_id
@@ -68,9 +66,7 @@ def test_a_stranger_is_refused_and_changes_nothing(world: World, kind: str, memb
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_earlier_secret_is_stale_and_the_same_request_counts_under_the_new_one(
-    world: World, kind: str
-) -> None:
+def test_an_earlier_secret_is_stale_and_the_same_request_counts_under_the_new_one(world: World, kind: str) -> None:
     request, frames = every_request(world)[kind]
     member = world.exchange.senders.get(request.member_id)
     assert member is not None

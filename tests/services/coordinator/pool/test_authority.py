@@ -70,9 +70,7 @@ async def test_an_acknowledgement_after_the_end_of_its_run_is_no_warning(
     worker.say(weight_ack=ack(run.run_id, 1, 0, member_id="rollout-late"))
     worker.say(weight_ack=ack("nosuch-1", 1, 0, member_id="rollout-late"))
     await heard(plane, worker, "rollout-late")
-    lines = [
-        record.getMessage() for record in caplog.records if "ignored a weight_ack" in record.getMessage()
-    ]
+    lines = [record.getMessage() for record in caplog.records if "ignored a weight_ack" in record.getMessage()]
     assert lines == ["ignored a weight_ack of rollout rollout-late: run 'nosuch-1' is not the current one"]
 
 
@@ -96,9 +94,7 @@ async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> Non
         liar.say(weight_offer=offer(run.run_id, 1, 0))
         liar.say(publish=publish)
         liar.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, vocab_size=7))
-        liar.say(
-            run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, finished=True, export_path="/evil")
-        )
+        liar.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, finished=True, export_path="/evil"))
         await heard(plane, liar, member_id)
     row = plane.ledger.run(run.run_id)
     assert (row["vocab_size"], row["export_path"]) == (0, "")
@@ -145,14 +141,10 @@ async def test_numbers_of_tokens_count_from_the_learner_alone(plane: Plane) -> N
     with plane.ledger.transaction():
         plane.ledger.update_run(run.run_id, next_batch=3)
 
-    def report(
-        step: int, session: int = 1, entropies: tuple[float, ...] = (0.5, 0.25)
-    ) -> worker_pb2.TokenStatistics:
+    def report(step: int, session: int = 1, entropies: tuple[float, ...] = (0.5, 0.25)) -> worker_pb2.TokenStatistics:
         found = worker_pb2.TokenStatistics(run_id=run.run_id, session=session, step=step)
         for group_id, index in ((8, 0), (7, 1), (7, 0)):
-            found.completions.add(
-                group_id=group_id, index=index, logprobs=(-1.0, float("nan")), entropies=entropies
-            )
+            found.completions.add(group_id=group_id, index=index, logprobs=(-1.0, float("nan")), entropies=entropies)
         return found
 
     worker.say(token_statistics=report(0))
@@ -233,9 +225,7 @@ async def test_a_further_rank_than_the_learner_has_ends_no_session(plane: Plane)
     await trainer.hear("run")
     liar = learner(plane, "learner-9", rank=1, world_size=2)
     await liar.hear("welcome")
-    fault = worker_pb2.RunReport(
-        run_id=run.run_id, session=1, error="E: of another", fault=worker_pb2.FAULT_STEP
-    )
+    fault = worker_pb2.RunReport(run_id=run.run_id, session=1, error="E: of another", fault=worker_pb2.FAULT_STEP)
     liar.say(run_report=fault)
     liar.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, error="another reason"))
     await heard(plane, liar, "learner-9")

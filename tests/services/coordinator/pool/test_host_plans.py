@@ -20,9 +20,7 @@ class Bench:
         self.members = Members(10.0)
         self.offered: list[tuple[str, Version]] = []
         run = SimpleNamespace(run_id="run", spec=SimpleNamespace(weights=SimpleNamespace(max_wait_s=30.0)))
-        exchange: Any = SimpleNamespace(
-            active=run, offer=lambda i, version: self.offered.append((i, version))
-        )
+        exchange: Any = SimpleNamespace(active=run, offer=lambda i, version: self.offered.append((i, version)))
         self.learner = Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0)
         self.plans = HostPlans(self.members, exchange, lambda: self.learner)
 
@@ -123,8 +121,7 @@ async def test_a_host_that_is_slow_twice_goes_to_the_end(bench: Bench) -> None:
     members = {name: bench.add(name, name.upper()) for name in "abcd"}
     for _ in range(SLOW_VERSIONS):
         texts = [
-            bench.plans.note(members[name], measured(name.upper(), 10.0 if name == "a" else 1.0))
-            for name in "bcda"
+            bench.plans.note(members[name], measured(name.upper(), 10.0 if name == "a" else 1.0)) for name in "bcda"
         ]
     assert "the host of a receives weights at" in texts[-1]
     assert texts[:-1] == ["", "", ""]

@@ -73,9 +73,7 @@ async def test_a_worker_that_does_not_fit_is_told_why(
     assert len(plane.coordinator.members) == 0
 
 
-async def test_a_worker_is_welcomed_and_put_on_the_run(
-    plane: Plane, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_is_welcomed_and_put_on_the_run(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     run = await plane.run_one()
     worker = rollout(plane)
     welcome = await worker.hear("welcome")
@@ -160,9 +158,7 @@ async def test_a_checkpoint_that_is_reported_again_is_no_news(plane: Plane) -> N
     await worker.hear("run")
     for step in (1, 1, 2):
         path = str(plane.directory / run.run_id / "checkpoints" / f"1-{step}")
-        report = worker_pb2.CheckpointReport(
-            run_id=run.run_id, session=1, step=step, path=path, sha256="0" * 64
-        )
+        report = worker_pb2.CheckpointReport(run_id=run.run_id, session=1, step=step, path=path, sha256="0" * 64)
         worker.say(checkpoint=report)
     await plane.watch_until(run.run_id, "checkpoint", step=2)
     kinds = [event["kind"] for event in plane.ledger.events(run.run_id, 0)]

@@ -80,9 +80,7 @@ def test_a_range_of_single_steps_has_gaps_where_a_metric_is_missing(steps: Recor
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 7, 13, 1000])
-def test_points_do_not_depend_on_the_pages(
-    steps: RecordsReader, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_points_do_not_depend_on_the_pages(steps: RecordsReader, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     whole = records(steps).series("sums-1", ["*"], max_points=10)
     monkeypatch.setattr(event_pages, "EVENTS_AT_ONCE", at_once)
     assert records(steps).series("sums-1", ["*"], max_points=10) == whole

@@ -26,9 +26,7 @@ async def test_a_run_is_read_by_its_client(plane: Plane) -> None:
         with Client(f"127.0.0.1:{plane.server.port}") as client:
             records = client.records
             assert client.metrics(run.run_id) == {"step": []}
-            assert [event.content["state"] for event in records.events(run.run_id, kinds=["state"])] == [
-                "queued"
-            ]
+            assert [event.content["state"] for event in records.events(run.run_id, kinds=["state"])] == ["queued"]
             assert records.books(run.run_id).balanced
             assert client.samples(run.run_id) == {}
             assert records.gauges() == []

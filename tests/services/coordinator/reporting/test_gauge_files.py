@@ -38,9 +38,7 @@ def test_shares_add_up(who: Member, paused_s: float, expected: tuple[float, ...]
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for path in files_of(directory / "gauges") for line in path.read_text().splitlines()
-    ]
+    return [json.loads(line) for path in files_of(directory / "gauges") for line in path.read_text().splitlines()]
 
 
 async def test_a_reading_every_five_seconds_while_there_are_members(tmp_path: Path) -> None:
@@ -48,9 +46,7 @@ async def test_a_reading_every_five_seconds_while_there_are_members(tmp_path: Pa
     history = GaugeHistory(tmp_path, members)
     history.observe(100.0)
     assert not (tmp_path / "gauges").exists()
-    rollout = member(
-        "rollout-0", "ROLLOUT", gauges={"wait_fraction": 0.5, "tokens_per_s": 12.34567, "leases": 3.0}
-    )
+    rollout = member("rollout-0", "ROLLOUT", gauges={"wait_fraction": 0.5, "tokens_per_s": 12.34567, "leases": 3.0})
     members.add(rollout)
     members.add(member("learner", "LEARNER", gauges={"memory_gb": 2.0}))
     for now_s in (105.0, 107.0, 110.0):

@@ -31,9 +31,7 @@ def test_a_rule_warns_once_after_its_steps_and_again_after_it_was_kept() -> None
 
 def test_a_step_without_the_metric_changes_nothing() -> None:
     rules = Rules([parsed_rule("loss < 0 for 2 steps")])
-    found = broken(
-        rules, {"loss": -1.0}, {"other": 1.0}, {"loss": None}, {"loss": float("nan")}, {"loss": -2.0}
-    )
+    found = broken(rules, {"loss": -1.0}, {"other": 1.0}, {"loss": None}, {"loss": float("nan")}, {"loss": -2.0})
     assert [len(messages) for messages in found] == [0, 0, 0, 0, 1]
 
 
@@ -71,9 +69,7 @@ def test_usual_rules_are_about_metrics_that_exist() -> None:
 
 def test_the_page_names_the_usual_rules() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "alerts.md").read_text()
-    assert re.findall(r"^\| `([^`]+ [<>]=? [^`]+)` \|", page, flags=re.M) == [
-        str(rule) for rule in DEFAULT_RULES
-    ]
+    assert re.findall(r"^\| `([^`]+ [<>]=? [^`]+)` \|", page, flags=re.M) == [str(rule) for rule in DEFAULT_RULES]
 
 
 def warnings(world: World) -> list[dict[str, Any]]:
@@ -101,7 +97,6 @@ def test_steps_of_a_run_lead_to_warnings_once_through_a_restart(make_world: Any)
 def test_a_metric_at_the_number_of_a_rule_is_equal_to_it() -> None:
     stored = 0.699999988079071  # 0.7 as float32
     found = {
-        op: broken(Rules([parsed_rule(f"reward {op} 0.7")]), {"reward": stored})[0]
-        for op in ("<", "<=", ">", ">=")
+        op: broken(Rules([parsed_rule(f"reward {op} 0.7")]), {"reward": stored})[0] for op in ("<", "<=", ">", ">=")
     }
     assert [op for op, messages in found.items() if messages] == ["<=", ">="]

@@ -83,9 +83,7 @@ def needed(world: World, active: object) -> set[str]:
 
 def test_pools_are_needed_by_what_the_run_does(world: World) -> None:
     def run(prompts: object, rewards: list[str], environment: object) -> object:
-        return SimpleNamespace(
-            prompts=prompts, spec=SimpleNamespace(rewards=rewards, environment=environment)
-        )
+        return SimpleNamespace(prompts=prompts, spec=SimpleNamespace(rewards=rewards, environment=environment))
 
     assert needed(world, None) == set()
     assert needed(world, run(None, [], None)) == {"learner"}

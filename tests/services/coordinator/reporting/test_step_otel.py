@@ -17,9 +17,7 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
     data = reader.get_metrics_data()
     assert data is not None
     found = {}
-    for metric in (
-        m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics
-    ):
+    for metric in (m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics):
         (point,) = metric.data.data_points
         assert dict(point.attributes or {}) == {"paceline.run": "run-1"}
         found[metric.name] = point.value  # type: ignore[union-attr]

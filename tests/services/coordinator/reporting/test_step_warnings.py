@@ -31,9 +31,7 @@ def test_completions_that_were_all_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metrics", [{}, {"zero_advantage_fraction": 0.99, "reward": 0.0}])
-def test_a_step_with_a_signal_or_without_advantages_is_not_warned_of(
-    metrics: dict[str, float], tmp_path: Path
-) -> None:
+def test_a_step_with_a_signal_or_without_advantages_is_not_warned_of(metrics: dict[str, float], tmp_path: Path) -> None:
     assert no_signal(make_spec(tmp_path), metrics) == ""
 
 
@@ -85,9 +83,7 @@ def test_counts_of_drops_and_failures_are_metrics(make_world: MakeWorld) -> None
     ({"advantage_max": float("nan"), "grad_norm": float("nan")}, ""),
     ({}, ""),
 ])  # fmt: skip
-def test_an_absurd_number_is_named_with_its_likely_cause(
-    metrics: dict[str, float], words: str, tmp_path: Path
-) -> None:
+def test_an_absurd_number_is_named_with_its_likely_cause(metrics: dict[str, float], words: str, tmp_path: Path) -> None:
     text = out_of_scale(make_spec(tmp_path), metrics)
     assert words in text
     assert bool(text) == bool(words)

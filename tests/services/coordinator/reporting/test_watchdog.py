@@ -61,9 +61,7 @@ def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], 
     assert words in text
 
 
-def test_what_open_groups_will_take_counts_before_it_is_there(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_open_groups_will_take_counts_before_it_is_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(watchdog_module.shutil, "disk_usage", lambda path: usage(0, 0, 130 << 20))
     watchdog, _ = make_watchdog(world, min_free_bytes=100 << 20)
@@ -176,9 +174,7 @@ def test_prompts_that_cannot_be_read_are_waited_for(world: World) -> None:
     train.write_bytes(b"")
     assert worker.lease(8) == []
     (message,) = watchdog.check(0.0)
-    assert message.startswith(
-        f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} is not what it was"
-    )
+    assert message.startswith(f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} is not what it was")
     assert other.lease(8) == []
     assert watchdog.check(1.0) == []
     train.write_bytes(rows)

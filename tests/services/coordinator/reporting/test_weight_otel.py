@@ -54,14 +54,10 @@ def test_two_versions_are_two_values_in_each_histogram_and_the_newest_in_each_ga
     gauges = {name: found[name].value for name in ("version", "epoch", "members", "acknowledged")}
     assert gauges == {"version": 4.0, "epoch": 5.0, "members": 2.0, "acknowledged": 1.0}
     assert found["failures"].value == 3.0
-    assert {frozenset(point.attributes.items()) for point in found.values()} == {
-        frozenset({("paceline.run", "run")})
-    }
+    assert {frozenset(point.attributes.items()) for point in found.values()} == {frozenset({("paceline.run", "run")})}
 
 
-def test_what_a_version_has_no_number_for_is_no_zero(
-    meters: WeightMeters, reader: InMemoryMetricReader
-) -> None:
+def test_what_a_version_has_no_number_for_is_no_zero(meters: WeightMeters, reader: InMemoryMetricReader) -> None:
     meters.record("run", record(3, gather_s=0.5, wait_s=0.5))
     found = points(reader)
     assert found["gather"].count == 1

@@ -36,9 +36,7 @@ def test_what_a_change_costs_or_saves_is_named_where_costs_are() -> None:
     short = advise({"rollout": pool(4, 0.5, cost=2.5)}, wait_fraction=0.5)
     assert "With 9 workers, for 12.50 more an hour a step would take 50%" in short
     spare = advise({"rollout": pool(12, 0.5, cost=2.5)}, wait_fraction=0.0)
-    assert spare.endswith(
-        "The rollout pool needs 9 of its 12 workers, with 10% to spare, which saves 7.50 an hour"
-    )
+    assert spare.endswith("The rollout pool needs 9 of its 12 workers, with 10% to spare, which saves 7.50 an hour")
 
 
 def test_a_pool_is_measured_by_its_share_of_the_demand() -> None:

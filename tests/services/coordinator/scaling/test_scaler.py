@@ -24,18 +24,12 @@ class Bench:
 
     def __init__(self, directory: Path, *pools: PoolConfig, term: int = 1):
         self.now_s = 100.0
-        self.world = World(
-            directory, make_spec(directory, grpo={"max_num_steps": 1000, "num_prompts_per_step": 8})
-        )
+        self.world = World(directory, make_spec(directory, grpo={"max_num_steps": 1000, "num_prompts_per_step": 8}))
         self.world.ledger.term = term
         self.members = Members(10.0)
-        self.scaler = Scaler(
-            self.world.ledger, self.world.exchange, self.members, 5.0, lambda: self.now_s, pools
-        )
+        self.scaler = Scaler(self.world.ledger, self.world.exchange, self.members, 5.0, lambda: self.now_s, pools)
 
-    def join(
-        self, role: common_pb2.Role.ValueType, *names: str, ready: bool = True, occupied: float = 1.0
-    ) -> None:
+    def join(self, role: common_pb2.Role.ValueType, *names: str, ready: bool = True, occupied: float = 1.0) -> None:
         for name in names:
             member = Member(name, role, "", 0, self.now_s, gauges={"occupied": occupied})
             member.ready_run = self.world.run_id if ready else ""

@@ -104,6 +104,4 @@ def test_a_lost_node_ends_the_session_and_the_next_one_forms_when_it_is_back(
     logs = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], logs
     assert f"the session is over, because {said}" in logs[other]
-    assert (
-        f"the session is over, because node {lost} has lost rank {lost} was killed by SIGKILL" in logs[other]
-    )
+    assert f"the session is over, because node {lost} has lost rank {lost} was killed by SIGKILL" in logs[other]

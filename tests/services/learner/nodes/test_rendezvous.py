@@ -64,9 +64,7 @@ def test_a_node_whose_store_is_gone_ends_its_part(address: str) -> None:
 
 
 def test_a_node_that_never_comes_is_named_with_the_remedy(address: str) -> None:
-    with pytest.raises(
-        Unavailable, match=r"has node 0 of 2 nodes after 0.2 s; start the others with the same"
-    ):
+    with pytest.raises(Unavailable, match=r"has node 0 of 2 nodes after 0.2 s; start the others with the same"):
         node(address, 0, wait_s=0.2).meet(never)
 
 
@@ -88,9 +86,7 @@ def test_a_node_of_another_size_is_refused(address: str) -> None:
 
 def test_an_address_that_cannot_be_taken_is_named(address: str) -> None:
     taken = node(address, 0)
-    with pytest.raises(
-        InvalidInput, match=r"cannot host the rendezvous .* give an address of this host as --host"
-    ):
+    with pytest.raises(InvalidInput, match=r"cannot host the rendezvous .* give an address of this host as --host"):
         node(address, 0)
     with pytest.raises(InvalidInput, match="--host 'no such host' is no address of this host"):
         Rendezvous(NodeSettings(2, 2, 0, address), 1, "no such host", 1.0)
@@ -99,7 +95,5 @@ def test_an_address_that_cannot_be_taken_is_named(address: str) -> None:
 
 def test_a_first_node_that_listens_on_loopback_alone_is_refused() -> None:
     settings = NodeSettings(2, 2, 0, "192.0.2.1:29400")
-    with pytest.raises(
-        InvalidInput, match=r"--host 127.0.0.1 is reached from this host alone.*or 0.0.0.0, as --host"
-    ):
+    with pytest.raises(InvalidInput, match=r"--host 127.0.0.1 is reached from this host alone.*or 0.0.0.0, as --host"):
         Rendezvous(settings, 1, "127.0.0.1", 1.0)

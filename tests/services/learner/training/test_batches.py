@@ -71,7 +71,5 @@ def test_a_rank_that_was_told_to_stop_waits_for_no_batch_and_its_grace_for_a_rec
 
 def test_tokens_of_completions_that_were_cut_off_count_though_they_do_not_train() -> None:
     groups = [episode_group([1.0, 0.0]), episode_group([1.0, 0.0], group_id=8)]
-    cut_off = replace(
-        groups[0], completions=tuple(replace(c, finish_reason="length") for c in groups[0].completions)
-    )
+    cut_off = replace(groups[0], completions=tuple(replace(c, finish_reason="length") for c in groups[0].completions))
     assert RankBatch(pb.BatchReply(), [cut_off, groups[1]]).num_tokens == 12

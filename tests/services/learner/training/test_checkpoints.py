@@ -222,9 +222,7 @@ def test_a_session_whose_number_is_taken_does_not_begin(start: Start, tmp_path: 
     assert caught.value.path == str(taken)
 
 
-def test_what_is_ahead_of_where_the_session_began_is_not_deleted(
-    start: Start, trainer: Any, tmp_path: Path
-) -> None:
+def test_what_is_ahead_of_where_the_session_began_is_not_deleted(start: Start, trainer: Any, tmp_path: Path) -> None:
     for name in ("1-2", "1-4", "1-9"):
         complete(tmp_path / "checkpoints" / name)
     session = start()
@@ -262,9 +260,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return is_away
 
 
-def test_training_goes_on_while_the_store_is_away(
-    start: Start, trainer: Any, url: str, away: threading.Event
-) -> None:
+def test_training_goes_on_while_the_store_is_away(start: Start, trainer: Any, url: str, away: threading.Event) -> None:
     session, states = start(url=url), []
     away.set()
     for step in (5, 6):

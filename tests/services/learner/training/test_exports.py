@@ -93,9 +93,7 @@ def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
     assert origin_of(Folder(path)) == ORIGIN
 
 
-def test_a_failed_write_still_goes_through_every_collective(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_still_goes_through_every_collective(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks gather to the end, so rank 0 has to as well."""
     names: list[str] = []
     plain = stream._plain

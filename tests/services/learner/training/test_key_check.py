@@ -12,17 +12,13 @@ from paceline.services.learner.training.run import check_key
 from paceline.v1 import worker_pb2
 
 
-def test_the_same_key_or_none_on_both_sides_passes(
-    given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_key_or_none_on_both_sides_passes(given_key: StorageKey, monkeypatch: pytest.MonkeyPatch) -> None:
     check_key(worker_pb2.RunAssignment(run_id="run-1", storage_key=given_key.name.hex()))
     monkeypatch.delenv("PACELINE_STORAGE_KEY")
     check_key(worker_pb2.RunAssignment(run_id="run-1"))
 
 
-def test_different_keys_are_refused_with_both_names(
-    given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_keys_are_refused_with_both_names(given_key: StorageKey, monkeypatch: pytest.MonkeyPatch) -> None:
     own = given_key.name.hex()
     with pytest.raises(
         WrongKey, match=f"has the storage key {own}, and the coordinator has the storage key 00ff; start both"

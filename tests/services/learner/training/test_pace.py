@@ -20,9 +20,7 @@ def test_a_model_whose_sizes_are_not_known_has_tokens_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "mfu"), [("NVIDIA H100 80GB HBM3", 200 / 989), ("unknown", None)])
-def test_the_utilisation_is_that_of_one_gpu(
-    name: str, mfu: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_utilisation_is_that_of_one_gpu(name: str, mfu: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 10**9)
     reached = pace(STEP, 4, torch.device("cuda", 0))

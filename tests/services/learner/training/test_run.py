@@ -62,18 +62,14 @@ def test_a_learner_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path) -> None
     rank = LoneRank()
     rank.cpu_chosen = False
     run = LearnerRun(assignment, rank)  # type: ignore[arg-type]
-    with pytest.raises(
-        Unavailable, match=r"asks for GPU 0 \(cluster.learner_gpus\), and torch sees none here"
-    ):
+    with pytest.raises(Unavailable, match=r"asks for GPU 0 \(cluster.learner_gpus\), and torch sees none here"):
         run._read()
     rank.cpu_chosen = True
     with pytest.raises(InvalidInput, match="model_name"):  # it goes on to the model, which is not there
         run._read()
 
 
-def test_ranks_on_several_hosts_with_certificates_need_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_on_several_hosts_with_certificates_need_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
 
     def run_of(**weights: object) -> LearnerRun:
@@ -92,9 +88,7 @@ def test_ranks_on_several_hosts_with_certificates_need_the_key(
     assert report.fault == worker_pb2.FAULT_SPEC
 
 
-def test_collectives_time_out_early_once_a_step_is_trained(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collectives_time_out_early_once_a_step_is_trained(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts_s: list[float] = []
     monkeypatch.setattr(training_run, "set_collective_timeout", timeouts_s.append)
     batches = iter([SimpleNamespace(is_last=False), None])

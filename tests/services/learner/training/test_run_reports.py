@@ -29,6 +29,4 @@ def test_another_rank_reports_its_faults_alone() -> None:
     reports.repeat()
     assert sent == []
     reports.fail(error="broken")
-    assert sent == [
-        worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id="run", session=2, error="broken"))
-    ]
+    assert sent == [worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id="run", session=2, error="broken"))]

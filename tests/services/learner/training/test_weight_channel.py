@@ -82,9 +82,7 @@ def with_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rank
     rank.agent.close()
 
 
-def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(
-    open_channel: Open, tmp_path: Path
-) -> None:
+def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(open_channel: Open, tmp_path: Path) -> None:
     rank = Rank("cpu", "127.0.0.1")
     channel, warnings = open_channel("weights: {}\n", rank)
     channel.set_members(1, ["m"], ["m"])
@@ -114,9 +112,7 @@ def test_a_member_that_agents_fail_to_reach_is_offered_the_store_and_that_is_sai
     ]
 
 
-def test_a_member_whose_stored_version_is_damaged_gets_a_snapshot(
-    open_channel: Open, with_agent: Rank
-) -> None:
+def test_a_member_whose_stored_version_is_damaged_gets_a_snapshot(open_channel: Open, with_agent: Rank) -> None:
     channel, _ = open_channel("weights: {max_wait_s: 60}\n", with_agent)
     channel.set_members(1, ["m"])
     channel.publish(Version(1, 0), MODEL)

@@ -42,9 +42,7 @@ def weights(folder: Path) -> Callable[[float], dict[str, torch.Tensor]]:
 
 
 @pytest_asyncio.fixture
-async def run(
-    request: pytest.FixtureRequest, folder: Path, backend: str, weights: Any
-) -> AsyncIterator[EndpointRun]:
+async def run(request: pytest.FixtureRequest, folder: Path, backend: str, weights: Any) -> AsyncIterator[EndpointRun]:
     spec = make_spec(folder, backend)
     if backend == "vllm":
         engine = request.getfixturevalue("vllm_engine")

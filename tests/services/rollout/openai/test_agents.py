@@ -90,9 +90,7 @@ async def test_an_answer_goes_back_as_it_came(client: AsyncOpenAI, run: Endpoint
     ]
     history: Any = [ASKED, first.message, *reversed(results)]
     then: Any = (
-        await client.chat.completions.create(
-            **ask | {"messages": history}, extra_body={"return_token_ids": True}
-        )
+        await client.chat.completions.create(**ask | {"messages": history}, extra_body={"return_token_ids": True})
     ).choices[0]
     before, after = (run.tokenizer.decode(c.prompt_token_ids) for c in (first, then))  # type: ignore[attr-defined]
     assert after.startswith(before)

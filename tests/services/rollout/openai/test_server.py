@@ -30,7 +30,9 @@ SECOND = Version(1, 5)
 ENDLESS = 3000
 LONG = 1200
 """Tokens that an engine takes seconds for, of which a test waits for the last."""
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
@@ -56,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_a_chat_is_the_template_the_engine_and_the_tokenizer(
-    client: AsyncOpenAI, run: EndpointRun
-) -> None:
+async def test_a_chat_is_the_template_the_engine_and_the_tokenizer(client: AsyncOpenAI, run: EndpointRun) -> None:
     said = await client.chat.completions.create(
         model=RUN, messages=MESSAGES, max_completion_tokens=9, seed=3, extra_body={"return_token_ids": True}
     )
@@ -120,9 +120,7 @@ async def test_a_stream_joins_to_the_whole_answer(client: AsyncOpenAI) -> None:
 
 async def test_a_text_stream_has_offsets_and_ends_with_a_reason(client: AsyncOpenAI) -> None:
     text, tokens, offsets, last = "", [], [], None
-    stream = await client.completions.create(
-        model=RUN, prompt="abc", max_tokens=30, seed=8, logprobs=0, stream=True
-    )
+    stream = await client.completions.create(model=RUN, prompt="abc", max_tokens=30, seed=8, logprobs=0, stream=True)
     async for chunk in stream:
         choice = chunk.choices[0]
         text += choice.text
@@ -142,9 +140,7 @@ async def test_a_stop_string_ends_the_choice_and_is_no_part_of_it(
     free = (await client.completions.create(**ask, max_tokens=60)).choices[0].text
     stop = free[20:23]
     before = free[: free.find(stop)]
-    stopped = await client.completions.create(
-        **ask, max_tokens=ENDLESS, stop=[stop, "no such text"], logprobs=0
-    )
+    stopped = await client.completions.create(**ask, max_tokens=ENDLESS, stop=[stop, "no such text"], logprobs=0)
     assert stopped.choices[0].text == before
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.usage is not None
@@ -184,17 +180,13 @@ async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI,
     free: Any = (await client.completions.create(**ask, extra_body=more)).choices[0]
     token = free.token_ids[10]
     at = free.token_ids.index(token)
-    stopped: Any = (
-        await client.completions.create(**ask, extra_body=more | {"stop_token_ids": [token]})
-    ).choices[0]
+    stopped: Any = (await client.completions.create(**ask, extra_body=more | {"stop_token_ids": [token]})).choices[0]
     assert stopped.token_ids == free.token_ids[: at + 1]
     assert stopped.text == run.tokenizer.decode(free.token_ids[:at], skip_special_tokens=True)
     assert stopped.finish_reason == "stop"
 
 
-async def test_logprobs_are_those_of_a_plain_forward_pass(
-    client: AsyncOpenAI, run: EndpointRun, folder: Path
-) -> None:
+async def test_logprobs_are_those_of_a_plain_forward_pass(client: AsyncOpenAI, run: EndpointRun, folder: Path) -> None:
     said = await client.chat.completions.create(
         model=RUN, messages=MESSAGES, max_tokens=30, temperature=0.7, logprobs=True, seed=2,
         extra_body={"return_token_ids": True},
@@ -217,16 +209,12 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
 async def test_temperature_zero_is_greedy(client: AsyncOpenAI) -> None:
     texts = set()
     for seed in range(3):
-        said = await client.completions.create(
-            model=RUN, prompt="abc", max_tokens=20, temperature=0, seed=seed
-        )
+        said = await client.completions.create(model=RUN, prompt="abc", max_tokens=20, temperature=0, seed=seed)
         texts.add(said.choices[0].text)
     assert len(texts) == 1
 
 
-async def test_several_prompts_and_token_ids_have_choices_in_order(
-    client: AsyncOpenAI, run: EndpointRun
-) -> None:
+async def test_several_prompts_and_token_ids_have_choices_in_order(client: AsyncOpenAI, run: EndpointRun) -> None:
     ids = [run.tokenizer(text)["input_ids"] for text in ("ab", "c")]
     ask: Any = {"model": RUN, "n": 2, "seed": 4, "max_tokens": 8}
     by_text = await client.completions.create(**ask, prompt=["ab", "c"])
@@ -239,9 +227,7 @@ async def test_several_prompts_and_token_ids_have_choices_in_order(
     assert by_ids.usage.prompt_tokens == 3
 
 
-async def test_models_are_the_run_and_the_version_it_holds(
-    client: AsyncOpenAI, run: EndpointRun, weights: Any
-) -> None:
+async def test_models_are_the_run_and_the_version_it_holds(client: AsyncOpenAI, run: EndpointRun, weights: Any) -> None:
     assert [model.id async for model in client.models.list()] == [RUN, f"{RUN}@1.4"]
     assert (await client.models.retrieve(f"{RUN}@1.4")).id == f"{RUN}@1.4"
     pinned = await client.completions.create(model=f"{RUN}@1.4", prompt="abc")
@@ -398,16 +384,11 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
         ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
-            await client.post(
-                "/chat/completions", body={"model": RUN, "messages": MESSAGES} | body, cast_to=object
-            )
-    parts: Any = [
-        {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}
-    ]
+            await client.post("/chat/completions", body={"model": RUN, "messages": MESSAGES} | body, cast_to=object)
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}]
     plain: Any = [{"role": "user", "content": "Why?"}]
     answers = [
-        await client.chat.completions.create(model=RUN, messages=messages, seed=1)
-        for messages in (parts, plain)
+        await client.chat.completions.create(model=RUN, messages=messages, seed=1) for messages in (parts, plain)
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
@@ -469,9 +450,7 @@ async def test_connections_that_say_nothing_leave_files_for_the_worker(
     silent[1][1].close()
 
 
-async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.common.serving.http_listener.MAX_BODIES", 1)
     monkeypatch.setattr("paceline.services.common.serving.http_listener.BODY_S", 3600.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -581,9 +560,7 @@ async def test_fields_that_say_nothing_change_nothing(client: AsyncOpenAI, run: 
     assert ids[0] == ids[1]
 
 
-async def test_a_chat_that_the_template_refuses_is_the_client_s_fault(
-    client: AsyncOpenAI, run: EndpointRun
-) -> None:
+async def test_a_chat_that_the_template_refuses_is_the_client_s_fault(client: AsyncOpenAI, run: EndpointRun) -> None:
     run.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(openai.BadRequestError, match="roles must alternate"):
         await chat(client, MESSAGES)
@@ -612,9 +589,7 @@ async def test_an_unforeseen_error_is_answered_and_counted() -> None:
     before, endpoint = unforeseen.total, Endpoint(broken)
     port = await endpoint.start("127.0.0.1", 0)
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(
-            openai.InternalServerError, match="unforeseen KeyError in an HTTP POST"
-        ) as refused:
+        with pytest.raises(openai.InternalServerError, match="unforeseen KeyError in an HTTP POST") as refused:
             await client.completions.create(model=RUN, prompt="abc")
         assert (refused.value.status_code, refused.value.type) == (500, "server_error")
     await endpoint.close()

@@ -108,6 +108,4 @@ def test_the_share_without_an_advantage_is_that_of_the_preset(
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3, 1e6 + 0.1, -0.35])
 def test_the_spread_of_equal_rewards_is_exactly_zero(tmp_path: Any, reward: float) -> None:
     metrics = metrics_of(tmp_path, *[a_group([[reward], [reward]])] * 3)
-    assert [metrics[name] for name in ("reward_std", "reward_group_std", "reward_std/exact_match")] == [
-        0.0
-    ] * 3
+    assert [metrics[name] for name in ("reward_std", "reward_group_std", "reward_std/exact_match")] == [0.0] * 3

@@ -54,9 +54,7 @@ def large(make_world: MakeWorld) -> World:
     return world
 
 
-def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(
-    large: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(large: World, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(selection, "fix", lambda *_: looks.append(1) and False)
     large.exchange.first_requested_s[0] = large.now_s
@@ -69,9 +67,7 @@ def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(
         assert len(looks) == 2
 
 
-def test_a_batch_is_split_once_for_all_parts_and_receipts(
-    large: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_split_once_for_all_parts_and_receipts(large: World, monkeypatch: pytest.MonkeyPatch) -> None:
     splits, balance = [], batches.balance
 
     def counted(tokens: list[int], world_size: int) -> list[list[int]]:
@@ -94,9 +90,7 @@ def test_splits_that_are_kept_are_bounded(large: World) -> None:
     assert large.exchange.splits._split.cache_info().currsize == batches.MAX_SPLITS
 
 
-def test_a_step_is_pruned_some_groups_at_a_time(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "GROUPS_AT_ONCE", 3)
     world = make_world(check=False, logger={"keep_samples": False}, grpo={"num_prompts_per_step": 4})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
@@ -111,9 +105,7 @@ def test_a_step_is_pruned_some_groups_at_a_time(
             (world.run_id, world.ledger.db.execute("SELECT chain FROM batches WHERE step = 1").fetchone()[0]),
         )
     assert prune(world) == 4  # 3 and 1 groups of either step
-    kept = [
-        row[0] for row in world.ledger.db.execute("SELECT DISTINCT group_id FROM payloads ORDER BY group_id")
-    ]
+    kept = [row[0] for row in world.ledger.db.execute("SELECT DISTINCT group_id FROM payloads ORDER BY group_id")]
     assert kept == [8, 9, 10, 11]
 
 

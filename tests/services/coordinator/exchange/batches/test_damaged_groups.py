@@ -67,9 +67,7 @@ def warnings(service: Service) -> list[str]:
     return [notice.content["message"] for notice in service.notices if notice.kind == "warning"]
 
 
-async def test_a_group_that_cannot_be_read_for_its_scores_is_generated_again(
-    world: World, damage: object
-) -> None:
+async def test_a_group_that_cannot_be_read_for_its_scores_is_generated_again(world: World, damage: object) -> None:
     rollout = Rollout(world)
     for lease in rollout.lease(4):
         assert rollout.finish(lease) == COMMITTED
@@ -144,9 +142,7 @@ async def test_a_batch_that_a_session_has_trained_pauses_the_run_when_it_cannot_
     world.check = False  # what is damaged stays so
 
 
-def test_what_an_earlier_worker_began_is_forgotten_when_it_cannot_be_read(
-    world: World, damage: object
-) -> None:
+def test_what_an_earlier_worker_began_is_forgotten_when_it_cannot_be_read(world: World, damage: object) -> None:
     rollout = Rollout(world)
     lease, other = rollout.lease(4)
     rollout.hand_back(lease, rollout.completions(lease))

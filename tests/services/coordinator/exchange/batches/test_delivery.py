@@ -63,9 +63,7 @@ def test_ready_first_takes_what_is_complete_oldest_first(world: World) -> None:
     assert learner.train(1) == [[0, 2]]
 
 
-def make_late_group(
-    make_world: MakeWorld, **async_grpo: object
-) -> tuple[World, Rollout, Reward, Learner, pb.Lease]:
+def make_late_group(make_world: MakeWorld, **async_grpo: object) -> tuple[World, Rollout, Reward, Learner, pb.Lease]:
     """η = 1, step 1 is due: groups 1, 2 are trained, 3, 4 are ready, 0 is still generated under version 0."""
     world = make_world(async_grpo={"max_trajectory_age_steps": 1, **async_grpo}, grpo={"max_num_steps": 9})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
@@ -105,9 +103,9 @@ def test_the_batch_goes_on_without_a_group_that_is_too_late(make_world: MakeWorl
     assert learner.part(1) is None
     world.now_s += 30.0
     assert learner.train(1) == [[3, 4]]
-    assert json.loads(
-        world.ledger.db.execute("SELECT metrics_json FROM batches WHERE step = 1").fetchone()[0]
-    )["learner_wait_s"] == pytest.approx(30.0)
+    assert json.loads(world.ledger.db.execute("SELECT metrics_json FROM batches WHERE step = 1").fetchone()[0])[
+        "learner_wait_s"
+    ] == pytest.approx(30.0)
     rollout.hold(0)
     rollout.finish(late)
     score_all(reward)

@@ -34,9 +34,7 @@ def test_the_next_scored_group_takes_the_place_at_once(world: World) -> None:
     assert replaced["chain"] == extend_chain("", 0, replaced["digest"])
     digest = batch_digest([world.group(0), world.group(2)])
     assert batch["chain"] == extend_chain(replaced["chain"], 0, digest)
-    assert "groups [1] of step 0 were dropped by request; the batch is fixed anew" in str(
-        world.kinds("warning")
-    )
+    assert "groups [1] of step 0 were dropped by request; the batch is fixed anew" in str(world.kinds("warning"))
     world.set_state("running")
     assert learner.receipt(0, 0, old).reply.status == INVALID  # it had the old part already
     assert world.row["next_step"] == 0
@@ -104,9 +102,7 @@ def test_what_cannot_be_dropped(world: World) -> None:
     learner.train(0)
     learner.part(1)
     before = world.dump()
-    with pytest.raises(
-        InvalidInput, match=r"groups \[0, 77\] are not in the batch of step 1, which has \[2, 3\]"
-    ):
+    with pytest.raises(InvalidInput, match=r"groups \[0, 77\] are not in the batch of step 1, which has \[2, 3\]"):
         drop(world, 0, 77)
     with pytest.raises(InvalidInput, match="100000 groups are named, and a batch has 2"):
         drop(world, *range(100_000))

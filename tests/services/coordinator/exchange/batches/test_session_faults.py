@@ -20,9 +20,7 @@ def report(
     rank: int = 0,
     fault: worker_pb2.Fault.ValueType = STEP,
 ) -> None:
-    said = worker_pb2.RunReport(
-        run_id=world.run_id, session=learner.session, error=error, fault=fault, step=step
-    )
+    said = worker_pb2.RunReport(run_id=world.run_id, session=learner.session, error=error, fault=fault, step=step)
     with world.ledger.transaction():
         session_faults.on_report(world.exchange, world.run, said, rank)
     world.notices += world.exchange.take_notices()
@@ -171,10 +169,7 @@ def test_three_refused_receipts_pause_the_run(ready: World) -> None:
         assert part is not None
         assert learner.receipt(0, 0, part[::-1]).reply.status == INVALID
     assert ready.row["state"] == "paused"
-    assert (
-        "the receipt of step 0 does not agree with the batch: rank 0 trained groups [1, 0]"
-        in ready.row["message"]
-    )
+    assert "the receipt of step 0 does not agree with the batch: rank 0 trained groups [1, 0]" in ready.row["message"]
 
 
 def test_a_step_that_was_trained_before_pauses_too(ready: World) -> None:

@@ -153,9 +153,7 @@ def test_a_message_without_end_is_cut_off(exchange: ExchangeSocket, monkeypatch:
         assert len(exchange.connections) == 0
 
 
-def test_empty_frames_without_end_are_cut_off(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_frames_without_end_are_cut_off(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few bytes, but much memory."""
     monkeypatch.setattr(connections, "MAX_GROWTH_BYTES", 32 << 20)
     with raw(exchange) as connection:
@@ -188,9 +186,7 @@ def test_a_message_of_many_frames_is_not_read_at_once(
         context.term()
 
 
-def test_the_sender_of_many_frames_is_cut_off_once(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sender_of_many_frames_is_cut_off_once(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next to connect gets the number of its connection while the rest of the message is still read."""
     monkeypatch.setattr(router_socket, "DISCARDED_AT_ONCE", 100)
     with raw(exchange) as connection:
@@ -304,9 +300,7 @@ def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None
         assert members(exchange) == 1
 
 
-def test_strangers_may_say_so_much_that_is_refused(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_may_say_so_much_that_is_refused(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_REFUSED", 10)
     with raw(exchange) as connection:
         came: list[Message] = []
@@ -317,9 +311,7 @@ def test_strangers_may_say_so_much_that_is_refused(
         until(exchange, lambda: is_cut(connection))
 
 
-def test_messages_that_are_read_are_not_under_way(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_are_read_are_not_under_way(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while there are always further ones to read."""
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
     with raw(exchange) as connection:

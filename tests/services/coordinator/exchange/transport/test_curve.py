@@ -23,11 +23,7 @@ from paceline.v1 import exchange_pb2 as pb
 
 DEADLINE_MS = 30_000
 DEADLINE_S = 60.0
-REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 Keys = tuple[bytes, bytes]
 
 
@@ -115,9 +111,7 @@ async def test_a_worker_speaks_for_itself_alone_and_certificates_change_meanwhil
         async with asyncio.timeout(DEADLINE_S):
             for worker in workers:
                 await worker.is_here.wait()
-                reply, _ = await worker.membership.request(
-                    pb.ExchangeRequest(task=pb.TaskRequest(), run_id="none")
-                )
+                reply, _ = await worker.membership.request(pb.ExchangeRequest(task=pb.TaskRequest(), run_id="none"))
                 assert reply.status == pb.REPLY_STATUS_STALE
             other, own = workers
             answer = await own.answer_to_forged(other)

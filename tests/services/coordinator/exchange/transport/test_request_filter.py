@@ -39,9 +39,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(
-    world: World, kind: str
-) -> None:
+async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(world: World, kind: str) -> None:
     role, request, frames = REQUESTS[kind]
     request = pb.ExchangeRequest.FromString(request.SerializeToString())
     async with serving(world) as service:
@@ -142,9 +140,7 @@ def test_tasks_in_one_answer_are_bounded_by_bytes(world: World, monkeypatch: pyt
     monkeypatch.setattr(scores, "MAX_TASK_BYTES", 1)
     for task in range(4):
         world.send(
-            reward.message(
-                pb.ScoreTask(group_id=task, attempt=1, digest=world.group(task)["digest"]), handed_back=True
-            )
+            reward.message(pb.ScoreTask(group_id=task, attempt=1, digest=world.group(task)["digest"]), handed_back=True)
         )
     assert [len(reward.tasks()) for _ in range(5)] == [1, 1, 1, 1, 0]  # one group always goes out
 
@@ -194,9 +190,7 @@ def stored_bytes(service: Service) -> int:
     return sum(path.stat().st_size for path in service.world.ledger.payloads.folder.glob("*.seg"))
 
 
-async def test_handed_back_samples_count_in_backpressure(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_handed_back_samples_count_in_backpressure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "MAX_PENDING_BYTES", 1000)
     async with serving(world) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")

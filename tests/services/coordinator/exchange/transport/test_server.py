@@ -134,12 +134,8 @@ def wait_until_closed(connection: socket.socket) -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    "junk", [b"GET / HTTP/1.1\r\n\r\n" * 50, b"\0" * 999, b"\xff" * 999, b"\x16\x03\x01" * 99]
-)
-async def test_junk_on_the_port_harms_nobody(
-    service: Service, raw: Callable[[], socket.socket], junk: bytes
-) -> None:
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n" * 50, b"\0" * 999, b"\xff" * 999, b"\x16\x03\x01" * 99])
+async def test_junk_on_the_port_harms_nobody(service: Service, raw: Callable[[], socket.socket], junk: bytes) -> None:
     connection = raw()
     connection.sendall(junk)
     rollout = service.rollout("rollout")
@@ -236,9 +232,7 @@ async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) 
 
 
 @pytest.mark.parametrize("wait_s", [math.nan, math.inf, 1e300])
-async def test_no_request_waits_for_ever(
-    service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float
-) -> None:
+async def test_no_request_waits_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
     monkeypatch.setattr(router_socket, "MAX_WAIT_S", 0.05)
     assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
 
@@ -354,9 +348,7 @@ async def test_a_taken_port_is_said(service: Service) -> None:
     async def ignore(notices: list[Notice]) -> None: ...
 
     with pytest.raises(Conflict, match=f"cannot listen on 127.0.0.1:{service.server.port}"):
-        ExchangeServer(
-            service.world.exchange, asyncio.Lock(), lambda _: None, ignore, "127.0.0.1", service.server.port
-        )
+        ExchangeServer(service.world.exchange, asyncio.Lock(), lambda _: None, ignore, "127.0.0.1", service.server.port)
 
 
 async def test_a_closed_port_is_free_again(world: World) -> None:

@@ -200,9 +200,7 @@ def find(events: list[Event], start: int, call: str, ending: str, content: bytes
     raise AssertionError(f"no {call} {ending} with {content!r} after {start}")
 
 
-def test_every_acknowledgement_follows_its_syncs(
-    traced: tuple[str, Callable[[], Path]], tmp_path: Path
-) -> None:
+def test_every_acknowledgement_follows_its_syncs(traced: tuple[str, Callable[[], Path]], tmp_path: Path) -> None:
     address, kill = traced
     results = hand_in(address, tmp_path)
     events = read_trace(kill())
@@ -210,8 +208,6 @@ def test_every_acknowledgement_follows_its_syncs(
     for result in results:
         stored = find(events, 0, "written", ".seg", result.marker)
         row = find(events, 0, "written", "-wal", result.digest)
-        answer = find(
-            events, 0, "sent", "", pb.ExchangeReply(request_id=result.request_id).SerializeToString()
-        )
+        answer = find(events, 0, "sent", "", pb.ExchangeReply(request_id=result.request_id).SerializeToString())
         assert stored < find(events, stored, "synced", ".seg") < row
         assert row < find(events, row, "synced", "-wal") < answer

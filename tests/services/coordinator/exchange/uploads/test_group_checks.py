@@ -219,9 +219,7 @@ def test_a_later_attempt_has_no_versions_that_its_worker_does_not_hold(world: Wo
     request.member_id = "second"
     reply = world.send(request, frames).reply
     assert reply.status == INVALID
-    assert (
-        "version (1, 1) in spans is newer than (1, 0), the newest that second acknowledged" in reply.message
-    )
+    assert "version (1, 1) in spans is newer than (1, 0), the newest that second acknowledged" in reply.message
     assert second.finish(again) == COMMITTED
 
 
@@ -240,9 +238,7 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     with world.ledger.transaction():
-        selection.handle_damaged(
-            world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"])
-        )
+        selection.handle_damaged(world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"]))
     assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None
     request, frames = group_result(lease.group_id, lease.attempt, [DONE, longer()])
     request.member_id = "second"

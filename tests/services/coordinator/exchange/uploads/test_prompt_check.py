@@ -115,9 +115,7 @@ def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Pat
         assert check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto", {}, TOOLS)) == ""
         without = check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto"))
         assert "that are not those of its lease's prompt" in without
-        assert check.fault("a-1", 7, encode_prompt(tokenizer, PROMPTS[7], "auto")) == "", (
-            "a text has no tools"
-        )
+        assert check.fault("a-1", 7, encode_prompt(tokenizer, PROMPTS[7], "auto")) == "", "a text has no tools"
         assert check.unavailable == ""
     finally:
         check.close()
@@ -128,9 +126,7 @@ def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
     completion = Completion(prompt_ids[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
     group = Group(group_id, prompt_ids, (completion,))
     result = pb.GroupResult(group_id=group_id, attempt=1, digest=group.digest())
-    made = Arrived(
-        pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions)
-    )
+    made = Arrived(pb.ExchangeRequest(run_id="a-1", group=result), encode_result(prompt_ids, group.completions))
     validate_upload(made)
     check.validate_upload(made)
     return made
@@ -167,9 +163,7 @@ def test_a_record_that_cannot_be_read_holds_nothing_up(
 
 def test_a_prompt_that_cannot_be_encoded_has_no_tokens(begun: PromptCheck) -> None:
     assert "no chat template" in begun.fault("a-1", 9, np.array([3, 4], np.int32))
-    assert begun.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == "", (
-        "the next is answered"
-    )
+    assert begun.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == "", "the next is answered"
 
 
 def test_what_nobody_can_tell_passes(check: PromptCheck, model: Path, tmp_path: Path) -> None:
@@ -183,9 +177,7 @@ def test_what_nobody_can_tell_passes(check: PromptCheck, model: Path, tmp_path: 
     assert "not on the coordinator" in check.unavailable
 
 
-def test_a_template_that_writes_the_date_is_not_compared(
-    check: PromptCheck, model: Path, tmp_path: Path
-) -> None:
+def test_a_template_that_writes_the_date_is_not_compared(check: PromptCheck, model: Path, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%Y') }}{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "dated")
