@@ -34,16 +34,13 @@ ROOTS = {
     # staged, announced, read by the host's process, loaded, acknowledged
     "version": [
         "Publishing.publish",
-        "HostChannel._complete_forever",
-        "HostChannel._follow",
-        "Agent.take_plan",
-        "Agent._read_forever",
-        "Agent._tell_forever",
+        "Relay.take_plan",
+        "Relay._read_forever",
+        "Relay._tell_forever",
         "_Client.run",
         "RolloutWeights.take_plan",
         "HostReceiver._reply",
         "HostReceiver._load_forever",
-        "NativeEngine.load_weights",
     ],
     # read, checked, submitted, started, read by a worker, until there is a trainer
     "spec": [

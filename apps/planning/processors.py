@@ -9,7 +9,7 @@ Seconds of generation and training are those of a roofline: operations and bytes
 
 Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of sequences;
 keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are those of
-`paceline/models/work.py`.
+`paceline/models/shape.py`.
 """
 
 from __future__ import annotations

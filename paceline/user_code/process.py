@@ -92,12 +92,16 @@ class _Child:
         """Start a process; return it with its connection. Raises ProcessNotStarted."""
         process, ours, self._place = await spawn(self._module, self._surroundings)
         self._process = process
+        self._spawned(process)
         try:
             return process, *await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
-            kill_group(process.pid)
+            self.kill()
             raise
+
+    def _spawned(self, process: Process) -> None:
+        """Begin to watch a process that is not connected yet."""
 
     def kill(self) -> None:
         """Kill the process and its children; `close` or `start` waits until they are gone."""
@@ -134,13 +138,15 @@ class UserProcess(_Child):
         """Start a new process, after ending the one before, and load the user's code. Raises InvalidInput when it
         cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
-        process, self._reader, self._writer = await self._connected()
-        self._watch = asyncio.create_task(self._wait_for_end(process), name="user process")
+        _, self._reader, self._writer = await self._connected()
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
         if "refused" in reply:
             await self.close()
             kind = Unreadable if reply.get("passing") else InvalidInput
             raise kind(str(reply["refused"]))
+
+    def _spawned(self, process: Process) -> None:
+        self._watch = asyncio.create_task(self._wait_for_end(process), name="user process")
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
         """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then. A

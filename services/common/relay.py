@@ -12,16 +12,19 @@ import ipaddress
 import logging
 import os
 import socket
+from typing import TYPE_CHECKING
 
 import click
 import psutil
 
 from paceline.errors import InvalidInput
 from paceline.services.common.access.insecure import check_host
-from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 from paceline.weights.hosts.client import RelayClient
 from paceline.weights.hosts.local_socket import socket_name
+
+if TYPE_CHECKING:
+    from paceline.spec import RunSpec
 
 FABRIC_VARIABLE = "PACELINE_FABRIC"
 """Environment variable that stands for the option; a learner's ranks get the address by it."""

@@ -16,6 +16,7 @@ import click
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.common.access.insecure import (
+    REMIND_S,
     check_coordinator,
     check_host,
     insecure_option,
@@ -23,7 +24,6 @@ from paceline.services.common.access.insecure import (
 )
 from paceline.services.common.processes.starting import raise_file_limit
 from paceline.services.common.relay import fabric_option
-from paceline.services.common.serving.grpc_server import REMIND_S
 from paceline.weights.hosts.local_socket import listen, socket_name
 from paceline.weights.hosts.relay import Relay
 from paceline.weights.hosts.transport import transport_of

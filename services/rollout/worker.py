@@ -60,7 +60,7 @@ class RolloutWorker:
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.engine_settings: Sequence[str] = ()
-        """Settings of this worker's engine in place of the run's (`services/rollout/worker.py`)."""
+        """Settings of this worker's engine in place of the run's (`with_engine_settings`)."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
@@ -168,8 +168,8 @@ class RolloutWorker:
         match directive.WhichOneof("directive"):
             case "welcome":
                 await self._report_ready()
-                if run is not None:
-                    await run.weights.answer_again()
+                if self._run is not None:  # another one by now, or none
+                    await self._run.weights.answer_again()
             case "run":
                 self.assigned.assign(directive.run)
             case "idle":

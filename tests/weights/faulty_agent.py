@@ -27,7 +27,7 @@ from paceline.weights.hosts.transport import Channel
 ORDERS = Path(os.environ["PACELINE_FAULT"]).with_suffix(".agent-orders")
 armed = threading.Event()
 orders: dict[str, str] = {}
-agents: list[agent.Agent] = []
+agents: list[agent.Relay] = []
 
 
 def arm(*_: object) -> None:
@@ -71,7 +71,7 @@ class FaultyClient(agent._Client):
         super().tell_complete(held)
 
 
-class FaultyAgent(agent.Agent):
+class FaultyAgent(agent.Relay):
     """An agent that knows itself."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
     """Serves, with the seams in place."""
     agent.Reading = FaultyReading  # type: ignore[misc]
     agent._Client = FaultyClient  # type: ignore[misc]
-    paceline.services.host_agent.main.Agent = FaultyAgent  # type: ignore[misc]
+    paceline.services.host_agent.main.Relay = FaultyAgent  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
     ORDERS.with_suffix(".agent-pid").write_text(str(os.getpid()))
     paceline.services.host_agent.main.main()

@@ -17,6 +17,9 @@ from paceline.calls.connection import FORM, is_loopback
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.tls.folder import tls_folder
 
+REMIND_S = 600.0
+"""Seconds between two lines of a reminder."""
+
 
 def _use_folder(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
     """Set the folder in the environment, so that child processes read the same files."""

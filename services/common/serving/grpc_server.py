@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from paceline.calls.backoff import to_metadata
 from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
-from paceline.services.common.access.insecure import insecurity
+from paceline.services.common.access.insecure import REMIND_S, insecurity
 from paceline.services.common.access.tls import server_credentials
 from paceline.services.common.access.token_guard import TokenGuard, status_of
 from paceline.services.common.serving.call_limits import CallLimits, OutermostInterceptor
@@ -44,8 +44,6 @@ MAX_CONNECTIONS = 4096
 """Connections to each port of a server that names no other number; a further one is closed at once."""
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
-REMIND_S = 600.0
-"""Seconds between two lines of a reminder."""
 LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -97,7 +98,7 @@ def payloads(record: Record, report: VerifyReport) -> None:
     groups = {g["group_id"]: g for g in (*record.groups, *measured)}
     group_ids = {row[0] for row in record.rows("SELECT group_id FROM groups WHERE run_id = ?")}
     found: set[int] = set()
-    for stored in record.rows("SELECT * FROM payloads WHERE run_id = ?"):
+    for stored in _stored(record):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
@@ -144,12 +145,16 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     return content
 
 
+def _stored(record: Record, kind: str = "") -> Iterator[sqlite3.Row]:
+    """Yield the rows of stored arrays one by one: those of a backup hold the arrays themselves."""
+    yield from record.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (record.run_id,))
+
+
 def references(record: Record, report: VerifyReport) -> None:
     """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
-    stored_rows = record.rows("SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'")
-    for stored in stored_rows:
+    for stored in _stored(record, " AND kind = 'reference'"):
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):

@@ -200,7 +200,7 @@ class LearnerRun:
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
-            for source in filter(None, (self._examples, self._held_out)):
+            for source in (each for each in (self._examples, self._held_out) if each is not None):
                 if self._assignment.start_step == 0:  # later sessions train what an earlier one has checked
                     check_rows(source, self._rank.device, self._rank.rank)
                 self._trainer.reference.prepare(source, self._rank.rank)
