@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
-from paceline.services import host_agent as fabric
+from paceline.services.common import relay as fabric
 from paceline.services.common.access.insecure import insecure_option
 from paceline.services.common.relay import fabric_address, fabric_option
 
