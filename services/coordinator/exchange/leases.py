@@ -98,7 +98,12 @@ class _NewLeases:
         """Leases that are not in the ledger yet."""
 
     def answer(self, request: pb.ExchangeRequest) -> Outcome:
-        """Return the answer to one worker; `write` records its leases."""
+        """Return the answer to one worker; `write` records its leases.
+
+        A worker gets nothing without an acknowledged version of the weights, and while it is overdue; evaluation comes first. Groups
+        to train need a run that takes work, an age of at most η, and no quarantine of theirs (`choose_groups`). Protocol, term, secret,
+        run and role were checked by `transport/dispatch.py`.
+        """
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
