@@ -3,7 +3,7 @@
     python benchmarks/ways.py [--tree FOLDER] [--python PROGRAM] [--files]
 
 Starts `paceline up` on a small random model with a profiler in every process, which notes the file of each call below one of
-ROOTS, of threads and tasks that these start too. `__init__.py` is not counted. Another checkout needs an interpreter that
+ROOTS, of threads and tasks that these start too, and above ENDS. `__init__.py`, logs and spans are not counted. Another checkout needs an interpreter that
 imports it. `--files` lists the files.
 """
 
@@ -50,13 +50,20 @@ ROOTS = {
         "RunServicer.Submit",
         "RunStarter.start_next",
         "LearnerRun._read",
-        "Trainer.__init__",
     ],
 }
 """Functions where a way begins in a process, by qualified name."""
+ENDS = {
+    "group": ["Publishing.publish", "LearnerRun._begin_save", "LearnerRun._validate", "LearnerRun._log_progress"],
+    "version": [],
+    "spec": ["Trainer.__init__"],
+}
+"""Functions below which a way is not followed: a version's way, checkpoints, the model."""
+ASIDE = ("tracing.py", "rate_limited_log.py", "progress_log.py")
+"""Files of logs and spans, which do not count."""
 PROFILER = """\
 import os, sys, threading
-TREE, OUT, ROOTS = {tree!r}, {out!r}, {roots!r}
+TREE, OUT, ROOTS, ENDS = {tree!r}, {out!r}, {roots!r}, {ends!r}
 OF = {{name: way for way, names in ROOTS.items() for name in names}}
 seen, place, running = set(), {{}}, threading.local()
 out = os.open(OUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -74,11 +81,14 @@ def note(frame, event, argument):
         return
     if all((way, file) in seen for way in ROOTS):
         return
-    at = frame
+    at, ended = frame, set()
     while at is not None:
-        if of_product(at.f_code.co_filename) and (way := OF.get(at.f_code.co_qualname)) and (way, file) not in seen:
-            seen.add((way, file))
-            os.write(out, f"{{way}} {{file}}\\n".encode())
+        if of_product(at.f_code.co_filename):
+            name = at.f_code.co_qualname
+            if (way := OF.get(name)) and way not in ended and (way, file) not in seen:
+                seen.add((way, file))
+                os.write(out, f"{{way}} {{file}}\\n".encode())
+            ended |= {{way for way, names in ENDS.items() if name in names and at is not frame}}
         at = at.f_back
 
 
@@ -113,7 +123,7 @@ def traced(tree: Path, python: str) -> dict[str, list[str]]:
         out.touch()
         hook = Path(folder, "hook")
         hook.mkdir()
-        (hook / "sitecustomize.py").write_text(PROFILER.format(tree=str(tree), out=str(out), roots=ROOTS))
+        (hook / "sitecustomize.py").write_text(PROFILER.format(tree=str(tree), out=str(out), roots=ROOTS, ends=ENDS))
         command = [
             python,
             "-c",
@@ -129,7 +139,7 @@ def traced(tree: Path, python: str) -> dict[str, list[str]]:
     ways: dict[str, list[str]] = {way: [] for way in ROOTS}
     for line in found:
         way, _, file = line.partition(" ")
-        if file.startswith(PRODUCT) and not file.endswith("__init__.py"):
+        if file.startswith(PRODUCT) and not file.endswith(("__init__.py", *ASIDE)):
             ways[way].append(file)
     return ways
 
