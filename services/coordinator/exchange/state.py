@@ -345,6 +345,7 @@ class Exchange(RunState):
 
     def remove_groups(self, run_id: str, group_class: str) -> None:
         """Remove the groups of an evaluation and all that they hold, because nobody needs them after its end."""
+        self.ledger.note_removed_records(self.ledger.episodes.remove_class(run_id, group_class))
         self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 
     def _open_classes(self, run_id: str) -> list[str]:

@@ -101,6 +101,23 @@ def test_a_life_that_ends_drops_its_tokens_and_the_next_begins(world: World) -> 
     assert world.ledger.failures(world.run_id) == {"environment_failed": 1}
 
 
+def test_a_removed_evaluation_leaves_no_turn_and_no_ended_life(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"val_at_start": True}, **ENVIRONMENT)
+    world.begin_evaluation(0)
+    serving_rollout(world)
+    worker = EnvironmentWorker(world)
+    held = worker.lease(1)[0]
+    assert held.lease.HasField("pinned_version")
+    worker.play(held, 0, VERSION, last=False)
+    worker.end(held, 0)
+    turn = worker.turn(held, 0, make_turn(VERSION, 1), life=2)
+    assert turn.reply.status == COMMITTED
+    with world.ledger.transaction():
+        world.exchange.remove_groups(world.run_id, "eval:0")
+    for table in ("episodes", "restarts"):
+        assert world.ledger.rows(f"SELECT * FROM {table} WHERE run_id = ?", (world.run_id,)) == []
+
+
 def test_a_sample_that_is_given_up_leaves_its_group(world: World) -> None:
     serving_rollout(world)
     worker = EnvironmentWorker(world)
