@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.weights.shaped_hosts import AgentHost, Bridge, Source, missing, send_plans
+from benchmarks.weight_cases.shaped_hosts import AgentHost, Bridge, Source, missing, send_plans
 
 from paceline.groups import Version
 
