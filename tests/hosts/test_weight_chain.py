@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.weight_cases.shaped_hosts import AgentHost, Bridge, Source, missing, send_plans
 
+from benchmarks.weight_cases.shaped_hosts import AgentHost, Bridge, Source, missing, send_plans
 from paceline.groups import Version
 
 SIZE_BYTES, MBIT, WAIT_S = 8_000_000, 50.0, 120.0
