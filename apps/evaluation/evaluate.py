@@ -312,7 +312,7 @@ LONGEST = 4096
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model behind a URL, of which nothing else is known."""
+    """Return the settings of a model that only its URL describes."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
@@ -363,7 +363,7 @@ def reads_model(tree: dict[str, Any]) -> bool:
 
 
 def _measure(tree: dict[str, Any], model: str) -> None:
-    """Make `model` that of the reward functions which name none: it is what is measured."""
+    """Let the reward functions that name no model ask `model`, the one that is measured."""
     for reward in tree.get("rewards") or ():
         argument = _path_argument(reward)
         if argument is not None:

@@ -59,7 +59,7 @@ CONCURRENT = 8
 
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return its arguments: those of the user, with the endpoint's. `tokenizer` is a folder, because log-probabilities are
+    """Return the user's arguments and the endpoint's. `tokenizer` is a folder, because log-probabilities are
     requested by token ids. With `--model local-chat-completions` among the user's arguments it asks for chats."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
@@ -122,13 +122,13 @@ def _choices(responses: Any) -> list[dict[str, Any]]:
 
 
 SERVICE = "paceline"
-"""Name of the endpoint in `openai-api/<name>/<model>`, of which its variables are made."""
+"""Name of the endpoint in `openai-api/<name>/<model>`; its variables begin with it."""
 LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 """Inspect's values for correct, incorrect, partial and no answer, as its own `accuracy` counts them."""
 
 
 def inspect_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return its arguments: those of the user, with the endpoint's; the URL is in `variables`."""
+    """Return the user's arguments and the endpoint's; `variables` has the URL."""
     own = ["--model", f"openai-api/{SERVICE}/{model}", "--log-dir", str(folder), "--log-format", "json"]
     return ["eval", *arguments, *own, "--display", "plain"]
 
@@ -182,7 +182,7 @@ FOLDER = Path(".venv-harnesses/bin")
 STDERR = 2
 """File descriptor to which all of a harness' output goes."""
 END_S = 10.0
-"""Seconds in which a harness that was told to end has to."""
+"""Longest wait for a harness to end once it was told to."""
 
 
 HARNESSES = {

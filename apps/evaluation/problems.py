@@ -36,7 +36,7 @@ class ContinuationScore(NamedTuple):
 
 
 class AskedModel(Protocol):
-    """A model of which completions or log-probabilities are requested."""
+    """A model that completes prompts or tells log-probabilities."""
 
     name: str
     """Name of the model in the result."""

@@ -63,7 +63,7 @@ def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, f
 
 
 def grouping_columns(spec: RunSpec, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns that divide the problems: those of `evaluation.group_by`, and `data.source_key` where any row has it."""
+    """Return the columns that divide the problems: `evaluation.group_by`, and `data.source_key` if any row has it."""
     key = spec.data.source_key
     by_source = [key] if key is not None and any(key in row for row in rows) else []
     return list(dict.fromkeys([*spec.evaluation.group_by, *by_source]))

@@ -16,12 +16,11 @@ from typing import Any
 
 from paceline.errors import NotFound
 from paceline.services.coordinator.ledger.connection import LedgerFile
-from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.group_queries import Deaths, FreeSlots, GroupQueries
 from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location, Payload
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHeads
 from paceline.services.coordinator.ledger.tables.batches import Batches, Receipts, SessionFaults
-from paceline.services.coordinator.ledger.tables.beside_groups import Deaths, FreeSlots
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints, resolved, stored
 from paceline.services.coordinator.ledger.tables.episodes import Episodes
 from paceline.services.coordinator.ledger.tables.evaluations import Evaluations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.weights.hosts.chain import TREE_BYTES, Hop, ordered, parent, upstreams, width
+from paceline.services.coordinator.pool.host_plans import TREE_BYTES, Hop, ordered, parent, upstreams, width
 
 HOPS = [Hop(f"a{i}", f"10.0.0.{i}:1") for i in range(6)]
 LARGE = TREE_BYTES + 1
