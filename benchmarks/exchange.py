@@ -42,7 +42,7 @@ import zmq
 from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
 
 from paceline.client import Client
-from paceline.host.memory import keep_freed_memory
+from paceline.host.resources import keep_freed_memory
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec

@@ -133,8 +133,8 @@ def spec_tree(model: str, policy: dict[str, Any], tokens: int, device: str) -> d
 
 def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str) -> dict[str, int]:
     """Train in this process; return the predicted and the measured bytes."""
-    from paceline.host.memory import return_large_tensors
     from paceline.host.onednn import bound_caches
+    from paceline.host.resources import return_large_tensors
 
     bound_caches()
     return_large_tensors()

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey, storage_key
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 
 HERE = Path(__file__).parent
 MAX_WORKERS = 4

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.host.memory import available_bytes
+from paceline.host.resources import available_bytes
 from paceline.learner.batch.samples import TrainingSample
 from paceline.learner.step.trainer import Trainer
 from paceline.models.memory_estimate import estimate

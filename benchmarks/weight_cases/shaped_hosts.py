@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.groups import Version
+from paceline.services.coordinator.pool.host_plans import Hop, upstreams
 from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 from paceline.weights.format.manifest import TensorPlan, WeightManifest
-from paceline.services.coordinator.pool.host_plans import Hop, upstreams
 from paceline.weights.hosts.client import RelayClient
 from paceline.weights.hosts.manifest import HostManifest, Owned, bucket_bytes_for, joined
 from paceline.weights.hosts.segment import HostSegment

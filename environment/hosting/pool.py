@@ -20,7 +20,7 @@ from typing import Any
 from paceline.environment.hosting.classes import ClassFacts
 from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 from paceline.spec.reading import file_of
 from paceline.spec.sections.user_code import EnvironmentSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout, starved_seconds, usage

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from paceline.files.storage import Folder
-from paceline.host.memory import available_bytes
+from paceline.host.resources import available_bytes
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint
 from paceline.learner.checkpoints.verification import Location

@@ -28,7 +28,7 @@ HEAD_COPIES = 3
 HEAD_TILE = 16_384
 """Width of a tile (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
-"""Tensors from this size on are returned to the host when they are freed (`paceline.host.memory`)."""
+"""Tensors from this size on are returned to the host when they are freed (`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
 """Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not use
 the place of an aligned block of the same size again (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""

@@ -65,7 +65,7 @@ def convert(
     """
     import torch
 
-    from paceline.host.memory import return_large_tensors
+    from paceline.host.resources import return_large_tensors
     from paceline.learner.checkpoints.conversion import folders
 
     return_large_tensors()  # else blocks of several sizes leave holes in the heap

@@ -21,7 +21,7 @@ from typing import Literal
 import click
 
 from paceline.errors import InvalidInput, SpecError
-from paceline.host.memory import available_bytes, usable_cores
+from paceline.host.resources import available_bytes, usable_cores
 from paceline.models.memory_estimate import (
     Estimate,
     estimate,

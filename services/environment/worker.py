@@ -21,7 +21,7 @@ from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
 from paceline.services.environment.engines import Engines

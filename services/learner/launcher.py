@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.host.memory import thread_variables
+from paceline.host.resources import thread_variables
 from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.common.processes.supervisor import FROM_OUTSIDE, ending
 from paceline.services.common.processes.tether import tethered

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from paceline.calls.connection import checked_address
 from paceline.errors import Busy, Conflict, InvalidInput, PacelineError, Unavailable
-from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
+from paceline.host.resources import return_large_tensors
 from paceline.learner.checkpoints.export import check_has_adapter
 from paceline.learner.checkpoints.export_folder import NAME
 from paceline.learner.collectives import broadcast_bytes

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
-from paceline.host.memory import THREADS_VARIABLE, threads_beside
+from paceline.host.resources import THREADS_VARIABLE, threads_beside
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
 from paceline.services.common.processes.supervisor import MAX_BACKOFF_S, Service, last_lines

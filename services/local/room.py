@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.data.rows import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
-from paceline.host.memory import available_bytes
+from paceline.host.resources import available_bytes
 from paceline.models.memory_plan import Room, planned, refusal
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus

@@ -15,7 +15,7 @@ import grpc
 
 from paceline.calls.connection import status_name
 from paceline.calls.token import open_channel
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.v1 import status_pb2, status_pb2_grpc

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.files.names import BLOBS_NAME
-from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
+from paceline.host.resources import return_large_tensors
 from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.objectives.examples import ExampleSource

@@ -27,7 +27,7 @@ import torch
 
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 from paceline.weights.format import delta_codec
 from paceline.weights.format.manifest import DTYPE_BYTES, Algorithm, TensorPlan, WeightManifest, checksum
 from paceline.weights.format.packing import empty_flat, views

@@ -153,7 +153,7 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
     """Return a warning when this machine, where the coordinator and its workers are, has too little memory for the run."""
-    from paceline.host.memory import available_bytes
+    from paceline.host.resources import available_bytes
     from paceline.models.memory_estimate import shortage
 
     host = checked_address(coordinator).rpartition(":")[0]

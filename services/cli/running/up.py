@@ -17,7 +17,7 @@ import click
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
-from paceline.host.memory import available_bytes
+from paceline.host.resources import available_bytes
 from paceline.models.memory_estimate import shortage
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow

@@ -34,7 +34,7 @@ from paceline.calls.connection import checked_address
 from paceline.calls.token import metadata, read_token, token_path
 from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
-from paceline.host.memory import process_gauges
+from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.serving.endpoints import use_ipv6, watch
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS

@@ -22,7 +22,7 @@ from pathlib import Path
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from paceline.host.memory import process_gauges
+from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger

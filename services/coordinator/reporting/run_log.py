@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.host.gpu_gauges import ENERGY, XID
-from paceline.host.memory import process_gauges
+from paceline.host.resources import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation

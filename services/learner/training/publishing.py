@@ -15,7 +15,7 @@ from torch import nn
 from paceline.calls.connection import is_loopback
 from paceline.errors import Conflict
 from paceline.groups import Version
-from paceline.host.memory import threads_beside
+from paceline.host.resources import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.host import memory as cores
+from paceline.host import resources as cores
 
 
 def test_processes_share_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from process_ends import has_ended
 from python_path import python_path
 
-from paceline.host.memory import threads_beside
+from paceline.host.resources import threads_beside
 from paceline.services.learner.rank_group import interface_of
 
 DEADLINE_S = 60.0

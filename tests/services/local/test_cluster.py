@@ -387,7 +387,7 @@ def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
 
 
 def test_processes_with_gpus_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.host.memory.usable_cores", lambda: 96)
+    monkeypatch.setattr("paceline.host.resources.usable_cores", lambda: 96)
     sizes = ClusterSection(
         learner_ranks=2, learner_gpus=(0, 1), rollout_workers=2, rollout_gpus=(2, 3), threads_per_process=4
     )

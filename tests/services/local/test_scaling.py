@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.host.memory import usable_cores
+from paceline.host.resources import usable_cores
 from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
 from paceline.services.local.scaling import LocalScaler, scaled_pools
 from paceline.spec import ClusterSection

@@ -170,7 +170,7 @@ import sys
 from pathlib import Path
 import transformers.models.qwen3.modeling_qwen3
 from paceline.learner.checkpoints.conversion.folders import from_dcp, to_dcp
-from paceline.host.memory import return_large_tensors
+from paceline.host.resources import return_large_tensors
 return_large_tensors()  # as the command does
 
 def status_bytes(name):

@@ -196,7 +196,7 @@ def test_too_little_memory_is_a_warning_with_numbers(
 def test_submit_warns_where_the_workers_are_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
     (tmp_path / "spec.yaml").write_text(SPEC)
-    monkeypatch.setattr("paceline.host.memory.available_bytes", lambda: 6 * 10**9)
+    monkeypatch.setattr("paceline.host.resources.available_bytes", lambda: 6 * 10**9)
     model = f"policy.model_name={tmp_path}"
     assert "6.0 GB are free here" in paceline("submit", tmp_path / "spec.yaml", model).stderr
     monkeypatch.setattr(Client, "submit", interrupted)

@@ -46,13 +46,13 @@ GAUGES = {
     },
     "reward_workers": {
         "services/reward/worker.py": ("_gauges",),
-        "paceline/host/memory.py": ("process_gauges",),
+        "paceline/host/resources.py": ("process_gauges",),
     },
     "environment_workers": {
         "services/environment/run.py": ("gauges",),
         "services/common/worker/membership.py": ("_safe_gauges",),
     },
-    "learner": {"paceline/host/memory.py": ("process_gauges",)},
+    "learner": {"paceline/host/resources.py": ("process_gauges",)},
 }
 """Functions that make the gauges of a pool's workers."""
 

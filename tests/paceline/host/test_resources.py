@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.host.memory import process_gauges
+from paceline.host.resources import process_gauges
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])
