@@ -44,6 +44,26 @@ def is_module(path: Path, text: str) -> bool:
     return path.name != "__init__.py" or text.count("\n") > ONLY_A_NAME
 
 
+def folded(files: Mapping[Path, str], root: Path) -> list[str]:
+    """Return the modules below MIN_MEDIAN lines that one other module imports, with it: would they be better inside it?"""
+    names = {}
+    for path in files:
+        parts = path.relative_to(root).with_suffix("").parts
+        names[".".join(parts if parts[0] == "paceline" else ("paceline", *parts)).removesuffix(".__init__")] = path
+    importers: dict[str, set[Path]] = {name: set() for name in names}
+    for path, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                for each in node.names:
+                    whole = f"{node.module}.{each.name}"
+                    importers.get(whole if whole in names else node.module or "", set()).add(path)
+    return [
+        f"{path.relative_to(root)} in {next(iter(users)).relative_to(root)}"
+        for name, users in importers.items()
+        if len(users) == 1 and is_module(path := names[name], files[path]) and files[path].count("\n") < MIN_MEDIAN
+    ]
+
+
 def measured(root: Path) -> dict[str, Any]:
     """Return all figures of the tree in `root`."""
     texts = {package: sources(root, package) for package in PACKAGES if (root / package).is_dir()}
@@ -68,6 +88,7 @@ def measured(root: Path) -> dict[str, Any]:
         "long_files": {
             path.relative_to(root).as_posix(): number for path, number in lines.items() if number > MAX_FILE
         },
+        "one_importer": folded(files, root),
         "tests": [len(tests := sources(root, "tests")), sum(text.count("\n") for text in tests.values())],
     }
 
@@ -112,6 +133,7 @@ def main() -> None:
     print(table(size))
     for sentence in missed(size):
         print(f"- {sentence}")
+    print(f"\nModules below {MIN_MEDIAN} lines with one importer (a look, no goal): {'; '.join(size['one_importer'])}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.reward.builtin.inputs import MissingColumn
 from paceline.reward.trainer_view import CallView
-from paceline.user_code.loading import load_from_file, nearest
+from paceline.user_code.loading import accepted_arguments, load_from_file, nearest
 
 RewardFunction = Callable[..., Any]
 """`f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`, plain or async."""
@@ -158,28 +158,15 @@ def _checked_reward(value: Any, index: int) -> float | None:
 
 
 def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return arguments
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.default is parameter.empty
-        and name not in arguments
-    ]
+    accepted, missing = accepted_arguments(function, arguments)
     if missing:
         raise WrongArguments(
             f"needs {', '.join(missing)}, which is neither a column of the data set nor in its kwargs "
             f"(given: {', '.join(name for name in arguments if name not in TRAINER_ARGUMENTS)})"
         )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        if not _is_builtin(function):
-            return arguments
-        # A built-in takes all of `**` for columns.
+    if accepted is arguments and _is_builtin(function):  # its `**` is for columns
         return {name: value for name, value in arguments.items() if name not in TRAINER_ARGUMENTS}
-    return {name: value for name, value in arguments.items() if name in parameters}
+    return accepted
 
 
 def takes_settings(function: RewardFunction) -> bool:

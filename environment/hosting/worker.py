@@ -57,7 +57,7 @@ from paceline.errors import InvalidInput, Unavailable, Unreadable, WireError
 from paceline.user_code.box import why_refused
 from paceline.user_code.child import MAX_LIMIT_BYTES, connect, is_out_of_memory, is_unreachable, mapped_bytes
 from paceline.user_code.frames import encode, receive, receive_async
-from paceline.user_code.loading import describe_error
+from paceline.user_code.loading import accepted_arguments, describe_error
 
 M_ARENA_MAX = -8
 """glibc's mallopt parameter. Each arena of a thread reserves 64 MiB of address space, which the limit would count."""
@@ -294,27 +294,14 @@ def failure_reply(error: BaseException, memory_mb: int) -> Reply:
 
 
 def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes: all of them where it has `**`, else those that it names. Raises InvalidValue
-    where one that it needs is missing."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return arguments
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.default is parameter.empty
-        and name not in arguments
-    ]
+    """Return the arguments that a function takes. Raises InvalidValue where one that it needs is missing."""
+    found, missing = accepted_arguments(function, arguments)
     if missing:
         name = getattr(function, "__name__", "the function")
         raise InvalidValue(
             f"{name} needs {', '.join(missing)}, which is no column of the data set (columns: {', '.join(arguments)})"
         )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+    return found
 
 
 MAX_TEXT_CHARS = 4 << 20

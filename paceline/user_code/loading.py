@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -108,3 +109,22 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Return `, did you mean …?` with the nearest of some names; empty without one that is near."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments that a user's function takes, and the names of those that it needs and are not there. A function
+    with `**`, or without a signature, takes all: `arguments` itself."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return arguments, []
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+        and name not in arguments
+    ]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments, missing
+    return {name: value for name, value in arguments.items() if name in parameters}, missing
