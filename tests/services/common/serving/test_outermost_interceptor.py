@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,6 +41,13 @@ class Refusing:
         yield b""
 
 
+async def stream(sends: bool) -> AsyncIterator[bytes]:
+    """Send one message, or none: gRPC's client reports INTERNAL if a call is refused while it sends."""
+    if not sends:
+        await asyncio.Event().wait()
+    yield b"x"
+
+
 def _register(_: Any, server: grpc.aio.Server) -> None:
     servicer: Any = Refusing()
     handlers = {
@@ -71,7 +79,7 @@ async def test_an_aborted_call_is_freed_without_the_collector(method: str, token
         call: Any = getattr(channel, kind)(f"/test.Service/{method}")
 
         async def refused() -> None:
-            request: Any = iter([b"x"]) if method == "Talk" else b"x"
+            request: Any = stream(token == "secret") if method == "Talk" else b"x"
             made = call(request, metadata=metadata(token), timeout=DEADLINE_S)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await made if method == "One" else [each async for each in made]
