@@ -361,7 +361,7 @@ async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:
 
 
 async def test_the_tutorials_files_make_both_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = ROOT / "docs" / "tutorial.md"
+    page = ROOT / "docs" / "use" / "tutorial.md"
     for block in [*code_blocks(page, "python"), *code_blocks(page, "yaml")]:
         (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
     monkeypatch.chdir(tmp_path)

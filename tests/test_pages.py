@@ -21,7 +21,7 @@ from paceline.spec.keys import ITEM, keys
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "commands.md"),
+    *sorted(path for path in (ROOT / "docs").glob("[!d]*/*.md") if path.name != "commands.md"),
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
     *sorted((ROOT / "deploy").glob("*.md")),
@@ -134,7 +134,7 @@ def test_commands_are_found_and_faults_are_seen() -> None:
 @pytest.mark.parametrize("page", FROM)
 def test_the_names_of_a_library_mean_what_its_page_says(page: str) -> None:
     rows = re.findall(
-        r"^\| `([^`]+)` \| (?:`([^`]+)`|–) \|", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.M
+        r"^\| `([^`]+)` \| (?:`([^`]+)`|–) \|", (ROOT / "docs" / "use" / page).read_text(encoding="utf-8"), flags=re.M
     )
     named = [(name, key) for name, key in rows if name in table(FROM[page])]
     assert len(named) >= 25
@@ -156,7 +156,7 @@ def test_the_names_of_a_library_mean_what_its_page_says(page: str) -> None:
 )
 def test_a_librarys_file_and_the_spec_beside_it_are_one_run(tmp_path: Path, page: str, library: str, name: str) -> None:
     """The file of the page is imported, and gives every value of the spec below it."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "use" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w+\n(# .*?)^```$", text, flags=re.M | re.S)
     (theirs,) = (block for block in blocks if block.startswith(f"# {name}, with"))
     (ours,) = (block for block in blocks if block.startswith(f"# {name.partition('.')[0]}.paceline.yaml"))

@@ -55,8 +55,8 @@ def test_every_page_of_the_documentation_is_in_the_site(site: Path) -> None:
 
 
 def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: Path) -> None:
-    spec, commands = text_of(site / "docs/configuration.html"), text_of(site / "docs/commands.html")
-    protos, metrics = text_of(site / "docs/protos.html"), text_of(site / "docs/metrics.html")
+    spec, commands = text_of(site / "docs/reference/configuration.html"), text_of(site / "docs/reference/commands.html")
+    protos, metrics = text_of(site / "docs/reference/protos.html"), text_of(site / "docs/use/metrics.html")
     lacking = [path for path, key in keys().items() if key.section is None and f"{path} (" not in spec]
     lacking += [name for name in main.entries if f"paceline {name}" not in commands]
     lacking += [
@@ -67,8 +67,10 @@ def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: 
 
 
 def test_the_generated_pages_of_interfaces_are_in_the_site(site: Path) -> None:
-    assert {f"{Path(name).stem}.html" for name in generated()} <= {page.name for page in (site / "docs").glob("*.html")}
-    assert "spec_difference" in text_of(site / "docs/client.html")
+    assert {f"{Path(name).stem}.html" for name in generated()} <= {
+        page.name for page in (site / "docs" / "reference").glob("*.html")
+    }
+    assert "spec_difference" in text_of(site / "docs/reference/client.html")
 
 
 def test_the_search_finds_a_key(site: Path) -> None:
@@ -80,7 +82,7 @@ def test_what_leads_nowhere_and_a_page_in_no_menu_are_warnings_and_end_the_build
 ) -> None:
     """A strict build ends with the number of its warnings, whichever they are."""
     NAMES["stage"](tmp_path / "pages")
-    page = tmp_path / "pages" / "docs" / "lora.md"
+    page = tmp_path / "pages" / "docs" / "use" / "lora.md"
     links = "[there](no_such_page.md)\n\n[there](data.md#no-such-heading)\n\n![there](no_such_picture.svg)\n"
     page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}", encoding="utf-8")
     (tmp_path / "pages" / "docs" / "lost.md").write_text("# Lost\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Names of metrics as users of TRL and of NeMo RL know them, and the table of docs/trackers.md.
+"""Names of metrics as users of TRL and of NeMo RL know them, and the table of docs/use/trackers.md.
 
-A metric that the other library does not have keeps Paceline's name. Where a meaning differs, docs/trackers.md says so.
+A metric that the other library does not have keeps Paceline's name. Where a meaning differs, docs/use/trackers.md says so.
 
     python -m paceline.apps.tracking.names [--check]
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trackers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "use" / "trackers.md"
 BEGIN, END = "[//]: # (names: made by `python -m paceline.apps.tracking.names`)", "[//]: # (end of names)"
 Style = Literal["paceline", "trl", "nemo_rl"]
 PREFIXES = {"step": "train", "evaluation": "eval"}

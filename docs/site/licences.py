@@ -1,4 +1,4 @@
-"""Writes docs/licences.md, the licence of every package in the locks of `make` (`--check`: only compare).
+"""Writes docs/reference/licences.md, the licence of every package in the locks of `make` (`--check`: only compare).
 
 A licence is what the package itself states: its expression, else its field, else its classifiers, else the title of its licence file.
 A row of a package that this platform does not have stays as it is.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "deploy" / "docker" / "locks"
-PAGE = ROOT / "docs" / "licences.md"
+PAGE = ROOT / "docs" / "reference" / "licences.md"
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)", re.MULTILINE)
 HEAD = """\
 # Licences of dependencies
@@ -87,7 +87,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")
     elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit("docs/licences.md is stale; run make pages")
+        sys.exit("docs/reference/licences.md is stale; run make pages")
 
 
 if __name__ == "__main__":

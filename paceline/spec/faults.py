@@ -347,7 +347,7 @@ NAMES = """\
 # Names of other libraries
 
 The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unknown key is answered from this list, and
-`paceline import` uses it ([migration.md](migration.md)). This page is generated from `paceline/spec/foreign/` by
+`paceline import` uses it ([migration.md](../use/migration.md)). This page is generated from `paceline/spec/foreign/` by
 `python -m paceline.services.cli.reference`. `.*` stands for every key below.
 """
 

@@ -1,9 +1,9 @@
 """Writes the generated pages of the documentation: `python -m paceline.services.cli.reference` (`--check`: only compare).
 
-They are docs/configuration.md (every key), docs/foreign_names.md (other libraries' names), docs/commands.md (every
-command with its options), docs/protos.md (every rpc and message) and docs/client.md (the Python client).
+They are docs/reference/configuration.md (every key), docs/reference/foreign_names.md (other libraries' names), docs/reference/commands.md (every
+command with its options), docs/reference/protos.md (every rpc and message) and docs/reference/client.md (the Python client).
 
-Every rpc, message, field and value stands in docs/protos.md, every public method of the client in docs/client.md, so that neither
+Every rpc, message, field and value stands in docs/reference/protos.md, every public method of the client in docs/reference/client.md, so that neither
 can lack what exists.
 """
 
@@ -25,7 +25,7 @@ from paceline import v1
 from paceline.services.cli.main import main as paceline
 from paceline.spec.faults import configuration, foreign_names
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 WIDTH = 110
 COMMANDS = """\
 # Commands
@@ -92,14 +92,14 @@ PROTOS_PAGE = """\
 # gRPC interface
 
 Every service, call, message and field of `protos/paceline/v1`, with the comment of its file. Made by
-`python -m paceline.services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](python.md)
-has calls with `grpcurl`, [dashboard.md](dashboard.md#rest) the same calls with `curl`.
+`python -m paceline.services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](../use/python.md)
+has calls with `grpcurl`, [dashboard.md](../use/dashboard.md#rest) the same calls with `curl`.
 """
 CLIENT_PAGE = """\
 # Python client
 
 Every public name of `paceline`, its client and its errors, with the docstrings. Made by
-`python -m paceline.services.cli.reference`. [python.md](python.md) introduces them.
+`python -m paceline.services.cli.reference`. [python.md](../use/python.md) introduces them.
 """
 PYTHON_PARTS = (
     ("One call", "paceline.services.local.one_call", ("train", "TrainedRun")),

@@ -1,4 +1,4 @@
-"""docs/licences.md has the licence of every package of make's locks, and these have every package of constraints.txt."""
+"""docs/reference/licences.md has the licence of every package of make's locks, and these have every package of constraints.txt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of all metrics of a run, and docs/metrics.md, which is made from it.
+"""Table of all metrics of a run, and docs/use/metrics.md, which is made from it.
 
     python -m paceline.services.common.reporting.metric_table [--check]
 
@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "use" / "metrics.md"
 
 
 class Metric(NamedTuple):
-    """One metric, as docs/metrics.md explains it."""
+    """One metric, as docs/use/metrics.md explains it."""
 
     name: str
     unit: str
@@ -319,7 +319,7 @@ The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` an
 underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
 (`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
 `--metrics-port` as well: a worker's `/metrics` has what its heartbeats tell the coordinator (`paceline_member_memory_gb`),
-`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
+`paceline_member_connected` and the process's own numbers. [operations.md](../operate/operations.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
 and MLflow.
 
 A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
@@ -339,7 +339,7 @@ def metric_of(kind: str, name: str) -> Metric | None:
 
 
 def page() -> str:
-    """Return docs/metrics.md."""
+    """Return docs/use/metrics.md."""
     lines = [HEAD]
     for part in PARTS:
         kind = "Named `paceline.coordinator.<metric>`." if part is STATE else f"`kind` is `{part.kind}`."

@@ -1,4 +1,4 @@
-"""Every architecture of docs/models.md, as a tiny random model: learner, export and native engine, against
+"""Every architecture of docs/use/models.md, as a tiny random model: learner, export and native engine, against
 transformers."""
 
 from __future__ import annotations

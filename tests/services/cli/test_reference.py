@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from paceline.services.cli.main import main
-from paceline.services.cli.reference import DOCS, generated
+from paceline.services.cli.reference import generated
 from paceline.spec.foreign import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
 
-ROOT = DOCS.parent
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
 
 
 def test_the_pages_are_current() -> None:
@@ -77,15 +79,15 @@ def test_lines_are_short() -> None:
 
 
 def test_readme_lists_every_page() -> None:
-    listed = set(re.findall(r"\]\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert sorted({path.name for path in DOCS.glob("*.md")} - listed) == []
+    listed = set(re.findall(r"\]\(docs/([\w/]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert sorted({str(path.relative_to(DOCS)) for path in DOCS.glob("[!d]*/*.md")} - listed) == []
 
 
 def test_the_keys_that_the_pages_name_exist() -> None:
     """A dotted name below one of our sections is a key of ours, or one of another library."""
     sections = {path for path, key in keys().items() if "." not in path and key.section is not None}
     wrong = []
-    for page in ("migration.md", "data.md", "troubleshooting.md"):
+    for page in ("use/migration.md", "use/data.md", "operate/troubleshooting.md"):
         for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)\b", (DOCS / page).read_text(encoding="utf-8")):
             if name.partition(".")[0] in sections and name not in keys() and look_up(name) is None:
                 wrong.append(f"{page}: {name}")
@@ -94,7 +96,7 @@ def test_the_keys_that_the_pages_name_exist() -> None:
 
 def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     """Each quoted text is one of a module; `…` stands for a value."""
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## While it runs")[0]
+    page = (DOCS / "operate" / "troubleshooting.md").read_text(encoding="utf-8").partition("## While it runs")[0]
     quoted = [text for line in page.splitlines() for text in re.findall(r"^\| `([^`]+)` \|", line)]
     code = "\n".join(
         path.read_text(encoding="utf-8")

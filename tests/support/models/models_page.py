@@ -1,4 +1,4 @@
-"""Writes docs/models.md from a run of the checks on every architecture: `python tests/support/models/models_page.py`
+"""Writes docs/use/models.md from a run of the checks on every architecture: `python tests/support/models/models_page.py`
 (`--check`: only compare)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model_zoo import REFUSED, WORKING, Architecture
 from paceline.errors import InvalidInput
 from paceline.models.architectures import check_architecture
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "use" / "models.md"
 WORKS = "works on CPUs"
 
 HEAD = """\
@@ -143,7 +143,7 @@ def _reason(config: Mapping[str, object]) -> str:
     try:
         check_architecture(config, "")
     except InvalidInput as error:
-        return str(error).split("not supported: ")[1].removesuffix("; docs/models.md lists those that are")
+        return str(error).split("not supported: ")[1].removesuffix("; docs/use/models.md lists those that are")
     return "is not refused"
 
 
@@ -153,7 +153,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != text:
-        raise SystemExit("docs/models.md is not current; run `python tests/support/models/models_page.py`")
+        raise SystemExit("docs/use/models.md is not current; run `python tests/support/models/models_page.py`")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/metrics.md explains every metric that the code records, and none that it does not."""
+"""docs/use/metrics.md explains every metric that the code records, and none that it does not."""
 
 from __future__ import annotations
 
