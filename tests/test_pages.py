@@ -21,7 +21,7 @@ from paceline.spec.keys import ITEM, keys
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(path for path in (ROOT / "docs").glob("[!d]*/*.md") if path.name != "commands.md"),
+    *sorted((ROOT / "docs").glob("[!d]*/*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
     *sorted((ROOT / "deploy").glob("*.md")),

@@ -128,7 +128,7 @@ class MetricSeries(_message.Message):
     LEAST_FIELD_NUMBER: _builtins.int
     GREATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name, as docs/use/metrics.md explains it."""
+    """Name, as `paceline metrics --explain` has it."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Means over the steps of each point; NaN where it has none."""
