@@ -20,7 +20,7 @@ from paceline.spec.keys import ITEM, keys
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/README.md")),
     *sorted((ROOT / "docs").glob("[!d]*/*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
