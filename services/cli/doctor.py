@@ -154,7 +154,7 @@ def examine_user_code() -> Finding:
     why = why_no_isolation()
     if why:
         return Finding(
-            "user code", "absent", f"not isolated: {why}", "docs/operate/security.md says what holds without"
+            "user code", "absent", f"not isolated: {why}", "docs/operate/security_promises.md says what holds without"
         )
     return Finding("user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)")
 
