@@ -1256,7 +1256,7 @@ class SpecKey(_message.Message):
     differs: _builtins.bool
     """Whether it differs from the default."""
     description: _builtins.str
-    """The sentence of docs/reference/configuration.md."""
+    """The sentence that `paceline spec --explain` prints."""
     type: _builtins.str
     """The type in words."""
     def __init__(
