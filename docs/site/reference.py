@@ -33,8 +33,8 @@ CONFIGURATION = """\
 Every key of a spec, with its type, its default and one sentence. `paceline spec --explain KEY` prints the same;
 `paceline spec FILE` checks a spec and prints it with all defaults.
 
-A spec is a YAML file of sections. Override a key on the command line by its dotted name:
-`paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
+A spec is a YAML file of sections. Override a key on the command line by its dotted name: `paceline up spec.yaml
+grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
 
 After a key stands its name in NeMo RL and in TRL, where there is one. Units may differ:
 [foreign_names.md](foreign_names.md) says how, for more names and libraries.
@@ -48,9 +48,9 @@ The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unkno
 PROTOS_PAGE = """\
 # gRPC interface
 
-Every service, call, message and field of `protos/paceline/v1`, with the comment of its file. Every server has reflection and
-`grpc.health.v1`. [python.md](../use/python.md) has calls with `grpcurl`, [dashboard.md](../use/dashboard.md#rest) the same calls
-with `curl`.
+Every service, call, message and field of `protos/paceline/v1`, with the comment of its file. Every server has
+reflection and `grpc.health.v1`. [python.md](../use/python.md) has calls with `grpcurl`,
+[dashboard.md](../use/dashboard.md#rest) the same calls with `curl`.
 """
 CLIENT_PAGE = """\
 # Python client
@@ -60,14 +60,15 @@ Every public name of `paceline`, its client and its errors. [python.md](../use/p
 METRICS = """\
 # Table of metrics
 
-Every metric of a run; `paceline metrics --explain NAME` prints the same. [metrics.md](../use/metrics.md) says where they are
-recorded. *Healthy* says what to expect, and what another value means. A parameter of a name is in angle brackets.
+Every metric of a run; `paceline metrics --explain NAME` prints the same. [metrics.md](../use/metrics.md) says where
+they are recorded. *Healthy* says what to expect, and what another value means. A parameter of a name is in angle
+brackets.
 """
 TRACKER_NAMES = """\
 # Names of metrics in trackers
 
-The names that `names: trl` and `names: nemo_rl` give to metrics in [trackers](../use/trackers.md). Metrics that are not in the table
-keep their names. A remark says what the other library measures instead.
+The names that `names: trl` and `names: nemo_rl` give to metrics in [trackers](../use/trackers.md). Metrics that are
+not in the table keep their names. A remark says what the other library measures instead.
 """
 PYTHON_PARTS = {
     "One call": ("services.local.one_call.train", "services.local.one_call.TrainedRun"),
@@ -127,7 +128,7 @@ def metrics() -> str:
     lines = [METRICS]
     for part in PARTS:
         kind = "Named `paceline.coordinator.<metric>`." if part is STATE else f"`kind` is `{part.kind}`."
-        lines += [f"## {part.title}", "", f"{kind} {part.remark}", ""]
+        lines += [f"## {part.title}", "", _prose(f"{kind} {part.remark}"), ""]
         lines += ["| metric | unit | meaning | healthy |", "|---|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in part.metrics]
         lines.append("")
