@@ -48,7 +48,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
+.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -123,9 +123,6 @@ lint-python: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m paceline.services.cli.reference --check
-	$(BIN)/python -m paceline.services.common.reporting.metric_table --check
-	$(BIN)/python -m paceline.apps.tracking.names --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -172,13 +169,6 @@ audit: ## Look all locked packages up in the databases of known vulnerabilities;
 	    -r $(LOCKS_OF_IMAGES)/$$lock.txt) || status=1; done; \
 	grep '^torch==' constraints.txt > $(AUDIT_VENV)/torch.txt; \
 	(set -x; $(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps -r $(AUDIT_VENV)/torch.txt) || status=1; exit $$status
-
-pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign names, metrics and models in docs/
-	$(BIN)/python -m paceline.services.cli.reference
-	$(BIN)/python -m paceline.services.common.reporting.metric_table
-	$(BIN)/python tests/support/models/models_page.py
-	$(BIN)/python -m paceline.apps.tracking.names
-	$(BIN)/python docs/site/licences.py
 
 site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings are errors
 	@$(call timed,$(BIN)/python docs/site/build.py)

@@ -7,7 +7,7 @@ Every arm is the demo's GRPO stage as it is (services/demo/grpo.yaml: 120 steps 
 The age is exact: one process samples with the weights of exactly k steps ago (objective_runs/policy.py). `--services` instead submits to real services with max_trajectory_age_steps = k, where
 ages vary up to k and the wall time means something. One line of JSON is added for each run that ended, and what is
 there already is not run again: the study can be interrupted, and processes with seeds of their own can share it.
-Recorded results: docs/objectives.md.
+Recorded results: docs/use/objectives.md.
 """
 
 from __future__ import annotations

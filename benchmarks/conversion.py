@@ -4,7 +4,7 @@
 
 Each conversion is a process, as on the command line. Its peak is VmHWM, with the interpreter and torch; it fails above 1.3
 times the largest shard, or where a bit of the weights has changed. It needs three times the model's size on the disk. Recorded
-results: docs/performance.md.
+results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A random Qwen3 (hidden 256, 4 layers, float32), 32 prompts × 8 completions a step, at most 128 new tokens, mean length about
 82, one optimizer update a step (end_to_end/workload.py). Only real completion tokens count, over the steps after a
-warm-up. The overrides change Paceline's run. Results: docs/performance.md.
+warm-up. The overrides change Paceline's run. Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ until its longest row ends, and only wanted tokens count. `pause idle` is an upd
 `pause` one with all sequences in flight, whose keys and values are computed anew. GPUs, with
 models of real shapes: benchmarks/gpu.py.
 
-Recorded results: docs/performance.md.
+Recorded results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ evaluations by seconds without, minus 1, the median over pairs. `versions` count
 
 With `--native` a tiny model is really sampled and trained on this machine's cores, the runs of a pair one after the other. There
 evaluations also take cores that the learner would use, so on one machine the delay contains their share of the arithmetic.
-Prints one JSON object. Results: docs/performance.md.
+Prints one JSON object. Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

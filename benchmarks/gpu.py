@@ -7,7 +7,7 @@ and against the learner, the pause of a swap against the bus, checkpoints.
 NAME is a case, or the first word of several (`--list`). Each case runs in its own process with a time limit. Its result
 is written to `gpu-results.json`, by card and release of torch, before the next begins, so a run that was cut short
 goes on where it was, failed cases last; `--again` measures anew. A case that the memory plan has no room for is noted with the
-plan's reason. `--table` prints the tables for docs/performance.md and measures nothing.
+plan's reason. `--table` prints the tables for docs/operate/performance.md and measures nothing.
 
 Models have the shapes of Qwen3 and random weights. `--model` names a folder with real ones, which the comparison of engine and
 learner, and the engines' pace, take instead. `--device cpu` rehearses all cases with tiny models, which checks this benchmark and

@@ -6,7 +6,7 @@ Forward and backward of `paceline.learner.model.logprobs.chunked_logprobs` in fl
 logits) where its logits have at most 2^26 elements. The megabytes are the peak above the inputs, without the two gradients
 that are the result: on a CPU the process's resident memory, on a GPU the allocator's.
 
-Recorded results: docs/performance.md.
+Recorded results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ median. Coordinator, ledger, workers, scoring, batches, weights and the learner'
 Asynchronous (max_trajectory_age_steps = 4): half the devices decode, the other half trains 2,000 tokens a second.
 Synchronous (0): all devices decode, then all train, 4,000 tokens a second. Its decoding is not faster: more engines make
 smaller batches, and a decode step costs what it costs. So the comparison favours the synchronous side where it can.
-Results: docs/performance.md.
+Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

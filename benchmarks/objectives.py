@@ -6,7 +6,7 @@ The demo's model first imitates a teacher who errs in half of its answers; every
 is a module in objective_runs/ with `NAMES` and `run(name, files, taught, options)`, which returns one row: `measure` (what
 the numbers are), `before`, `after`, `seconds` and whatever else it has to show. More of `measure` is better; the command
 fails unless every objective gains. Each row is printed when it is there (on stderr with --json). Further arguments of the
-form key=value change the spec of policy runs. Recorded results: docs/objectives.md.
+form key=value change the spec of policy runs. Recorded results: docs/use/objectives.md.
 """
 
 from __future__ import annotations

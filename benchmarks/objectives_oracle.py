@@ -5,7 +5,7 @@
 Policy losses on eight ragged sequences of up to 24 tokens, one of them empty, in float64, with ratios far outside every
 clip; preference losses on four pairs. TRL runs
 in a separate environment (`.venv-trl`, made on first use). Exits with 1 if anything differs by more than 1e-5. Needs
-no GPU and takes seconds. Recorded results: docs/objectives.md.
+no GPU and takes seconds. Recorded results: docs/use/objectives.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The workload is that of benchmarks/end_to_end.py with weights in bfloat16 for ge
 server (moto) are in one network namespace, the rollout worker in turns in the same one (loopback) and in another at the
 end of a link of that round trip and rate in each direction: leases, groups and weights all go over it. Everything else
 is the same, SHA-256 digests included. Needs root, `ip`, /dev/net/tun, s3fs and moto; names what is missing and ends with
-status 0 otherwise. Results: docs/performance.md.
+status 0 otherwise. Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

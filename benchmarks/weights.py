@@ -10,7 +10,7 @@ to one host (needs root, `ip` and `tc`); hundreds of simulated hosts against the
 Delta channel: nanoseconds of an element in its codec, on one core, bytes and seconds of a version over Adam steps, and whether
 each of them is read back bit for bit
 (benchmarks/weight_cases/delta.py says what the weights and the gradients are). `--delta-sizes ""` leaves it out.
-Results: docs/performance.md.
+Results: docs/operate/performance.md.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ COMPOSE_HEAD = """#
 # The folder in PACELINE_WORK is what you bring (specs, data, models), mounted at /work. The volume `runs` is the ledger, `store` has
 # checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator and the page (port 7081) are
 # published on this host's loopback only. On Linux 6.12 Paceline's secrets are hidden from user code; PACELINE_REQUIRE_ISOLATION=1
-# requires it, 0 turns it off (docs/security.md). PACELINE_STORAGE_KEY encrypts files. The page's links, which carry keys:
+# requires it, 0 turns it off (docs/operate/security_setup.md). PACELINE_STORAGE_KEY encrypts files. The page's links, which carry keys:
 #
 #   docker compose -f deploy/compose.yaml exec dashboard python -m paceline.apps.dashboard.links 127.0.0.1:7081
 """

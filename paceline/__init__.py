@@ -2,7 +2,7 @@
 
 The core that all packages share: `RunSpec`, the wire, and the client. Nothing in this package imports torch or one of
 the services at import time. The names of `__all__` are loaded when they are first used, `train` and `LocalCluster` from
-the services (docs/python.md).
+the services (docs/use/python.md).
 """
 
 import importlib

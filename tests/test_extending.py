@@ -1,4 +1,4 @@
-"""Each diff of docs/extending.md is applied to a copy of the packages, and the script after it runs there."""
+"""Each diff of docs/inside/extending.md is applied to a copy of the packages, and the script after it runs there."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 from python_path import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "inside" / "extending.md"
 COPIED = (
     "paceline",
     "protos",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import re
 import runpy
 import subprocess
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 
+import paceline
+from paceline import errors
 from paceline.apps.dashboard.backends import methods
+from paceline.client import Client
+from paceline.records import Records
 from paceline.services.cli.main import main
-from paceline.services.cli.reference import generated
 from paceline.services.common.reporting import metric_table
 from paceline.spec.keys import keys
 
@@ -50,13 +54,14 @@ def test_every_page_of_the_documentation_is_in_the_site(site: Path) -> None:
         site / (page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html"))
         for page in pages
     ]
+    made += [site / "docs" / "reference" / f"{Path(name).stem}.html" for name in NAMES["reference"]()]
     assert len(made) > 40
     assert [str(page) for page in made if not page.is_file()] == []
 
 
 def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: Path) -> None:
-    spec, commands = text_of(site / "docs/configuration.html"), text_of(site / "docs/commands.html")
-    protos, metrics = text_of(site / "docs/protos.html"), text_of(site / "docs/metrics.html")
+    spec, commands = text_of(site / "docs/reference/configuration.html"), text_of(site / "docs/reference/commands.html")
+    protos, metrics = text_of(site / "docs/reference/protos.html"), text_of(site / "docs/reference/metrics.html")
     lacking = [path for path, key in keys().items() if key.section is None and f"{path} (" not in spec]
     lacking += [name for name in main.entries if f"paceline {name}" not in commands]
     lacking += [
@@ -66,9 +71,20 @@ def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: 
     assert lacking == []
 
 
-def test_the_generated_pages_of_interfaces_are_in_the_site(site: Path) -> None:
-    assert {f"{Path(name).stem}.html" for name in generated()} <= {page.name for page in (site / "docs").glob("*.html")}
-    assert "spec_difference" in text_of(site / "docs/client.html")
+def test_every_public_name_and_method_of_python_and_every_error_is_in_the_reference(site: Path) -> None:
+    page = (site / "docs/reference/client.html").read_text(encoding="utf-8")
+    names = [f"paceline.client.Client.{name}" for name in public(Client)]
+    names += [f"paceline.records.Records.{name}" for name in public(Records)]
+    names += [f"paceline.errors.{name}" for name, value in vars(errors).items() if inspect.isclass(value)]
+    assert len(names) > 40
+    assert [name for name in names if f'id="{name}"' not in page] == []
+    text = text_of(site / "docs/reference/client.html")
+    assert [name for name in paceline.__all__ if name != "RunSpec" and name not in text] == []
+    assert (inspect.getdoc(Client.submit) or "").split("\n")[0] in text
+
+
+def public(owner: type) -> list[str]:
+    return [name for name, value in vars(owner).items() if inspect.isfunction(value) and not name.startswith("_")]
 
 
 def test_the_search_finds_a_key(site: Path) -> None:
@@ -80,7 +96,7 @@ def test_what_leads_nowhere_and_a_page_in_no_menu_are_warnings_and_end_the_build
 ) -> None:
     """A strict build ends with the number of its warnings, whichever they are."""
     NAMES["stage"](tmp_path / "pages")
-    page = tmp_path / "pages" / "docs" / "lora.md"
+    page = tmp_path / "pages" / "docs" / "use" / "lora.md"
     links = "[there](no_such_page.md)\n\n[there](data.md#no-such-heading)\n\n![there](no_such_picture.svg)\n"
     page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}", encoding="utf-8")
     (tmp_path / "pages" / "docs" / "lost.md").write_text("# Lost\n", encoding="utf-8")

@@ -6,6 +6,7 @@ The calls with an HTTP path, and the OpenAPI document about them, come from the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,12 @@ from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from paceline import __version__
+from paceline import __version__, v1
 from paceline.v1 import common_pb2
 
+PROTOS = Path(v1.__path__[0])
+_OPENING = re.compile(r"\s*(?:message|service|enum)\s+(\w+)\s*\{")
+_MEMBER = re.compile(r"\s*(?:rpc\s+(\w+)|(?:optional\s+|repeated\s+)?(?:[\w.<>, ]+?\s+)?(\w+)\s*=\s*\d+)")
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")
 
@@ -202,7 +206,31 @@ def _value(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, 
 
 def _comments() -> dict[str, str]:
     """Return the comment before each message, rpc and field, by `Message`, `Service.Method` and `Message.field`."""
-    from paceline.services.cli.reference import FOLDER, comments_of
-
     names = [Path(module.DESCRIPTOR.name).name for module in (*MODULES, common_pb2)]
-    return {key: text for name in names for key, text in comments_of(FOLDER / name).items()}
+    return {key: text for name in names for key, text in comments_of(PROTOS / name).items()}
+
+
+def comments_of(path: Path) -> dict[str, str]:
+    """Return the comment before each message, rpc, field and value, by `Owner` and `Owner.member`."""
+    found: dict[str, str] = {}
+    owners, lines = list[str](), list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        stripped = line.strip()
+        if stripped.startswith("//"):
+            lines.append(stripped.removeprefix("//").strip())
+            continue
+        if opening := _OPENING.match(line):
+            owners.append(opening[1])
+            found[opening[1]] = " ".join(lines)
+            if stripped.endswith("}"):
+                owners.pop()
+        elif owners and (member := _MEMBER.match(line)):
+            found[f"{owners[-1]}.{member[1] or member[2]}"] = " ".join(lines)
+            if stripped.endswith("{"):
+                owners.append(owners[-1])
+        elif stripped.endswith("{"):  # oneof, or the options of an rpc
+            owners.append(owners[-1] if owners else "")
+        elif stripped.startswith("}") and owners:
+            owners.pop()
+        lines = []
+    return found

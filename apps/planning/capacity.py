@@ -30,7 +30,7 @@ TOKEN_BYTES = 12
 """Bytes of a token on its way through the coordinator: id, log-probability, and its text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""What a coordinator on two cores commits: docs/performance.md, groups of 100 kB, and bytes with groups of 400 kB."""
+"""What a coordinator on two cores commits: docs/operate/performance.md, groups of 100 kB, and bytes with groups of 400 kB."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
 

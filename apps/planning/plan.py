@@ -118,7 +118,7 @@ def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> N
     elif unknown:
         click.echo(f"not compared: the memory of {unknown[0]} is not known; set cluster.gpu_gb")
     else:
-        click.echo('fits, by an estimate (docs/performance.md, "Memory plan")')
+        click.echo('fits, by an estimate (docs/operate/performance.md, "Memory plan")')
 
 
 def _print_loads(made: Plan) -> None:

@@ -39,7 +39,7 @@ def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: 
     """Write an HTML page with a curve for each METRIC (reward, 'age/*'; default all) of RUN (its id or its folder); several
     runs are compared.
 
-    The page is one file that needs no network. docs/metrics.md explains the metrics.
+    The page is one file that needs no network. `paceline metrics --explain NAME` explains a metric.
     """
     from paceline.files.whole_file import write_whole
 

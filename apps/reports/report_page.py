@@ -73,7 +73,7 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
 
 
 def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
-    """Return charts for each part of docs/metrics.md that the runs have metrics of, in its order; a run has one colour."""
+    """Return charts for each part of the table of metrics that the runs have metrics of, in its order; a run has one colour."""
     blocks: list[Block] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
@@ -85,7 +85,7 @@ def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the names by the sections of docs/metrics.md, in its order; names without an entry at the end."""
+    """Return the names by the parts of the table of metrics, in its order; names without an entry at the end."""
     order = {metric: (p, i) for p, part in enumerate(PARTS) for i, metric in enumerate(part.metrics)}
     placed: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:

@@ -1,19 +1,13 @@
-"""Names of metrics as users of TRL and of NeMo RL know them, and the table of docs/trackers.md.
+"""Names of metrics as users of TRL and of NeMo RL know them.
 
-A metric that the other library does not have keeps Paceline's name. Where a meaning differs, docs/trackers.md says so.
-
-    python -m paceline.apps.tracking.names [--check]
+A metric that the other library does not have keeps Paceline's name. docs/use/trackers.md says where a meaning differs.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trackers.md"
-BEGIN, END = "[//]: # (names: made by `python -m paceline.apps.tracking.names`)", "[//]: # (end of names)"
 Style = Literal["paceline", "trl", "nemo_rl"]
 PREFIXES = {"step": "train", "evaluation": "eval"}
 
@@ -69,27 +63,3 @@ def renamed(kind: str, name: str, style: Style) -> str:
         if theirs and found and each.kind == kind:
             return theirs.replace("<function>", found.groupdict().get("function", ""))
     return usual
-
-
-def table() -> str:
-    lines = ["| Paceline | TRL (`names: trl`) | NeMo RL (`names: nemo_rl`) | remark |", "|---|---|---|---|"]
-    for each in NAMES:
-        cells = [f"{PREFIXES[each.kind]}/{each.ours}", each.trl, each.nemo_rl]
-        lines.append("| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), each.remark]) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Write the table into its page; with --check, exit with status 1 if that changes anything."""
-    before = PAGE.read_text()
-    head, _, rest = before.partition(BEGIN)
-    after = f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
-    if "--check" in sys.argv[1:]:
-        if after != before:
-            sys.exit(f"{PAGE} is not current; run `make pages`")
-    else:
-        PAGE.write_text(after)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Builds the documentation as a site: `python docs/site/build.py [FOLDER]` (`make site`), into build/site/html.
 
 The pages stay where they are, with links that work on a code host too. This copies them, and the files that they link to,
-into one folder with the same layout, so that no link has to be rewritten, and has mkdocs make the site of it. It needs no
-network. Any warning ends it: a link, an image or a heading that does not exist, a page in no menu, or a page of the site that
+into one folder with the same layout, so that no link has to be rewritten, writes the reference beside them (docs/reference/, which
+is in no commit), and has mkdocs make the site of it. It needs no network. Any warning ends it: a link, an image or a heading that does not exist, a page in no menu, or a page of the site that
 loads something from another place.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,18 @@ def stage(into: Path) -> list[Path]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         copies.append(copy)
+    for name, text in reference().items():
+        copy = into / "docs" / "reference" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text, encoding="utf-8")
+        copies.append(copy)
     return copies
+
+
+def reference() -> dict[str, str]:
+    """Return the text of each page that is made from code, by its name in docs/reference/."""
+    pages: dict[str, str] = runpy.run_path(str(Path(__file__).with_name("reference.py")))["pages"]()
+    return pages | {"licences.md": runpy.run_path(str(Path(__file__).with_name("licences.py")))["page"]()}
 
 
 def linked_files(page: Path) -> set[Path]:

@@ -1,4 +1,4 @@
-"""Reward functions of this example. grpo.yaml names one as `reward.py:correct`; docs/rewards.md has the rules.
+"""Reward functions of this example. grpo.yaml names one as `reward.py:correct`; docs/use/rewards.md has the rules.
 
 A function gets lists with one entry per completion: here the sampled texts, and the data set's column `answer`.
 It returns one number per completion, or None where it has nothing to say.

@@ -1,7 +1,7 @@
 """Policy losses of each token from ratio and advantage, before weights, masks and reduction.
 
 Promise: pure functions of one signature, (PolicyTerms, LossSection) → PolicyLosses, with value and gradient equal to
-the formula in the docstring; a gradient is finite whatever the ratio. docs/objectives.md compares them.
+the formula in the docstring; a gradient is finite whatever the ratio. docs/use/objectives.md compares them.
 """
 
 from __future__ import annotations

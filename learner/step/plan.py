@@ -93,7 +93,7 @@ EVEN_COST_TOKENS = 32_768
 """Length from which sequences are packed by cost too: attention's part of it is about two fifths there for 8B parameters."""
 ROOM_FOR_EVEN_COST = 1.5
 """Budget of a micro-batch by the longest sequence from which there is room to choose; with less, first fit is as good
-(docs/performance.md)."""
+(docs/operate/performance.md)."""
 
 
 def plan_updates(

@@ -1,7 +1,7 @@
 """What a model's config says about its architecture: whether it can be trained here, and how engines divide its weights.
 
 Promise: an architecture whose numbers would be wrong without an error is refused by name, when a run is submitted or its model is
-loaded. The check reads the content of config.json alone, so it needs neither transformers nor weights; docs/models.md lists the
+loaded. The check reads the content of config.json alone, so it needs neither transformers nor weights; docs/use/models.md lists the
 architectures that work.
 """
 
@@ -39,7 +39,7 @@ def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
     if reason:
         kind = config.get("model_type")
         raise InvalidInput(
-            f"{field_and_name}: models of type {kind!r} are not supported: {reason}; docs/models.md lists those that are"
+            f"{field_and_name}: models of type {kind!r} are not supported: {reason}; docs/use/models.md lists those that are"
         )
 
 

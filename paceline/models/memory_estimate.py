@@ -1,6 +1,6 @@
 """Estimate of the memory that a run takes, from its spec and the model's sizes alone.
 
-The figures are those of `docs/performance.md`, "Memory plan", which compares them with measured ones. Nothing heavy is
+The figures are those of `docs/operate/performance.md`, "Memory plan", which compares them with measured ones. Nothing heavy is
 imported and nothing is loaded.
 
 Suffixes: bytes are whole numbers, a GB is 10⁹ bytes.

@@ -1,7 +1,7 @@
 """The memory plan of a run: what each of its devices has to hold, what makes it fit, and what `auto` stands for by it.
 
 All of it follows from the spec, the model's sizes and the room on the devices, without looking at this machine. The estimate
-is `paceline/models/memory_estimate.py`; measured ones are in docs/performance.md, "Memory plan". `auto` is replaced when a run is
+is `paceline/models/memory_estimate.py`; measured ones are in docs/operate/performance.md, "Memory plan". `auto` is replaced when a run is
 submitted, so the spec that is stored has none left.
 """
 

@@ -219,7 +219,7 @@ class RunSpec(Section):
         return tuple(filter(None, (self._uncorrected(), self._without_filter(), self._unread())))
 
     def _uncorrected(self) -> str:
-        """Return a warning if samples of older weights train uncorrected (docs/objectives.md has the cost)."""
+        """Return a warning if samples of older weights train uncorrected (docs/use/objectives.md has the cost)."""
         loss_fn, age = self.loss_fn, self.async_grpo.max_trajectory_age_steps
         corrected = loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
         if age == 0 or corrected or not self.samples:

@@ -98,7 +98,7 @@ class Box:
                 (self.hidden, "is hidden from user code"),
             ):
                 if found := [each for each in folders if Path(name).is_relative_to(each)]:
-                    return f"on this worker {found[0]} {what} (docs/security.md)"
+                    return f"on this worker {found[0]} {what} (docs/operate/security_promises.md)"
             closed = [each for each in closed if each == os.path.dirname(name)]
         else:
             writable = [each for each in closed if os.access(each, os.W_OK)]
@@ -107,7 +107,7 @@ class Box:
             return ""
         return (
             f"this worker hides its secrets from user code, which therefore cannot make files directly in {', '.join(closed)}: use "
-            "TMPDIR or a folder that was there when the process began, or a worker with --no-isolation (docs/security.md)"
+            "TMPDIR or a folder that was there when the process began, or a worker with --no-isolation (docs/operate/security_promises.md)"
         )
 
 

@@ -233,7 +233,7 @@ def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], byt
         flags = []
     if any("hypervisor" in line for line in flags):
         return "shared with all of this virtual machine: a bug of it ends at the hypervisor"
-    return "shared with the host: a bug of it is not held; docs/sandbox.md names gVisor and Kata"
+    return "shared with the host: a bug of it is not held; docs/use/sandbox.md names gVisor and Kata"
 
 
 def _kernel_log() -> bytes:

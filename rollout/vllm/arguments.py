@@ -29,7 +29,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
             "policy.generation.backend is 'vllm', but vLLM is not installed here; `pip install 'paceline[vllm]'` brings "
-            "it for GPUs, docs/vllm.md says how to get it for CPUs, and backend 'native' needs nothing"
+            "it for GPUs, docs/use/vllm.md says how to get it for CPUs, and backend 'native' needs nothing"
         )
     if not sys.platform.startswith("linux"):
         raise InvalidInput(f"policy.generation.backend is 'vllm', which needs Linux; this is {sys.platform}")

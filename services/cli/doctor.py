@@ -124,7 +124,7 @@ def _gpus_of_torch() -> list[int]:
     return [int(torch.cuda.get_device_properties(index).total_memory) for index in range(torch.cuda.device_count())]
 
 
-REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
+REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/use/sandbox.md, for code rewards only"
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
@@ -153,7 +153,9 @@ def examine_user_code() -> Finding:
     """Return whether user code can be isolated here, as `--require-isolation` asks for."""
     why = why_no_isolation()
     if why:
-        return Finding("user code", "absent", f"not isolated: {why}", "docs/security.md says what holds without")
+        return Finding(
+            "user code", "absent", f"not isolated: {why}", "docs/operate/security_promises.md says what holds without"
+        )
     return Finding("user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)")
 
 

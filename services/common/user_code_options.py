@@ -34,7 +34,9 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
     if is_required is None:
         return
     if is_required and (why := why_no_isolation()):
-        raise click.UsageError(f"{option.opts[0]} cannot be kept here: {why}; docs/security.md says what it needs")
+        raise click.UsageError(
+            f"{option.opts[0]} cannot be kept here: {why}; docs/operate/security_setup.md says what it needs"
+        )
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 
 
@@ -96,7 +98,7 @@ def choose_isolation(coordinator: str, host: str) -> str:
         case Isolation.OPEN:
             return (
                 f"USER CODE CAN READ SECRETS: {_readable()}, because {why}. Run this worker on such a kernel, or give it no user code "
-                "(serve reward --only FUNCTION); --no-isolation accepts it (docs/security.md)"
+                "(serve reward --only FUNCTION); --no-isolation accepts it (docs/operate/security_setup.md)"
             )
     return ""
 

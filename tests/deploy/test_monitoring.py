@@ -27,13 +27,13 @@ FILES = ROOT / "deploy" / "helm" / "paceline" / "files"
 RULES: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"][0]["rules"]
 TESTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "deploy/alerts_test.yaml").read_text())["tests"]
 DASHBOARD: dict[str, Any] = json.loads((FILES / "dashboard.json").read_text())
-RUNBOOK = (ROOT / "docs" / "operate.md").read_text()
+RUNBOOK = (ROOT / "docs" / "operate" / "operations.md").read_text()
 NAME = re.compile(r"\bpaceline_(?!run\b)\w+")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names that a scrape of a coordinator has which recorded every metric of docs/metrics.md without a parameter."""
+    """Names that a scrape of a coordinator has which recorded every metric of docs/use/metrics.md without a parameter."""
     directory = tmp_path_factory.mktemp("ledger")
     registry = CollectorRegistry()
     meter = MeterProvider([PrometheusMetricReader(scope_info_enabled=False, registry=registry)]).get_meter("paceline")
@@ -87,7 +87,7 @@ def test_every_alert_has_a_runbook_entry_and_a_test() -> None:
     names = {rule["alert"] for rule in RULES}
     assert set(re.findall(r"^### (\w+)$", RUNBOOK, flags=re.M)) == names
     for rule in RULES:
-        assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operate/operations.md#{rule['alert'].lower()}"
         assert {"summary", "description"} <= set(rule["annotations"])
         assert rule["labels"]["severity"] in ("critical", "warning")
     cases = [case for test in TESTS for case in test["alert_rule_test"]]

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, done as it says: its files are written, its commands run in their order, and what it promises is there."""
+"""docs/use/tutorial.md, done as it says: its files are written, its commands run in their order, and what it promises is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "use" / "tutorial.md"
 STEPS = 40
 """Of each run, instead of 100: the last evaluation is better than the first by then."""
 LIMIT_S = 600

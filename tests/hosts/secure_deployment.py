@@ -1,4 +1,4 @@
-"""A deployment with certificates and tokens on hosts that share nothing but a network, by the commands of docs/security.md.
+"""A deployment with certificates and tokens on hosts that share nothing but a network, by the commands of docs/operate/security_setup.md.
 
 The commands are read from that page; only addresses, and the URL of the store, are put in. Two rollout hosts run the same command.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from deployment import BUCKET, DEADLINE_S, until
 from isolated_host import ROOT, Host, Switch
 
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "operate" / "security_setup.md"
 SECTION = "## Encryption between hosts"
 ROLES = {
     "coordinator": "coordinator",

@@ -3,7 +3,7 @@
     python tests/hosts/strangers.py [--minutes 2.5] [--keep FOLDER]
 
 A coordinator, a learner of two ranks, two rollout workers and a reward worker each run on a host of their own, started by the commands
-of docs/security.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
+of docs/operate/security_setup.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
 tries what `probes.py` lists. Every attempt has to be refused and to leave a line in a log; calls to the coordinator have to be in the
 audit log too; those with every right have to be let in.
 The token of a worker that has joined is revoked too, and it has to be out within five seconds. The last line is the verdict; exit

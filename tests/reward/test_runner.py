@@ -230,7 +230,7 @@ async def test_a_cancelled_call_ends_all_it_started_and_frees_its_place(
 
 
 async def test_the_example_on_the_rewards_page(make_runner: MakeRunner, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/use/rewards.md").read_text()
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     path = tmp_path / "page.py"
     path.write_text(example)

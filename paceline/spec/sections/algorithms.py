@@ -250,7 +250,7 @@ class DpoSection(ExamplesSection):
     reference_policy_kl_penalty: PositiveFloat = 0.05
     """β: weight that holds the policy to the reference."""
     preference_loss: Literal["sigmoid", "conservative", "robust", "hinge", "ipo"] = "sigmoid"
-    """Function of the difference of the two log-ratios (docs/objectives.md)."""
+    """Function of the difference of the two log-ratios (docs/use/objectives.md)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """ε: the chance that a label is flipped (`conservative`, `robust`)."""
     preference_loss_weight: PositiveFloat = 1.0

@@ -1,7 +1,7 @@
 """`loss_fn`: the objective of `algorithm: grpo`, and its presets by the name of the paper that proposed them.
 
 Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value and a setting of the
-user's always wins. Formulas and sources: docs/objectives.md.
+user's always wins. Formulas and sources: docs/use/objectives.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def preset_of(loss_fn: Any) -> Preset | None:
 
 class LossSection(Section):
     """The policy loss: a ratio, a function of ratio and advantage, the correction of the sampler's age, penalties,
-    and the reduction (docs/objectives.md has the formulas)."""
+    and the reduction (docs/use/objectives.md has the formulas)."""
 
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""

@@ -152,7 +152,7 @@ NOT_YET = {
 
 
 class ParallelSection(Section):
-    """How the learner's ranks divide the model: replicate × shard ranks; docs/hosts.md."""
+    """How the learner's ranks divide the model: replicate × shard ranks; docs/operate/hosts.md."""
 
     replicate: Ranks = "auto"
     """Copies of the model, among which the batch is divided and gradients are summed. auto: 1, or one for each host where its
@@ -177,7 +177,7 @@ class ParallelSection(Section):
 
 
 class LoraSection(Section):
-    """Train a LoRA adapter in place of the model's own weights; docs/lora.md."""
+    """Train a LoRA adapter in place of the model's own weights; docs/use/lora.md."""
 
     enabled: bool = False
     """Train an adapter."""
@@ -293,7 +293,7 @@ class PolicySection(Section):
     """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, when it is not with the model."""
     precision: Precision = "auto"
     """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32. float16
-    scales the loss; docs/models.md."""
+    scales the loss; docs/use/models.md."""
     generation_precision: Precision = "auto"
     """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 where precision is, else bfloat16 on
     CUDA and float32 elsewhere."""
@@ -318,12 +318,12 @@ class PolicySection(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time in the LM head."""
     float32_head: bool = False
-    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/models.md."""
+    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/use/models.md."""
     compile: bool = False
     """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
     deterministic: bool = False
     """Choose the learner's operations so that a GPU repeats a step bit for bit as far as torch can; slower. CPUs do so in any
-    case; docs/reliability.md."""
+    case; docs/operate/reliability.md."""
     parallel: ParallelSection = ParallelSection()
     """Replicas and shards of the model over the learner's ranks."""
     lora_cfg: LoraSection = LoraSection()

@@ -170,7 +170,7 @@ class TrackerSection(Section):
     offline: bool = False
     """W&B: write files beside the cursor, for `wandb sync`."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
-    """Names of the metrics: Paceline's, or those that TRL or NeMo RL has for the same (docs/trackers.md)."""
+    """Names of the metrics: Paceline's, or those that TRL or NeMo RL has for the same (docs/use/trackers.md)."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2
     """Groups of each step whose completions are sent as a table."""
 
@@ -211,7 +211,7 @@ class LoggerSection(Section):
     """Trackers that `paceline up` sends the run to, and `paceline track` elsewhere. One of each kind."""
 
     default_rules: bool = True
-    """Warn by the usual rules on metrics (docs/alerts.md)."""
+    """Warn by the usual rules on metrics (docs/operate/alerts.md)."""
     rules: Annotated[tuple[RuleText, ...], Field(max_length=64)] = ()
     """Further rules: `METRIC > NUMBER for N steps`, with <, <=, > or >=. `*` stands for any characters of a name; `change of`
     before the metric means the difference to the step before."""

@@ -550,7 +550,7 @@ class TurnNote(_message.Message):
     messages_json: _builtins.str
     """Messages that the turn added, as a JSON list: the model's, then those of tools and of the environment."""
     text: _builtins.str
-    """Text of the sampled tokens without the marks of the chat, see docs/rewards.md."""
+    """Text of the sampled tokens without the marks of the chat, see docs/use/rewards.md."""
     finish_reason: _builtins.str
     """Finish reason of the sampled tokens: `stop` or `length`."""
     observation_digest: _builtins.str

@@ -128,7 +128,7 @@ class MetricSeries(_message.Message):
     LEAST_FIELD_NUMBER: _builtins.int
     GREATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name, as docs/metrics.md explains it."""
+    """Name, as `paceline metrics --explain` has it."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Means over the steps of each point; NaN where it has none."""
@@ -1256,7 +1256,7 @@ class SpecKey(_message.Message):
     differs: _builtins.bool
     """Whether it differs from the default."""
     description: _builtins.str
-    """The sentence of docs/configuration.md."""
+    """The sentence that `paceline spec --explain` prints."""
     type: _builtins.str
     """The type in words."""
     def __init__(

@@ -17,6 +17,7 @@ from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
+from paceline.services.common.reporting.metric_table import PARTS, entries_of
 from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
@@ -26,19 +27,21 @@ Row = dict[str, Any]
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", required=False)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations.")
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
 @click.option("--parquet", type=FILE, help="Write every step to this Parquet file.")
+@click.option("--explain", metavar="NAME", help="Explain a metric, or all that a pattern fits, instead.")
 @source_options
 @json_option
 def metrics(
-    run: str,
+    run: str | None,
     names: tuple[str, ...],
     kind: str,
     as_csv: bool,
     parquet: Path | None,
+    explain: str | None,
     directory: Path,
     coordinator: str | None,
     as_json: bool,
@@ -48,6 +51,11 @@ def metrics(
 
     With --csv, --parquet or --json every step is a row; the column `step` is the number of the step, or the version evaluated.
     """
+    if explain is not None:
+        _explain(explain, as_json)
+        return
+    if run is None:
+        raise click.UsageError("name a RUN, or a metric with --explain")
     with records_of_run(run, directory, coordinator) as (source, run_id):
         rows = metric_rows(source.records.events(run_id, kinds=[kind]), kind)
     check_names(names, _columns(rows), run_id)
@@ -66,6 +74,24 @@ def metrics(
             _summary(rows),
             empty=f"{run_id} has no {kind} yet",
         )
+
+
+def _explain(name: str, as_json: bool) -> None:
+    """Print the entries of the table that a name fits. Raises NotFound."""
+    found = entries_of(name)
+    if not found:
+        close = nearest(name, [metric.name for part in PARTS for metric in part.metrics])
+        raise NotFound(
+            f"no metric {name!r}; " + (f"did you mean {close[0]!r}?" if close else "--explain '*' lists all")
+        )
+    for part, metric in found:
+        if as_json:
+            print_json({"kind": part.kind} | metric._asdict())
+            continue
+        unit = f", {metric.unit}" if metric.unit else ""
+        click.echo(f"{metric.name} ({part.title}{unit})\n    {metric.meaning}")
+        if metric.healthy:
+            click.echo(f"    healthy: {metric.healthy}")
 
 
 def metric_rows(events: Iterable[RecordedEvent], kind: str) -> list[Row]:

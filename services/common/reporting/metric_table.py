@@ -1,6 +1,4 @@
-"""Table of all metrics of a run, and docs/metrics.md, which is made from it.
-
-    python -m paceline.services.common.reporting.metric_table [--check]
+"""Table of all metrics of a run: `paceline metrics --explain`, and the reference of the site (`make site`).
 
 A name may have parameters in angle brackets, as `reward/<function>`.
 """
@@ -8,15 +6,12 @@ A name may have parameters in angle brackets, as `reward/<function>`.
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import NamedTuple
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 
 class Metric(NamedTuple):
-    """One metric, as docs/metrics.md explains it."""
+    """One metric, as the reference explains it."""
 
     name: str
     unit: str
@@ -300,36 +295,6 @@ PARTS = (
     STATE,
 )
 
-HEAD = """# Metrics
-
-[//]: # (Made by `python -m paceline.services.common.reporting.metric_table`; edit the table in that module.)
-
-Every step of a run writes one line to `metrics.jsonl` in the run's directory, with `kind`, `step`, `time` (seconds since
-1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
-
-```bash
-tensorboard --logdir runs        # completions of evaluations are among its texts
-python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', lines=True).tail())"
-paceline plot my-run-1
-```
-
-The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` and so on with the attribute `paceline.run`
-(`services/coordinator/reporting/otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
-`--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
-underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
-(`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
-`--metrics-port` as well: a worker's `/metrics` has what its heartbeats tell the coordinator (`paceline_member_memory_gb`),
-`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
-and MLflow.
-
-A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
-angle brackets. *Healthy* says what to expect, and what another value means.
-
-`paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
-second, the fourth and so on. In the same way it warns of a step whose `advantage_max` is above 1000, or whose `grad_norm` is
-above 1000 times `policy.max_grad_norm`, with `loss_fn.reduction: sequence_sum` per trained token of a completion.
-"""
-
 
 def metric_of(kind: str, name: str) -> Metric | None:
     """Return the entry of a metric; None if the table has none. An evaluation on examples has a step's metrics."""
@@ -338,30 +303,16 @@ def metric_of(kind: str, name: str) -> Metric | None:
     return min(found, key=lambda metric: metric.name.count("<"), default=None)
 
 
-def page() -> str:
-    """Return docs/metrics.md."""
-    lines = [HEAD]
-    for part in PARTS:
-        kind = "Named `paceline.coordinator.<metric>`." if part is STATE else f"`kind` is `{part.kind}`."
-        lines += [f"## {part.title}", "", f"{kind} {part.remark}", ""]
-        lines += ["| metric | unit | meaning | healthy |", "|---|---|---|---|"]
-        lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in part.metrics]
-        lines.append("")
-    return "\n".join(lines)
+def entries_of(name: str) -> list[tuple[Part, Metric]]:
+    """Return the entries of a name, or of a pattern (`reward/*`), with their parts."""
+    return [
+        (part, metric)
+        for part in PARTS
+        for metric in part.metrics
+        if fnmatchcase(metric.name, name) or _matches(metric, name)
+    ]
 
 
 def _matches(metric: Metric, name: str) -> bool:
     pieces = re.split(r"<\w+>", metric.name)
     return re.fullmatch(".+".join(map(re.escape, pieces)), name) is not None
-
-
-def main() -> None:
-    """Write the page, or with --check exit with 1 when it is not current."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        raise SystemExit(f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`")
-
-
-if __name__ == "__main__":
-    main()

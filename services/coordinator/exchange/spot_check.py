@@ -105,11 +105,11 @@ class Finding(NamedTuple):
         if self.others is not None and abs(self.others) <= TOLERATED:
             return (
                 f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "
-                "another device (docs/alerts.md)"
+                "another device (docs/operate/alerts.md)"
             )
         return (
             f"{text}. Perhaps all workers are off: compare the engine's number format, attention kernels and sampling settings "
-            "with the learner's (docs/alerts.md)"
+            "with the learner's (docs/operate/alerts.md)"
         )
 
 

@@ -31,7 +31,7 @@ UNREADABLE = (
 )
 """Errors of a comparison whose records are of another kind than was written."""
 
-REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate.md)"
+REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
 
 MAX_TEXT = 500
 """Characters of a problem: a damaged record can be of any length."""

@@ -235,7 +235,7 @@ KEYS = (
     "holdSeconds",
     "costPerHour",
 )
-"""Settings of a pool (docs/scaling.md)."""
+"""Settings of a pool (docs/operate/scaling.md)."""
 
 
 def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP endpoint of a rollout worker; see docs/endpoint.md."""
+"""The OpenAI-compatible HTTP endpoint of a rollout worker; see docs/use/endpoint.md."""

@@ -91,7 +91,7 @@ def test_a_metric_that_no_trial_would_have_is_told(tmp_path: Path) -> None:
 
 def test_the_sweep_of_the_page_is_one_of_the_demos_spec(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (root / "docs" / "sweeps.md").read_text(), flags=re.M | re.S)
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (root / "docs" / "use" / "sweeps.md").read_text(), flags=re.M | re.S)
     (tmp_path / "sweep.yaml").write_text(block)
     sweep = load_sweep(tmp_path / "sweep.yaml")
     check_sweep(sweep, str(root / "services" / "demo" / "grpo.yaml"), ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.apps.tracking.names import BEGIN, END, NAMES, PAGE, Style, renamed, table
+from paceline.apps.tracking.names import NAMES, Style, renamed
 from paceline.services.common.reporting.metric_table import PARTS
 
 
@@ -33,8 +33,3 @@ def test_no_two_metrics_get_the_same_name(style: Style) -> None:
 def test_every_name_is_one_of_the_table_of_metrics() -> None:
     known = {metric.name for part in PARTS for metric in part.metrics}
     assert {each.ours for each in NAMES} <= known
-
-
-def test_the_page_has_the_table() -> None:
-    text = PAGE.read_text()
-    assert text[text.index(BEGIN) : text.index(END)] == f"{BEGIN}\n\n{table()}\n\n"

@@ -134,7 +134,7 @@ def test_without_a_box_every_attempt_succeeds(host: Host) -> None:
 async def test_on_loopback_neither_environment_nor_processes_are_open(host: Host) -> None:
     found = await found_by_reward_function(host)
     assert not found & {"own environment", "own descriptors", *PROCESSES}
-    assert "read the token" in found  # the same user's file, as docs/security.md says
+    assert "read the token" in found  # the same user's file, as docs/operate/security_promises.md says
 
 
 @needs_landlock
@@ -197,10 +197,13 @@ async def test_isolated_code_works_with_its_own_files(
             "open('{closed}/new', 'w')",
             "cannot make files directly in {closed}: use TMPDIR or a folder that was there",
         ),
-        ("os.mkdir('{closed}/new')", "or a worker with --no-isolation (docs/security.md)"),
-        ("open('{closed}/runs/token')", "{closed}/runs is hidden from user code (docs/security.md)"),
+        ("os.mkdir('{closed}/new')", "or a worker with --no-isolation (docs/operate/security_promises.md)"),
+        ("open('{closed}/runs/token')", "{closed}/runs is hidden from user code (docs/operate/security_promises.md)"),
         ("open(__file__, 'a')", "/own is read-only for user code: write into TMPDIR or another folder"),
-        ("open('{closed}/python/lib/new', 'w')", "because this worker loads code from it (docs/security.md)"),
+        (
+            "open('{closed}/python/lib/new', 'w')",
+            "because this worker loads code from it (docs/operate/security_promises.md)",
+        ),
     ],
 )
 async def test_code_that_the_box_refuses_a_file_is_told_why(

@@ -33,7 +33,7 @@ def test_where_vllm_is_not_installed_the_error_says_how_to_get_it(
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else there(name))
-    with pytest.raises(InvalidInput, match=r"pip install 'paceline\[vllm\]'.*docs/vllm\.md"):
+    with pytest.raises(InvalidInput, match=r"pip install 'paceline\[vllm\]'.*docs/use/vllm\.md"):
         create_engine(vllm_spec())
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures of docs/models.md: those that work, and those that are refused."""
+"""Tiny random models of the architectures of docs/use/models.md: those that work, and those that are refused."""
 
 from __future__ import annotations
 

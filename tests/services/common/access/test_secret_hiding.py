@@ -77,7 +77,7 @@ def test_a_worker_that_cannot_hide_them_warns(monkeypatch: pytest.MonkeyPatch, t
     for part in (
         f"USER CODE CAN READ SECRETS: {tmp_path}/token, {tmp_path}/tls and other runs' bundles in /",
         f"because {KERNEL}",
-        "--no-isolation accepts it (docs/security.md)",
+        "--no-isolation accepts it (docs/operate/security_setup.md)",
     ):
         assert part in warning
 

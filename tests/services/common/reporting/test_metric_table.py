@@ -1,4 +1,4 @@
-"""docs/metrics.md explains every metric that the code records, and none that it does not."""
+"""The table of metrics explains every metric that the code records, and none that it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.common.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
+from paceline.services.common.reporting.metric_table import PARTS, STATE, entries_of, metric_of
 from paceline.services.coordinator.reporting.otel import GAUGES as GAUGE_NAMES
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -138,10 +138,6 @@ def test_the_coordinators_gauges_are_explained() -> None:
     assert {metric.name for metric in STATE.metrics} == set(GAUGE_NAMES)
 
 
-def test_the_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "run `python -m paceline.services.common.reporting.metric_table`"
-
-
 def test_a_name_with_a_parameter_is_found_by_its_values() -> None:
     found = metric_of("eval", "pass@4/math_accuracy")
     assert found is not None
@@ -150,3 +146,10 @@ def test_a_name_with_a_parameter_is_found_by_its_values() -> None:
     assert exact is not None
     assert exact.name == "age"
     assert metric_of("train", "no_such_metric") is None
+
+
+def test_entries_are_found_by_a_name_and_by_a_pattern() -> None:
+    assert [metric.name for _, metric in entries_of("reward_weight/length")] == ["reward_weight/<function>"]
+    assert len(entries_of("*")) == sum(len(part.metrics) for part in PARTS)
+    assert {metric.name for _, metric in entries_of("age*")} == {"age", "age/<age>"}
+    assert entries_of("no_such_metric") == []

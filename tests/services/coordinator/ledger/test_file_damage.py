@@ -17,7 +17,7 @@ from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.main import main as coordinator
 
-HELP = "restore a backup, or what `sqlite3 .recover` can read (docs/operate.md)"
+HELP = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
     indirect=["at_rest"],
 )
 def test_a_backup_serves_after_damage(folder: Path, damage: Callable[[Path], None]) -> None:
-    """It is put back as docs/operate.md says, beside the segments of the damaged ledger."""
+    """It is put back as docs/operate/operations.md says, beside the segments of the damaged ledger."""
     path, copy = folder / "ledger.sqlite", folder / "backup.sqlite"
     assert paceline("ledger", "backup", copy, "--directory", folder).exit_code == 0
     damage(folder)

@@ -68,7 +68,7 @@ def test_usual_rules_are_about_metrics_that_exist() -> None:
 
 
 def test_the_page_names_the_usual_rules() -> None:
-    page = (Path(__file__).resolve().parents[4] / "docs" / "alerts.md").read_text()
+    page = (Path(__file__).resolve().parents[4] / "docs" / "operate" / "alerts.md").read_text()
     assert re.findall(r"^\| `([^`]+ [<>]=? [^`]+)` \|", page, flags=re.M) == [str(rule) for rule in DEFAULT_RULES]
 
 
