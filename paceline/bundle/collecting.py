@@ -1,7 +1,8 @@
-"""Making of a bundle from a spec, on the submitter's machine: which files travel, their digests, and what is refused.
+"""Makes a bundle from a spec on the submitter's machine: chooses the files, computes their digests and refuses what
+must not travel.
 
-A path that does not exist here is left to the services, as it was meant before there were bundles: a function's file in a
-worker's image, or data on its disk.
+A path that does not exist here is sent unchanged; the services resolve it (a function's file in a worker's image, data
+on its disk).
 """
 
 from __future__ import annotations
@@ -39,25 +40,26 @@ NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files of a run on this machine."""
+    """A run's files on this machine."""
 
     manifest: Manifest
     sources: dict[str, Path]
-    """A file with the content of each digest."""
+    """One file for each digest."""
     warnings: tuple[str, ...] = ()
-    """Sentences about files that the run may need and that the bundle does not have."""
+    """Sentences about files that the run may need and the bundle lacks."""
 
 
 @dataclass
 class _Found:
-    """Files by their place in the bundle, each with the field that named it."""
+    """Files by their path in the bundle, each with the field that named it."""
 
     spec: RunSpec
     files: dict[str, tuple[Kind, str, Path]] = field(default_factory=dict)
     size: int = 0
 
     def add(self, kind: Kind, name: str, place: str, path: Path) -> None:
-        """Add a file, checked. A place that is taken keeps its kind: code is not data as well. Raises SpecError."""
+        """Add a file after checking it. A path that is already there keeps its kind, so code is not also data. Raises
+        SpecError."""
         if place not in self.files:
             size = _checked_size(name, path)
             self.files[place] = (kind, name, path)
@@ -81,10 +83,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those
-    of that bundle, and only the others are read. `prepared` are files in place of the data sets of a field. Raises
-    SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or is
-    changed meanwhile, more than bundle.max_mb."""
+    """Return the bundle of a spec, empty if all files that it names are elsewhere. With `data_of`, data files are those
+    of that bundle and are not read. `prepared` replaces the data sets of a field. Raises SpecError with the field
+    and the file for a link that leaves its folder, a device, a file that is unreadable or changes meanwhile, and
+    more than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)
@@ -102,7 +104,7 @@ def collect(
 
 
 def _add_code(found: _Found) -> list[str]:
-    """Add the files of the run's code with what they import from their folders; return warnings."""
+    """Add the run's code and the modules beside it that it imports; return warnings."""
     spec, others, warnings = found.spec, dict[str, Path](), []
     for name, code in code_paths(spec).items():
         file = file_of(code)
@@ -134,7 +136,7 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that a module names, that is beside it, and that does not travel."""
+    """Return a warning for each file that a module names, that is beside it and does not travel."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -162,7 +164,7 @@ def _add_included(found: _Found) -> None:
 
 
 def _included(spec: RunSpec, index: int) -> list[Path]:
-    """Return the files that an entry of bundle.include names: all of a folder."""
+    """Return the files that an entry of bundle.include names; for a folder, all files in it."""
     if not spec.folder:
         return []
     matches = sorted(Path(spec.folder).glob(spec.bundle.include[index]))
@@ -195,7 +197,8 @@ def _add_data(found: _Found, prepared: Mapping[str, Sequence[Path]] = NONE_PREPA
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not hidden, in order; links to folders are files here, and so refused."""
+    """Yield the files below a folder that are not hidden, in order. Links to folders count as files, so they are
+    refused."""
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         folders[:] = sorted(set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")})
@@ -244,9 +247,8 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
-    """Return the bundle of a run's files as they are now, `before` being its bundle if that is known; None where this machine
-    does not have the code's files. Data that are not here, examples and prepared data stay those of `before`. Raises
-    SpecError."""
+    """Return the bundle of a run's files as they are now; `before` is its bundle, if known. Return None if this machine
+    lacks files of code. Data that are not here, examples and prepared data are kept from `before`. Raises SpecError."""
     code = {place_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(place in had and not os.path.isfile(file) for place, file in code.items()):

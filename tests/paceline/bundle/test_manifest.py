@@ -36,7 +36,7 @@ def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
 
 
 def test_files_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="two files"):
+    with pytest.raises(InvalidInput, match="same path twice"):
         Manifest.of([file("a"), file("a", size=2)])
     with pytest.raises(InvalidInput, match="below another"):
         Manifest.of([file("a"), file("a/b")])

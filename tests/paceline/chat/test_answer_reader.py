@@ -81,9 +81,9 @@ def malformed_of(text: str, calls: Any) -> list[Malformed]:
 def test_what_begins_like_a_call_and_is_none_is_named() -> None:
     (malformed,) = malformed_of(BROKEN, "hermes")
     assert malformed.text == BROKEN
-    assert "no JSON" in malformed.fault
+    assert "not valid JSON" in malformed.fault
     assert malformed_of('{"name": "add", "parameters": [1]}', "json") == [
-        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' have to be an object")
+        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' must be an object")
     ]
     assert malformed_of('{"answer": 1}', "json") == []
     assert malformed_of('{"name": "Ada", "parameters": [1]}', "json") == []
