@@ -1,13 +1,12 @@
-"""Combines the rewards of several functions and computes the advantages of a group's completions and of the turns of
-its episodes. Pure.
+"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure.
 
 Promise: coordinator and learner combine by the same rules, so a metric shows what trains. A function that returned None
 takes no part; a completion, or a turn, without any reward has no total, does not shift the baseline of the others and
 does not train (advantage 0). Every preset reproduces the system that it is named after, to the constant. Equal rewards
 have equal advantages, exactly 0 in a group without a difference, and totals that differ only by rounding are equal.
 
-Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V compared values, N those of
-them that are numbers.
+Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V compared values, N numbers
+among them.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[fl
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] whether a function is a gate that is closed for the completion: its reward is below `gate_min`. A
-    gate that returned None is open."""
+    """Return [C, F] whether a function is a closed gate: its reward is below `gate_min`. A gate that returned None is
+    open."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
     # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
@@ -73,8 +72,7 @@ def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> F
 
 
 def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the [C] gated, weighted sums at a step: NaN if every function returned None, infinite beyond the float32
-    range."""
+    """Return the [C] gated, weighted sums at a step: NaN if every function returned None, infinite beyond float32."""
     sums_C = weighted_rewards(gated(rewards_CF, functions), weights_at(functions, step))
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf
     return sums_C

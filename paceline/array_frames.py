@@ -1,8 +1,7 @@
 """Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
 
-`RowArrays` are those of a group with an environment (`exchange.proto`, GroupResult). Promise: transcripts that decode
-belong to samples in order, their masks match their version spans and turns, and only sampled tokens have a
-log-probability.
+`RowArrays` are those of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
+belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability.
 """
 
 from __future__ import annotations
@@ -148,8 +147,7 @@ class RowArrays(NamedTuple):
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 
     def rows(self, sampled: Sequence[BoolArray]) -> Rows:
-        """Return the transcripts; `sampled` is the mask of each. Raises WireError unless turns and sampled tokens
-        match."""
+        """Return the transcripts; `sampled` has their masks. Raises WireError unless the turns match them."""
         turns = [
             Turn(turn[0], turn[1], turn[2], reward)
             for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)

@@ -1,5 +1,4 @@
-"""Decides from which folders a run's code may be loaded, because a user's file is code that runs in reward or
-environment workers.
+"""Decides from which folders workers may load a run's code, because a user's file is code that they execute.
 
 A spec that was read from a file records its folder and may name functions in or below it. With `--functions-from` the
 operator of a service allows other folders instead, because the recorded folder is only the submitter's claim. The code
@@ -54,8 +53,7 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
     """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. `allowed`
-    are the folders of `--functions-from`. Without any, a spec without a folder (made by a program) may name any
-    file."""
+    are the folders of `--functions-from`. Without any, a spec without a folder may name any file."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:
         return ""

@@ -1,8 +1,6 @@
-"""Makes a bundle from a spec on the submitter's machine: chooses the files, computes their digests and refuses what
-must not travel.
+"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files.
 
-A path that does not exist here is sent unchanged; the services resolve it (a function's file in a worker's image, data
-on its disk).
+A path that does not exist here is sent unchanged; the services resolve it (a file in a worker's image).
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, place: str, path: Path) -> None:
-        """Add a file after checking it. A path that is already there keeps its kind, so code is not also data. Raises
-        SpecError."""
+        """Add a file after checking it. A path that is already there keeps its kind. Raises SpecError."""
         if place not in self.files:
             size = _checked_size(name, path)
             self.files[place] = (kind, name, path)
@@ -197,8 +194,7 @@ def _add_data(found: _Found, prepared: Mapping[str, Sequence[Path]] = NONE_PREPA
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not hidden, in order. Links to folders count as files, so they are
-    refused."""
+    """Yield the files below a folder that are not hidden, in order. Links to folders count as files and are refused."""
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         folders[:] = sorted(set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")})

@@ -77,8 +77,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _imported(file: Path, root: Path) -> Iterator[str]:
-    """Yield the absolute names of the modules that a file imports; for `from a import b` also `a.b`, which may be a
-    module."""
+    """Yield the absolute names of the modules that a file imports; for `from a import b` also `a.b`."""
     package = ".".join(file.parent.relative_to(root).parts)
     for node in ast.walk(_parsed(file)):
         match node:
@@ -126,8 +125,7 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raise Unreadable with the modules that this process cannot import. Imports only the packages around a dotted
-    name."""
+    """Raise Unreadable with the modules that this process cannot import. Only parents of dotted names are imported."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(

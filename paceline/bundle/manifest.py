@@ -3,8 +3,7 @@
 A manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
 
 Files below the spec's folder keep their path below `folder/`; all others are at `outside/<digest of their folder>/`.
-Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's paths
-and needs no rewriting.
+Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's paths.
 """
 
 from __future__ import annotations

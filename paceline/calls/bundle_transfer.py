@@ -1,5 +1,4 @@
-"""Transfers bundles over gRPC: a submitter sends the files that the coordinator lacks, a worker fetches those that it
-needs.
+"""Transfers bundles over gRPC: a submitter sends files that the coordinator lacks, a worker fetches files.
 
 A broken transfer resumes: a submitter at the offset that the coordinator names, a worker after the last byte received.
 gRPC is imported by the first call.
@@ -130,8 +129,8 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
 
 
 def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PATIENCE_S) -> Iterator[bytes]:
-    """Yield the content of a file, over as many streams as needed. Raises NotFound; Unavailable after `patience_s`
-    without a byte."""
+    """Yield a file's content, over several streams if needed. Raises NotFound; Unavailable after `patience_s` without a
+    byte."""
     import grpc
 
     from paceline.v1 import bundle_pb2, bundle_pb2_grpc

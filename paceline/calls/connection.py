@@ -1,5 +1,4 @@
-"""A connection to one coordinator: its address, its channel, and calls with a deadline that are retried while it is
-away.
+"""A connection to one coordinator: address, channel, and calls with a deadline that are retried while it is away.
 
 Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors.
 """

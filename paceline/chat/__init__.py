@@ -1,2 +1,1 @@
-"""Chats in the shape of the OpenAI API: renders requests to tokens with the chat template and reads answers from text.
-Knows no server and no engine."""
+"""Chats in the shape of the OpenAI API: renders requests to tokens and reads answers from text."""

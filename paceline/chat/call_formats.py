@@ -57,7 +57,7 @@ class NoCall(Exception):
 
 
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
-    """Return the call between the marks of `hermes`. `tools` declare the types of plain-text arguments. Raises
+    """Return the call between the marks of `hermes`. `tools` declare types of plain-text arguments. Raises
     MalformedCall."""
     body = body.strip()
     if body.startswith(_FUNCTION):

@@ -1,5 +1,4 @@
-"""Extracts the text and the answer of a completion, as reward functions, evaluations, traces and shown samples read
-them.
+"""Extracts text and answer of a completion for reward functions, evaluations, traces and shown samples.
 
 The text is the model's output without the chat's marks. Marks are the special tokens that frame messages: those that
 the tokenizer names (begin and end of sequence, padding, …), those that the chat template writes around messages, and

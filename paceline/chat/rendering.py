@@ -189,8 +189,7 @@ def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:
 
 
 def mentions(source: str, word: str) -> bool:
-    """Return whether a template's text has a word; without it, the template cannot read a field or argument of that
-    name."""
+    """Return whether a template's text has a word; else it cannot read a field or argument of that name."""
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
@@ -290,8 +289,7 @@ class ChatTemplate:
         return opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
-        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for an effort that it does not
-        support."""
+        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for any other effort."""
         if effort is None:
             return {}
         if mentions(self.source, "reasoning_effort"):
@@ -310,8 +308,8 @@ class ChatTemplate:
         )
 
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
-        """Return whether a field is rendered. A `final` proof does not depend on the request, so a negative one is
-        cached too."""
+        """Return whether a field is rendered. A `final` proof is independent of the request; a negative one is cached
+        too."""
         cached = self._proofs().rendered
         if (role, name) in cached:
             return cached[role, name]

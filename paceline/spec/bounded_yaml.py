@@ -1,9 +1,9 @@
-"""Read YAML of a stranger within bounds: size, depth, number of values, length of a value, no anchors, no aliases, and
-time.
+"""Parses untrusted YAML with limits on size, depth, number of values, length of a value and time; anchors and aliases
+are refused.
 
-An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (a user's
-file may have them: they are resolved where it is read). libyaml reads the characters, Python builds the values: a
-thread that reads a large text lets other threads run after each value.
+An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (those in a
+user's file are resolved where it is read). libyaml reads the characters and Python builds the values, so a thread that
+reads a large text lets other threads run after each value.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MAX_NODES = 20_000
 MAX_SCALAR = 1 << 16
 """Characters of one value."""
 MAX_NUMBER = 1000
-"""Characters of a number: YAML has notations whose reading time grows with the square of their length."""
+"""Characters of a number: the time to read some YAML notations is quadratic in their length."""
 MAX_READ_S = 10.0
-"""Seconds for one text. Within the other bounds it takes tenths of a second, but the machine may be busy."""
+"""Seconds for one text. Within the other limits it takes tenths of a second, but the machine may be busy."""
 
 
 class PythonEvents(Reader, Scanner, Parser):
-    """Substitute for `CParser` where PyYAML was built without libyaml."""
+    """Replaces `CParser` if PyYAML was built without libyaml."""
 
     def __init__(self, text: str):
         Reader.__init__(self, text)
@@ -54,7 +54,7 @@ Events: Any = _events()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """The safe loader, value by value."""
+    """The safe loader, with a Python step for each value."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
@@ -64,7 +64,7 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
 
 
 class BoundedLoader(StepwiseLoader):
-    """Loader that raises SpecError for a value beyond the bounds, before it is built."""
+    """Loader that raises SpecError for a value beyond the limits, before it is built."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -111,8 +111,8 @@ class BoundedLoader(StepwiseLoader):
 
 
 def excess(value: Any) -> str:
-    """Return how a value that was read without bounds exceeds those on levels and on keys and values, where each alias stands for all
-    of its tree; empty for one that does not."""
+    """Return how a value that was read without limits exceeds those on levels, keys and values, with each alias counted
+    as its whole tree; empty if it does not."""
     left, nodes = [(value, 1)], 0
     while left:
         each, depth = left.pop()
@@ -128,7 +128,7 @@ def excess(value: Any) -> str:
 
 
 def load(text: str) -> Any:
-    """Return the contents of the YAML `text`. Raises SpecError: not YAML, or beyond the bounds."""
+    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML, or beyond the limits."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
         raise SpecError(f"the spec has {size} bytes, {MAX_BYTES} are allowed; keep data in files")
@@ -138,7 +138,7 @@ def load(text: str) -> Any:
         return loader.get_single_data()
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
-    except (ValueError, OverflowError) as error:  # a number or a date that Python cannot hold
+    except (ValueError, OverflowError) as error:  # a number or a date that Python cannot represent
         raise SpecError(f"the spec has a value that cannot be read: {error}") from None
     finally:
         if loader is not None:

@@ -1,8 +1,8 @@
-"""Sentences about keys of the spec: what is wrong with a value, the key that was meant, what a key is for.
+"""Explains faults of a spec's keys and values, suggests the intended key, and describes all keys.
 
-A fault is one line: the dotted key as it was typed, the value, and the remedy. For an unknown key the dictionary of other libraries'
-names answers first, then spelling, then a key of that name elsewhere; a wrong guess costs more than none. Pages of the documentation
-are made from the spec's classes and from the dictionary.
+A fault is one line: the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the
+dictionary of other libraries' names, then by spelling, then by its last parts elsewhere; a wrong suggestion is worse
+than none. Pages of the documentation are made from the spec's classes and the dictionary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.spec.keys import ITEM, Key, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section that are looked into."""
+"""Levels of an unknown section that are searched."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
-    """Return one line per fault of a spec of that algorithm, at most FAULTS_SHOWN."""
+    """Return one line per fault of a spec for that algorithm, at most FAULTS_SHOWN."""
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
@@ -35,7 +35,7 @@ def explain(error: ValidationError, algorithm: object = "grpo") -> str:
 
 
 def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") -> list[str]:
-    """Return the lines for a key that no section has; `value` is what stands there."""
+    """Return the lines for an unknown key with this `value`."""
     head = _typed(location)
     typed = _leaves(head, value)
     found = {path: look_up(_without_indices(path)) for path in typed}
@@ -62,13 +62,13 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     typed = typed if union is None else _typed(union)
     if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
-    if union is not None:  # one fault for each of its members: say what the key takes, once
+    if union is not None:  # pydantic reports one fault for each member of the union
         return [f"{typed}: has to be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
 
 
 def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the position of the key of which pydantic names a union's member (`data.train.str`); None for others."""
+    """Return the location of the key if pydantic names a member of its union (`data.train.str`); else None."""
     for length in range(1, len(location)):
         key = keys().get(dotted(location[:length]))
         if key is not None and key.section is None and isinstance(location[length], str):
@@ -83,7 +83,7 @@ def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[st
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
-    """Return the clause for a name of another library, with our key for the algorithm, or for the one that `path` names."""
+    """Return the clause for another library's name, with our key for `algorithm`, or for the algorithm in `path`."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
@@ -108,7 +108,7 @@ def _own(location: tuple[Any, ...], path: str) -> str:
 
 
 def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
-    """Return whether the key is near a section of ours that has all keys of `value`."""
+    """Return whether the key resembles one of our sections, and that section has all keys of `value`."""
     above = dotted(location[:-1])
     sections = [f"{above}.{near}" if above else near for near in nearest(str(location[-1]), keys_of(above))]
     below = [str(name) for name in value] if isinstance(value, dict) else []
@@ -116,7 +116,7 @@ def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Return the keys elsewhere in the spec that end as `path` does, in as many parts as possible."""
+    """Return the keys elsewhere in the spec that share the most last parts with `path`."""
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])
@@ -139,7 +139,7 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return the answers with each text once, for the first path that has it and the number of others."""
+    """Return each distinct answer once, keyed by its first path and the number of others."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
@@ -183,7 +183,7 @@ _SIGNS = {
 
 
 def value_fault(key: str, item: Any) -> str:
-    """Return the clause for one of pydantic's faults at our dotted `key`, such as "has to be an integer"."""
+    """Return the clause for a pydantic fault at our dotted `key`, such as "has to be an integer"."""
     kind, value, context = str(item["type"]), item["input"], item.get("ctx", {})
     hint = _foreign_value(key, value)
     if key == "rewards" or key == f"rewards.{ITEM}":
@@ -208,7 +208,7 @@ def _with(clause: str, hint: str) -> str:
 
 
 def _foreign_value(key: str, value: Any) -> str:
-    """Return what to write for a value of another library; empty for a value that none has."""
+    """Return the replacement for another library's value; empty if there is none."""
     found = values().get(key, {})
     if not isinstance(value, str | int | float | None) or value not in found:
         return ""
@@ -217,7 +217,7 @@ def _foreign_value(key: str, value: Any) -> str:
 
 
 def _guess(key: str, value: Any) -> str:
-    """Return the choice that a misspelt one means, also one of a preset (`algorithm: dapo`)."""
+    """Return the suggestion for a misspelt choice, or for a preset (`algorithm: dapo`)."""
     if not isinstance(value, str):
         return ""
     if key == "algorithm" and value in _literals("loss_fn.preset"):
@@ -273,14 +273,14 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""More candidates than these are no guess."""
+"""With more candidates than these, none is suggested."""
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the names that `word` may mean, the best first; empty if none is near enough.
+    """Return the names that `word` may mean, best first; empty if none is close.
 
-    Near is: the same but for case and punctuation; few typing errors for its length; or all words of `word` occur, in their
-    order, among those of the name (`max_step` in `max_num_steps`).
+    A name is close if it differs only in case and punctuation, or by few typing errors for its length, or if it has all
+    parts of `word` in order (`max_step` in `max_num_steps`).
     """
     if len(word) > MAX_LETTERS:
         return []
@@ -298,14 +298,12 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def typing_errors(word: str) -> int:
-    """Return the typing errors at which a word of this length is still recognisable: none in three letters, one up to seven,
-    then one for each four."""
+    """Return the typing errors allowed for a word's length: none up to 3 letters, one up to 7, then one for each 4."""
     return 0 if len(word) <= 3 else max(1, len(word) // 4)
 
 
 def distance(one: str, other: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with their neighbour that turn `one` into `other`
-    (optimal string alignment)."""
+    """Return the number of letters to insert, delete, replace or swap between two words (optimal string alignment)."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):
         row = [i]

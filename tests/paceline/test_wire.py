@@ -154,7 +154,7 @@ def test_rewards_are_rows_of_completions() -> None:
 def test_a_header_is_parsed_or_refused() -> None:
     header = pb.ExchangeRequest(request_id=7).SerializeToString()
     assert parse_message(pb.ExchangeRequest, header).request_id == 7
-    with pytest.raises(WireError, match="frame of 3 bytes is no ExchangeRequest"):
+    with pytest.raises(WireError, match="frame of 3 bytes is not of type ExchangeRequest"):
         parse_message(pb.ExchangeRequest, b"\xff\xff\xff")
 
 

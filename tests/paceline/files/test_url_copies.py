@@ -62,7 +62,7 @@ def test_a_damaged_copy_is_made_again(copies: Copies, monkeypatch: pytest.Monkey
 
 
 def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"5 bytes of a came, and the store said 3;"):
+    with pytest.raises(Unavailable, match=r"5 bytes of a arrived, and the store reported 3;"):
         copies.open(size=3)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (copies.open(size=None) / "a").read_bytes() == b"first"  # a store that gives no size
@@ -97,5 +97,5 @@ def test_copies_are_encrypted_with_a_key_beside_those_without(copies: Copies, gi
     before = (encrypted / "b").stat().st_ctime_ns
     assert copies.open(given_key) == encrypted
     assert (encrypted / "b").stat().st_ctime_ns == before
-    with pytest.raises(Unavailable, match="bytes of a came"):
+    with pytest.raises(Unavailable, match="bytes of a arrived"):
         copies.open(given_key, size=99)

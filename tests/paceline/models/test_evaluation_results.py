@@ -46,7 +46,7 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         read_result(tmp_path)
     write_result(tmp_path, {"metrics": {}}, [SAMPLE])
     (tmp_path / RESULT).write_text("[]")
-    with pytest.raises(DataError, match="no evaluation of format 1"):
+    with pytest.raises(DataError, match="not an evaluation of format 1"):
         read_result(tmp_path)
     (tmp_path / RESULT).write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
@@ -76,7 +76,7 @@ def test_samples_that_are_none_are_refused_although_their_digest_fits(tmp_path: 
 )
 def test_a_result_without_metrics_is_refused_although_its_digest_fits(tmp_path: Path, result: Any) -> None:
     write_result(tmp_path, result, [SAMPLE])
-    with pytest.raises(DataError, match=f"{RESULT} is no evaluation: metrics"):
+    with pytest.raises(DataError, match=f"{RESULT} is not an evaluation: metrics"):
         read_result(tmp_path)
 
 

@@ -306,7 +306,7 @@ def test_a_choice_of_links_is_refused_with_what_brings_weights(spec_path: Path) 
     for backend in ("auto", "gloo", "nccl", "shared"):
         message = refusal(spec_path, f"weights.backend={backend}")
         assert message.startswith("weights.backend: unknown key; ")
-        assert "remove backend: agents of hosts bring weights, and with delta the object store does" in message
+        assert "remove backend: relays bring weights, and with delta the object store does" in message
 
 
 def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:

@@ -36,15 +36,15 @@ def test_the_common_name_is_the_name_and_the_organization_the_role(tmp_path: Pat
     ("names", "fault"),
     [
         ([(NameOID.ORGANIZATION_NAME, "worker")], "no common name"),
-        ([(NameOID.COMMON_NAME, "a")], "organizations .O.: none; it has to have one"),
-        ([(NameOID.COMMON_NAME, "a"), (NameOID.ORGANIZATION_NAME, "boss")], "boss; it has to have one"),
+        ([(NameOID.COMMON_NAME, "a")], "organizations .O.: none; it must have one"),
+        ([(NameOID.COMMON_NAME, "a"), (NameOID.ORGANIZATION_NAME, "boss")], "boss; it must have one"),
         (
             [
                 (NameOID.COMMON_NAME, "a"),
                 (NameOID.ORGANIZATION_NAME, "worker"),
                 (NameOID.ORGANIZATION_NAME, "operator"),
             ],
-            "worker, operator; it has to have one",
+            "worker, operator; it must have one",
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_certificate_without_exactly_one_role_names_nobody(
 
 
 def test_what_is_no_certificate_is_called_that() -> None:
-    with pytest.raises(InvalidInput, match="no certificate in PEM format"):
+    with pytest.raises(InvalidInput, match="not a certificate in PEM format"):
         identity_of(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 
 

@@ -35,7 +35,7 @@ def test_files_that_do_not_fit_leave_the_ones_before_in_use(
     renewed = (own / "tls.crt").read_bytes()
     (own / "tls.crt").write_bytes(certificate)  # the new key is there, its certificate is on its way
     assert folder.read() is first
-    assert "do not fit each other" in caplog.text
+    assert "do not match" in caplog.text
     (own / "tls.crt").write_bytes(renewed)
     assert folder.read().certificate == renewed
 
