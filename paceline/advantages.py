@@ -198,9 +198,9 @@ def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array
         z_C = weight * advantages(rewards_C, "trl")
         scores_C += z_C
         if z_C.any():
-            known_N = rewards_C[~np.isnan(rewards_C)]
-            scale = abs(weight) / (known_N.std(ddof=1) + TRL_STD_EPSILON)
-            errors.append(2 * FLOAT32_ERROR * np.abs(known_N).max() * scale)
+            numbers_N = rewards_C[~np.isnan(rewards_C)]
+            scale = abs(weight) / (numbers_N.std(ddof=1) + TRL_STD_EPSILON)
+            errors.append(2 * FLOAT32_ERROR * np.abs(numbers_N).max() * scale)
     if len(errors) > 1:
         scores_C[np.abs(scores_C) <= sum(errors)] = 0.0
     return scores_C

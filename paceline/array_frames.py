@@ -160,8 +160,8 @@ class RowArrays(NamedTuple):
                 raise WireError(f"turn {tuple(turn[:3])} is not after {before}, or not within its transcript")
             covered[turn.row][turn.start : turn.end] = True
             before = (turn.row, turn.end)
-        for row, (mask, own) in enumerate(zip(sampled, covered, strict=True)):
-            if not np.array_equal(mask, own):
+        for row, (mask, turns_mask) in enumerate(zip(sampled, covered, strict=True)):
+            if not np.array_equal(mask, turns_mask):
                 raise WireError(f"transcript {row}: its turns do not cover the tokens marked in `sampled`")
         return Rows(self.num_samples, tuple(self.row_samples.tolist()), tuple(turns))
 

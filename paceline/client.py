@@ -142,13 +142,13 @@ class Client(Connection):
         """Retry the call while the coordinator opens the data set, which it does once; a download may take long."""
         import grpc
 
-        asked_s = time.monotonic()
+        started_s = time.monotonic()
         while True:
             try:
                 response: SubmitResponse = self._runs.Submit(request, timeout=self._timeout_s)
                 return response
             except grpc.RpcError as error:
-                waited_s = time.monotonic() - asked_s
+                waited_s = time.monotonic() - started_s
                 if status_name(error) != "DEADLINE_EXCEEDED" or waited_s > OPENING_S:
                     raise
                 log.warning(
@@ -266,13 +266,13 @@ class Client(Connection):
         from paceline.v1.run_pb2 import WatchRequest
 
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        heard_s, first = time.monotonic(), True
+        last_event_s, first = time.monotonic(), True
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
                 left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
                 for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after), timeout=left_s):
-                    after, heard_s, first = response.sequence, time.monotonic(), False
+                    after, last_event_s, first = response.sequence, time.monotonic(), False
                     backoff.reset()
                     yield Event(response.sequence, response.kind, json.loads(response.json))
                 return
@@ -280,7 +280,7 @@ class Client(Connection):
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     return
                 lasting = status_name(error) in LASTING
-                silent = time.monotonic() - heard_s >= (self._wait_s if first else self._reconnect_s)
+                silent = time.monotonic() - last_event_s >= (self._wait_s if first else self._reconnect_s)
                 if lasting or silent or self._closed.is_set():
                     raise self._translated(error) from None
             except ValueError:  # gRPC raises it for a call on a closed channel
@@ -292,15 +292,15 @@ class Client(Connection):
 
         Raises NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`.
         """
-        started_s = heard_s = time.monotonic()
+        started_s = last_answer_s = time.monotonic()
         pause_s = 0.05
         while True:
             try:
-                run, heard_s = self.get(run_id), time.monotonic()
+                run, last_answer_s = self.get(run_id), time.monotonic()
                 if state_name(run) in ENDED_STATES:
                     return run
             except Unavailable:
-                if time.monotonic() - heard_s > self._reconnect_s:
+                if time.monotonic() - last_answer_s > self._reconnect_s:
                     raise
             if timeout_s is not None and time.monotonic() - started_s > timeout_s:
                 raise Unavailable(f"run {run_id} has not ended after {timeout_s:g} s")
@@ -447,11 +447,11 @@ class Client(Connection):
         from paceline.v1.common_pb2 import Role
 
         role = Role.Value(f"ROLE_{kind.upper()}")
-        found = [m for m in self.members() if m.role == role and m.address]
-        if not found:
+        workers = [m for m in self.members() if m.role == role and m.address]
+        if not workers:
             raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
                               f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
-        newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
+        newest = max(workers, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
         return str(newest.address)
 
     def _stub(self) -> Any:

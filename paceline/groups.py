@@ -205,8 +205,8 @@ def with_holder(lines: str, attempt: int, member_id: str) -> str:
     empty if the holder is unknown, or MAX_HOLDERS or more attempts ago."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
-    forgotten = max(0, attempt - MAX_HOLDERS)
-    return "\n".join([*[""] * forgotten, *earlier[forgotten:], member_id])
+    dropped = max(0, attempt - MAX_HOLDERS)
+    return "\n".join([*[""] * dropped, *earlier[dropped:], member_id])
 
 
 def held_attempt(lines: str, attempt: int) -> str:

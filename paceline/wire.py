@@ -144,19 +144,19 @@ def split_completions(
             raise WireError("logprobs of tokens that were not sampled have to be 0")
     completions: list[Completion] = []
     start = prompt_start = 0
-    for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
+    for index, (size, completion_spans) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         part = slice(start, start + size)
         row: dict[str, Any] = {}
         start += size
         if row_arrays is None:
-            _check_spans(own, size, f"completion {index}: ")
+            _check_spans(completion_spans, size, f"completion {index}: ")
         else:
             prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
             row = {"prompt_ids": prompt_ids[prompt_start:prompt_end], "sampled_T": row_arrays.sampled[part]}
             prompt_start = prompt_end
-            check_spans_of_row(index, own, row["sampled_T"])
+            check_spans_of_row(index, completion_spans, row["sampled_T"])
         reason, text = finish_reasons[index], texts[index]
-        completions.append(Completion(token_ids[part], logprobs[part], tuple(own), reason, text, **row))
+        completions.append(Completion(token_ids[part], logprobs[part], tuple(completion_spans), reason, text, **row))
     first = prompt_ids if row_arrays is None else prompt_ids[: int(row_arrays.prompt_lengths[0])]
     return first, tuple(completions)
 

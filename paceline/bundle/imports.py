@@ -144,9 +144,9 @@ def _is_there(name: str) -> bool:
 def undeclared(imported: Iterable[str], requirements: Sequence[str]) -> list[str]:
     """Return the imported top-level modules that are neither dependencies of Paceline nor in `requirements`."""
     declared = {name.partition(".")[0] for name in requirements}
-    left = sorted(name for name in set(imported) - declared)
-    own = _own_modules() if left else set()
-    return [name for name in left if name not in own]
+    undeclared_names = sorted(name for name in set(imported) - declared)
+    dependencies = _own_modules() if undeclared_names else set()
+    return [name for name in undeclared_names if name not in dependencies]
 
 
 def _own_modules() -> set[str]:

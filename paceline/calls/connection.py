@@ -37,8 +37,8 @@ FORM = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 def checked_address(text: str, what: str = "--coordinator") -> str:
     """Return the address unchanged. Raises InvalidInput unless it is HOST:PORT (an IPv6 host in brackets)."""
-    found = FORM.fullmatch(text)
-    if not found or not 0 < int(found[2]) < 65536:
+    match = FORM.fullmatch(text)
+    if not match or not 0 < int(match[2]) < 65536:
         raise InvalidInput(f"{what} {text!r} is malformed; write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
     return text
 

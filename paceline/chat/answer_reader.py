@@ -154,11 +154,11 @@ class AnswerReader:
             return False
         before, mark, after = text.partition(OPEN)
         if mark:
-            said = before.rstrip()
-            _add(parts, said)
+            content = before.rstrip()
+            _add(parts, content)
             self._held = after
             self._enter("call", trims=False)
-            self._gap = before[len(said) :]
+            self._gap = before[len(content) :]
             return True
         self._give(parts, text, len(text) - len(_without_begun(text, OPEN).rstrip()))
         return False

@@ -90,8 +90,8 @@ def answer_of(text: str) -> str:
     before, opened, reasoning = answer.partition(THINK)
     if not opened:
         return answer
-    found = ANSWER_TAG.search(reasoning)
-    return (before if before.strip() else "") + (found[0] if found else "")
+    stated = ANSWER_TAG.search(reasoning)
+    return (before if before.strip() else "") + (stated[0] if stated else "")
 
 
 def message_text(message: Mapping[str, Any], *, in_reasoning: bool = False) -> str:
@@ -163,13 +163,13 @@ def _probes(tokenizer: Any) -> list[str]:
 
     system, user, assistant, tool = ({"role": role, "content": text} for role, text in CONTENTS.items())
     call = {"id": "c47134713", "type": "function", "function": {"name": "f", "arguments": {}}}
-    asked = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    answered = [*asked, {**tool, "tool_call_id": call["id"], "name": "f"}]
+    call_chat = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answered = [*call_chat, {**tool, "tool_call_id": call["id"], "name": "f"}]
     texts = []
     for before, chat in (
         ([], [system, user, assistant, user]),
         ([], [user, assistant, user]),
-        (asked, answered),
+        (call_chat, answered),
     ):
         with contextlib.suppress(InvalidInput):
             begun = render_chat(tokenizer, before) if before else ""

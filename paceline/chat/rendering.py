@@ -135,11 +135,11 @@ def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
     try:
         if OPEN in text and CLOSE in text:
             read = [read_marked_call(text[text.index(OPEN) + len(OPEN) : text.index(CLOSE)], [_TOOL])]
-            text, found = text[text.index(OPEN) :], "hermes"
+            text, format_read = text[text.index(OPEN) :], "hermes"
         else:
-            read, found = read_json_calls(text, [_TOOL]), "json"
+            read, format_read = read_json_calls(text, [_TOOL]), "json"
         if [(call.name, json.loads(call.arguments)) for call in read] == [(name, arguments)]:
-            calls = found  # type: ignore[assignment]
+            calls = format_read  # type: ignore[assignment]
     except (MalformedCall, NoCall):
         pass
     if calls == "none":
@@ -159,22 +159,22 @@ def says(message: Json, name: str) -> bool:
 
 def _short_chat(message: Json, name: str) -> list[Json]:
     """Return a chat in which a message of this role, with this field, is valid."""
-    made: Json = {"role": message["role"], "content": "" if name == "tool_calls" else _ANSWER}
+    probed: Json = {"role": message["role"], "content": "" if name == "tool_calls" else _ANSWER}
     if name == BESIDE_CALLS:
-        made["tool_calls"] = [_CALL]
+        probed["tool_calls"] = [_CALL]
     elif name != "content":
-        made[name] = message[name]
-    asked: Json = {"role": "user", "content": _QUESTION}
+        probed[name] = message[name]
+    question: Json = {"role": "user", "content": _QUESTION}
     match message["role"]:
         case "user":
-            return [made]
+            return [probed]
         case "system" | "developer":
-            return [made, asked]
+            return [probed, question]
         case "tool":
-            made.setdefault("tool_call_id", _CALL["id"])
-            return [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, made]
+            probed.setdefault("tool_call_id", _CALL["id"])
+            return [question, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, probed]
         case _:
-            return [asked, made]
+            return [question, probed]
 
 
 def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:

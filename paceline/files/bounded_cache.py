@@ -76,8 +76,8 @@ class CacheKind:
 
     def of_user(self, folder_name: str) -> BoundedCache:
         """Return the cache in the environment, else `paceline/<folder_name>` in the user's. Raises InvalidInput."""
-        given = os.environ.get(self.folder_variable)
-        folder = Path(given) if given else _in_user_cache(folder_name)
+        named = os.environ.get(self.folder_variable)
+        folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
 
 
@@ -123,8 +123,8 @@ class BoundedCache:
 
     def _fill(self, root: Path, fill: Callable[[Path], None], lock: int) -> None:
         partial, damaged = root.with_suffix(".partial"), root.with_suffix(".damaged")
-        for left in (partial, damaged):  # of a process that ended while filling
-            shutil.rmtree(left, ignore_errors=True)
+        for stale in (partial, damaged):  # of a process that ended while filling
+            shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
         try:
             fill(partial)
@@ -220,8 +220,8 @@ DEFAULT_MB = 65_536
 
 def spool_folder() -> Path:
     """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache."""
-    given = os.environ.get(FOLDER_VARIABLE)
-    return Path(given) if given else _in_user_cache("spool")
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else _in_user_cache("spool")
 
 
 def quota_bytes() -> int:

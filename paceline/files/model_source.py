@@ -84,8 +84,8 @@ def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
         if config:
             _refuse_adapter(present, f"{field} {url!r}")
         if "config.json" in present or (present and not config):
-            wanted = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
-            return _hold(open_copies(cache, store, url.rstrip("/"), wanted))
+            copied = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
+            return _hold(open_copies(cache, store, url.rstrip("/"), copied))
     except SpecError as error:
         raise InvalidInput(str(error)) from error
     except FileNotFoundError:

@@ -57,11 +57,11 @@ Stamp = tuple[tuple[str, int, int], ...]
 def stamp(folder: Path, patterns: Iterable[str]) -> Stamp:
     """Return name, modification time in ns, and size in bytes of up to MAX_FILES files in `folder` that match a
     pattern; nothing if the folder cannot be read."""
-    found: list[tuple[str, int, int]] = []
+    stamps: list[tuple[str, int, int]] = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})[:MAX_FILES]:
             status = path.stat()
-            found.append((path.name, status.st_mtime_ns, status.st_size))
+            stamps.append((path.name, status.st_mtime_ns, status.st_size))
     except OSError:
         return ()
-    return tuple(found)
+    return tuple(stamps)

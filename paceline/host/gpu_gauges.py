@@ -56,18 +56,18 @@ class GpuReader:
         return gauges
 
     def _read_one(self, index: int) -> dict[str, float]:
-        handle, found = self._handles[index], {}
+        handle, gauges = self._handles[index], {}
         if (use := self._call("nvmlDeviceGetUtilizationRates", handle)) is not None:
-            found["gpu_use"] = use.gpu / 100
+            gauges["gpu_use"] = use.gpu / 100
         if (memory := self._call("nvmlDeviceGetMemoryInfo", handle)) is not None:
-            found["gpu_memory_used_gb"] = memory.used / 1e9
+            gauges["gpu_memory_used_gb"] = memory.used / 1e9
         if (power := self._call("nvmlDeviceGetPowerUsage", handle)) is not None:
-            found["gpu_power_w"] = power / 1e3
+            gauges["gpu_power_w"] = power / 1e3
         if (energy := self._call("nvmlDeviceGetTotalEnergyConsumption", handle)) is not None:
-            found[ENERGY + self._names[index].removeprefix("GPU-")[:ID_LENGTH]] = energy / 1e3
+            gauges[ENERGY + self._names[index].removeprefix("GPU-")[:ID_LENGTH]] = energy / 1e3
         if (reasons := self._slowdown_reasons(handle)) is not None:
-            found["gpu_throttled"] = float(bool(reasons & self._slowdown_mask()))
-        return found
+            gauges["gpu_throttled"] = float(bool(reasons & self._slowdown_mask()))
+        return gauges
 
     def _slowdown_reasons(self, handle: Any) -> int | None:
         for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
@@ -157,15 +157,15 @@ def visible_handles(nvml: Any, visible: str | None) -> dict[int, Any]:
     try:
         count = int(nvml.nvmlDeviceGetCount())
         names = [str(index) for index in range(count)] if visible is None else visible.split(",")
-        found: dict[int, Any] = {}
+        handles: dict[int, Any] = {}
         for name in (each.strip() for each in names):
             if name.isdecimal() and int(name) < count:
-                found[len(found)] = nvml.nvmlDeviceGetHandleByIndex(int(name))
+                handles[len(handles)] = nvml.nvmlDeviceGetHandleByIndex(int(name))
             elif name.startswith(("GPU-", "MIG-")):
-                found[len(found)] = nvml.nvmlDeviceGetHandleByUUID(name)
+                handles[len(handles)] = nvml.nvmlDeviceGetHandleByUUID(name)
             else:
                 break  # as CUDA does: the first name that does not exist ends the list
-        return found
+        return handles
     except nvml.NVMLError:
         return {}
 

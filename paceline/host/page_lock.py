@@ -34,12 +34,12 @@ class PageLocks:
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Lock the pages of the address ranges [start, end) that are not locked yet, because CUDA refuses to lock one
         twice."""
-        wanted = without(merged(ranges), sorted(self._locked))
-        if not wanted or self._refused:
+        unlocked = without(merged(ranges), sorted(self._locked))
+        if not unlocked or self._refused:
             return
         runtime = self._cuda()
         with ThreadPoolExecutor(1, "page-lock") as thread:
-            thread.submit(self._lock, runtime, wanted).result()
+            thread.submit(self._lock, runtime, unlocked).result()
 
     def _lock(self, runtime: Any, ranges: list[tuple[int, int]]) -> None:
         for start, end in ranges:

@@ -152,15 +152,15 @@ def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int]
         "weights": width * shape.parameters // divided,
         "workspace": VLLM_WORKSPACE_BYTES if needed.sampler_on_gpu else CONTEXT_BYTES,
     }
-    one = token * spec.policy.max_total_sequence_length
+    longest = token * spec.policy.max_total_sequence_length
     share = None
     if config.kv_cache_memory_bytes is not None or not needed.sampler_on_gpu:
         cache = config.kv_cache_memory_bytes or 1 << 30
     elif room.gpu_bytes is None:
-        cache = one
+        cache = longest
     else:
         share = int((config.gpu_memory_utilization or VLLM_SHARE) * room.gpu_bytes)
-        cache = max(share - sum(fixed.values()), one)  # vLLM does not start with less than the longest sequence
+        cache = max(share - sum(fixed.values()), longest)  # vLLM does not start with less than the longest sequence
     return {**fixed, "keys and values": cache}, cache // token, share
 
 
@@ -220,10 +220,10 @@ def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
         f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
         f"{gigabytes(full.parts[largest])} {largest}"
     )
-    found = remedies(spec, shape, room)
-    if not found:
+    settings = remedies(spec, shape, room)
+    if not settings:
         return f"{text}; no setting alone makes it fit: take more or larger GPUs, or a smaller model"
-    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in found.items())}"
+    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in settings.items())}"
 
 
 def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
@@ -313,7 +313,7 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
     it is full and 8,192. `has_vllm`: vLLM is installed where the run samples.
     """
     room = with_gpu_size(spec, room)
-    spec, said = with_engine(spec, has_vllm=has_vllm)
+    spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
     if shares:
         spec = with_keys(spec, {SHARE_KEY: LEAST_SHARE})
@@ -323,18 +323,18 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
         share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
         spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
         chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: the rest of a GPU shared with the learner")
-    return spec, said + chosen
+    return spec, notes + chosen
 
 
 def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
     """Return the spec with an engine and its batch size in place of `auto`, and a sentence if the engine was chosen for
     GPUs."""
-    spec, said = _with_backend(spec, has_vllm)
+    spec, notes = _with_backend(spec, has_vllm)
     generation = spec.policy.generation
     if generation.max_batch_size == "auto":
         size = generation.batch_size(on_gpu=on_gpus(spec)[1])
         spec = with_keys(spec, {"policy.generation.max_batch_size": size})
-    return spec, said
+    return spec, notes
 
 
 def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
@@ -344,11 +344,11 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     is_set = generation.vllm_cfg != type(generation.vllm_cfg)() or bool(generation.vllm_kwargs)
     wants = is_set or (spec.samples and on_gpus(spec)[1])
     backend = "vllm" if wants and (has_vllm or is_set) else "native"
-    said = []
+    notes = []
     if wants and spec.samples:
         why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
-        said = [f"policy.generation.backend is {backend}: auto, {why}"]
-    return with_keys(spec, {"policy.generation.backend": backend}), said
+        notes = [f"policy.generation.backend is {backend}: auto, {why}"]
+    return with_keys(spec, {"policy.generation.backend": backend}), notes
 
 
 def _lacks_share(spec: RunSpec) -> bool:
@@ -369,16 +369,16 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
     if not any(is_auto):
         return spec, []
     longest = policy.max_total_sequence_length
-    known = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
+    room_bytes = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
     kinds = ["none", *(() if policy.compile else ("selective",)), "full"]
     if policy.lora_cfg.enabled and policy.lora_cfg.dropout:
         kinds = ["none"]
     usual = max(USUAL_TOKENS, longest)
-    if shape is None or known is None:
+    if shape is None or room_bytes is None:
         why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
         chosen, tokens = kinds[-1], usual
     else:
-        why = f"{gigabytes(known)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
+        why = f"{gigabytes(room_bytes)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
 
         def fits(kind: str, tokens: int) -> bool:
             tried = {
@@ -395,8 +395,8 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         changed["policy.activation_checkpointing"] = chosen
     if is_auto[1]:
         changed["policy.train_mb_tokens"] = tokens
-    said = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
-    return with_keys(spec, changed), said
+    notes = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
+    return with_keys(spec, changed), notes
 
 
 def checked_plan(spec: RunSpec) -> RunSpec:

@@ -44,10 +44,10 @@ def load_pretrained(
     what = f"{field} {name!r}"
     source = source or model_source(name, field, weights=True)
     is_quantized = check_model(kind, source, field, what, **options)
-    model, found = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options)
+    model, report = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options)
     if getattr(model, "_hf_peft_config_loaded", False):  # a model on the hub with an adapter beside it
         raise InvalidInput(f"{what} has a LoRA adapter beside its weights; merge it with `paceline convert`")
-    _refuse_unfit(type(model).__name__, source, what, found["missing_keys"], _used(found["unexpected_keys"]))
+    _refuse_unfit(type(model).__name__, source, what, report["missing_keys"], _used(report["unexpected_keys"]))
     if not is_quantized:
         check_finite(model, what)
     return model
@@ -245,8 +245,8 @@ def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unex
 
 def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
     """Return the prefix of a wrapper in the names of unexpected tensors, if one would be a missing tensor without it."""
-    found = (name.removesuffix(wanted) for wanted in lacking[-1:] for name in extra if name.endswith(wanted))
-    return next((prefix for prefix in found if prefix.endswith(".")), None)
+    prefixes = (name.removesuffix(missing) for missing in lacking[-1:] for name in extra if name.endswith(missing))
+    return next((prefix for prefix in prefixes if prefix.endswith(".")), None)
 
 
 def _shown(names: list[str]) -> str:

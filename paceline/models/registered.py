@@ -33,13 +33,13 @@ class Reference(NamedTuple):
 
 def read_reference(text: str) -> Reference:
     """Return the reference in a text. Raises InvalidInput."""
-    found = REFERENCE.fullmatch(text)
-    if found is None:
+    match = REFERENCE.fullmatch(text)
+    if match is None:
         raise InvalidInput(
             f"{text[:80]!r} is not a registered model; write NAME, NAME:VERSION or NAME@ALIAS, such as arithmetic@{CHAMPION}. "
             "Names have up to 64 letters, digits, dots, hyphens and underscores"
         )
-    return Reference(found["name"], int(found["version"] or 0), found["alias"] or "")
+    return Reference(match["name"], int(match["version"] or 0), match["alias"] or "")
 
 
 def check_name(name: str) -> None:

@@ -80,8 +80,8 @@ class WeightFiles:
 
     def holds_only(self, dtype: torch.dtype) -> bool:
         """Return whether all floating-point tensors have this type, so that converting them to it loses nothing."""
-        found = {torch_dtype(tensor.dtype) for tensor in self.tensors.values()}
-        return {stored for stored in found if stored.is_floating_point} <= {dtype}
+        dtypes = {torch_dtype(tensor.dtype) for tensor in self.tensors.values()}
+        return {stored for stored in dtypes if stored.is_floating_point} <= {dtype}
 
     def __enter__(self) -> Self:
         return self

@@ -113,9 +113,9 @@ class BoundedLoader(StepwiseLoader):
 def excess(value: Any) -> str:
     """Return how a value that was read without limits exceeds those on levels, keys and values, with each alias counted
     as its whole tree; empty if it does not."""
-    left, nodes = [(value, 1)], 0
-    while left:
-        each, depth = left.pop()
+    waiting, nodes = [(value, 1)], 0
+    while waiting:
+        each, depth = waiting.pop()
         nodes += 1
         if nodes > MAX_NODES:
             return f"has more than {MAX_NODES} keys and values, with its aliases written out"
@@ -123,7 +123,7 @@ def excess(value: Any) -> str:
             return f"is nested more than {MAX_DEPTH} levels deep"
         parts = [*each, *each.values()] if isinstance(each, dict) else each
         if isinstance(parts, list | tuple | set):
-            left += [(part, depth + 1) for part in parts]
+            waiting += [(part, depth + 1) for part in parts]
     return ""
 
 

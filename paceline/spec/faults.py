@@ -29,8 +29,8 @@ def explain(error: ValidationError, algorithm: object = "grpo") -> str:
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
         lines += [line for line in _explain_one(item, str(algorithm)) if line not in lines]
-    left = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
-    more = [f"and {left} more faults"] if left > 0 else []
+    hidden = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
+    more = [f"and {hidden} more faults"] if hidden > 0 else []
     return "\n".join([*lines[:FAULTS_SHOWN], *more])
 
 
@@ -38,10 +38,10 @@ def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") 
     """Return the lines for an unknown key with this `value`."""
     head = _typed(location)
     typed = _leaves(head, value)
-    found = {path: look_up(_without_indices(path)) for path in typed}
-    if any(found.values()) and not _misspelt_section(location, value):
+    entries = {path: look_up(_without_indices(path)) for path in typed}
+    if any(entries.values()) and not _misspelt_section(location, value):
         answers = {
-            path: _foreign(path, entry, algorithm) if entry else _own(location, path) for path, entry in found.items()
+            path: _foreign(path, entry, algorithm) if entry else _own(location, path) for path, entry in entries.items()
         }
         return [f"{path}: unknown key; {answer}" for path, answer in _once(answers).items()]
     path = typed[0] if len(typed) == 1 else head
@@ -99,12 +99,12 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
 
 def _own(location: tuple[Any, ...], path: str) -> str:
     section = dotted(location[:-1])
-    known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
-    known = known or keys_of("")
-    guesses = nearest(str(location[-1]), known) or _elsewhere(_without_indices(path))
+    names = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
+    names = names or keys_of("")
+    guesses = nearest(str(location[-1]), names) or _elsewhere(_without_indices(path))
     if guesses:
         return f"did you mean {_listed([repr(guess) for guess in guesses])}?"
-    return f"known keys: {', '.join(known)}"
+    return f"known keys: {', '.join(names)}"
 
 
 def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
@@ -120,9 +120,9 @@ def _elsewhere(path: str) -> list[str]:
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])
-        found = [known for known in keys() if known == ending or known.endswith(f".{ending}")]
-        if found:
-            return found if len(found) <= MAX_GUESSES else []
+        matches = [key for key in keys() if key == ending or key.endswith(f".{ending}")]
+        if matches:
+            return matches if len(matches) <= MAX_GUESSES else []
     return []
 
 
@@ -130,12 +130,12 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
     """Return the dotted names below an unknown key, at most FAULTS_SHOWN + 1."""
     if not isinstance(value, dict) or not value or levels == 0:
         return [path]
-    found: list[str] = []
+    leaves: list[str] = []
     for name, below in value.items():
-        if len(found) > FAULTS_SHOWN:
+        if len(leaves) > FAULTS_SHOWN:
             break
-        found += _leaves(f"{path}.{_part(name)}", below, levels - 1)
-    return found[: FAULTS_SHOWN + 1]
+        leaves += _leaves(f"{path}.{_part(name)}", below, levels - 1)
+    return leaves[: FAULTS_SHOWN + 1]
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
@@ -276,7 +276,7 @@ MAX_GUESSES = 3
 """With more candidates than these, none is suggested."""
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
+def nearest(word: str, candidates: Iterable[str]) -> list[str]:
     """Return the names that `word` may mean, best first; empty if none is close.
 
     A name is close if it differs only in case and punctuation, or by few typing errors for its length, or if it has all
@@ -284,7 +284,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     """
     if len(word) > MAX_LETTERS:
         return []
-    names = list(known)
+    names = list(candidates)
     same = [name for name in names if _letters(name) == _letters(word)]
     if same:
         return same[:1]
@@ -302,14 +302,14 @@ def typing_errors(word: str) -> int:
     return 0 if len(word) <= 3 else max(1, len(word) // 4)
 
 
-def distance(one: str, other: str) -> int:
+def distance(word: str, other: str) -> int:
     """Return the number of letters to insert, delete, replace or swap between two words (optimal string alignment)."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
+    for i, letter in enumerate(word, start=1):
         row = [i]
         for j, against in enumerate(other, start=1):
             best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != against))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
+            if i > 1 and j > 1 and letter == other[j - 2] and word[i - 2] == against:
                 best = min(best, before[j - 2] + 1)
             row.append(best)
         before, last = last, row

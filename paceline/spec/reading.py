@@ -324,15 +324,15 @@ COMMON_PREFIX = "actor_rollout_ref."
 def import_hint(path: Path, tree: dict[str, Any]) -> str:
     """Return the sentence that suggests `paceline import`; empty for a spec of ours, even with mistakes."""
     foreign = [name for name in islice(_walk("", tree), MAX_KEYS) if name not in keys()]
-    found = {
+    counts = {
         library: sum(not table(library).keys().isdisjoint((name, name.removeprefix(COMMON_PREFIX))) for name in foreign)
         for library in COMMANDS
     }
-    library = max(found, key=lambda each: found[each])
-    if found[library] < MIN_KEYS:
+    library = max(counts, key=lambda each: counts[each])
+    if counts[library] < MIN_KEYS:
         return ""
     whose = next(iter(table(library).values())).library
-    return f"{path} has {found[library]} keys of {whose}: `paceline import {COMMANDS[library]} {path}` writes a spec from it"
+    return f"{path} has {counts[library]} keys of {whose}: `paceline import {COMMANDS[library]} {path}` writes a spec from it"
 
 
 def hint_by_suffix(path: Path) -> str:

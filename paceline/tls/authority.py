@@ -117,12 +117,12 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
             f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, its authority only until "
             f"{authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
         )
-    own = folder / name
-    own.mkdir(exist_ok=True)
-    _write(own / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
-    _write(own / KEY, _pem_of_key(key), 0o600)
-    _write(own / CERTIFICATE, certificate.public_bytes(Encoding.PEM), 0o644)
-    return own
+    issued_folder = folder / name
+    issued_folder.mkdir(exist_ok=True)
+    _write(issued_folder / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
+    _write(issued_folder / KEY, _pem_of_key(key), 0o600)
+    _write(issued_folder / CERTIFICATE, certificate.public_bytes(Encoding.PEM), 0o644)
+    return issued_folder
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:

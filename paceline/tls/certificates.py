@@ -79,17 +79,17 @@ def read_certificate(pem: bytes | str) -> Certificate:
     from cryptography.x509.oid import NameOID
 
     try:
-        found = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
+        certificate = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
         return Certificate(
-            name=_first(found.subject, NameOID.COMMON_NAME),
+            name=_first(certificate.subject, NameOID.COMMON_NAME),
             organizations=tuple(
-                str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+                str(part.value) for part in certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
             ),
-            hosts=_hosts(found),
-            issuer=_first(found.issuer, NameOID.COMMON_NAME),
-            begins=found.not_valid_before_utc,
-            ends=found.not_valid_after_utc,
-            serial=found.serial_number,
+            hosts=_hosts(certificate),
+            issuer=_first(certificate.issuer, NameOID.COMMON_NAME),
+            begins=certificate.not_valid_before_utc,
+            ends=certificate.not_valid_after_utc,
+            serial=certificate.serial_number,
         )
     except (  # some parts are decoded on access
         *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),

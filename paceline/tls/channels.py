@@ -143,8 +143,8 @@ def _fault_without_tls(address: str, connection: socket.socket) -> str:
 
 
 def _fault(address: str, host: str, connection: socket.socket, material: Material, path: Path) -> str:
-    if material.certificate and (own := read_certificate(material.certificate)).left_s < 0:
-        return f"this process's certificate {path / 'tls.crt'} has expired on {own.ends:%Y-%m-%d %H:%M} UTC; renew it"
+    if material.certificate and (presented := read_certificate(material.certificate)).left_s < 0:
+        return f"this process's certificate {path / 'tls.crt'} has expired on {presented.ends:%Y-%m-%d %H:%M} UTC; renew it"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = ResetSafeSocket
     context.load_verify_locations(cadata=material.authority.decode())
@@ -169,9 +169,9 @@ def _fault(address: str, host: str, connection: socket.socket, material: Materia
             f"the server at {address} requires a client certificate, and {path} has no tls.crt; name the "
             "coordinator's --people-port, or issue a certificate"
         )
-    own = read_certificate(material.certificate)
+    presented = read_certificate(material.certificate)
     return (
-        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by {own.issuer!r}; use one "
+        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {presented.name!r}, issued by {presented.issuer!r}; use one "
         "of the authority that the server trusts"
     )
 

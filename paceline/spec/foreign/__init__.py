@@ -57,11 +57,11 @@ class ForeignName:
 def table(library: str) -> dict[str, ForeignName]:
     """Return the entries of one of TABLES by name."""
     tree = _read(f"{library}.yaml")
-    found = {}
+    entries = {}
     for name, entry in tree["names"].items():
         fields = {"key": entry} if isinstance(entry, str) else entry
-        found[name] = ForeignName(tree["library"], name, **fields)
-    return found
+        entries[name] = ForeignName(tree["library"], name, **fields)
+    return entries
 
 
 @cache
@@ -131,13 +131,13 @@ def _by_suffix(suffix: str) -> ForeignName | None:
     last = suffix.rpartition(".")[2]
     if any(path.rpartition(".")[2] == last for path in keys()):
         return None
-    found = {
+    entries = {
         entry.key or entry.none: entry
         for library in TABLES
         for name, entry in table(library).items()
         if name.endswith(f".{suffix}")
     }
-    return next(iter(found.values())) if len(found) == 1 else None
+    return next(iter(entries.values())) if len(entries) == 1 else None
 
 
 def _read(name: str) -> Any:

@@ -36,19 +36,19 @@ class Rule(NamedTuple):
 
 def parsed_rule(text: str) -> Rule:
     """Return the rule in a text of a spec. Raises ValueError."""
-    found = _PATTERN.fullmatch(" ".join(text.split()))
+    match = _PATTERN.fullmatch(" ".join(text.split()))
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        value, steps = float(found["value"]), int(found["steps"] or 1)
+        value, steps = float(match["value"]), int(match["steps"] or 1)
         if not math.isfinite(value) or not steps:
             raise ValueError
     except ValueError:
         raise ValueError(
             f"{text[:80]!r} is not a rule; write {FORM}, as 'truncated_fraction > 0.5 for 5 steps'"
         ) from None
-    op: Op = found["op"]  # type: ignore[assignment]
-    return Rule(found["metric"], op, value, steps, bool(found["change"]))
+    op: Op = match["op"]  # type: ignore[assignment]
+    return Rule(match["metric"], op, value, steps, bool(match["change"]))
 
 
 DEFAULT_RULES = tuple(
