@@ -81,11 +81,15 @@ class CacheKind:
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
 
 
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 class BoundedCache:
     """Entries in `folder`, limited to `max_bytes` in total and to the room on its disk."""
 
-    def __init__(self, folder: Path, max_bytes: int, kind: CacheKind):
-        self._folder, self._max_bytes, self._kind = folder, max_bytes, kind
+    def __init__(self, folder: Path, max_bytes: int, kind: CacheKind, free_bytes: Callable[[Path], int] = _free_bytes):
+        self._folder, self._max_bytes, self._kind, self._free_bytes = folder, max_bytes, kind, free_bytes
 
     @property
     def folder(self) -> Path:
@@ -161,7 +165,7 @@ class BoundedCache:
                 f"{kind.size_variable}"
             )
         if not self._has_room(total, size):
-            free = shutil.disk_usage(self._folder).free
+            free = self._free_bytes(self._folder)
             raise Unavailable(
                 f"{what}the disk of {self._folder} has {free >> 20} MB free; set {kind.folder_variable} to a folder with room"
             )
@@ -169,7 +173,7 @@ class BoundedCache:
         os.pwrite(lock, str(size).encode(), 0)
 
     def _has_room(self, total: int, size: int) -> bool:
-        return total + size <= self._max_bytes and size <= shutil.disk_usage(self._folder).free
+        return total + size <= self._max_bytes and size <= self._free_bytes(self._folder)
 
     def _remove(self, name: str) -> bool:
         """Remove an entry; return False when a process uses it."""
@@ -257,6 +261,7 @@ def open_copies(
     url: str,
     entries: Entries,
     key: StorageKey | None = None,
+    hashed_bytes: int = HASHED_BYTES,
 ) -> HeldFolder:
     """Return the folder with copies of `entries` (files of `url`) in their current version; encrypted if there is a
     `key`, in a folder for that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
@@ -276,9 +281,9 @@ def open_copies(
                     f"{copied} bytes of {name} arrived, and the store reported {expected}; somebody is writing there, or the "
                     "connection broke: retry"
                 )
-        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name) for name in entries}))
+        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name, hashed_bytes) for name in entries}))
 
-    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
+    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries), hashed_bytes), fill)
 
 
 def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
@@ -301,18 +306,18 @@ def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
     return entry.get("size"), next((str(mark) for mark in marks if mark is not None), "")
 
 
-def _mark(path: Path) -> list[int | str]:
+def _mark(path: Path, hashed_bytes: int) -> list[int | str]:
     """Return the stamp that shows whether a copy was changed."""
     status = path.stat()
-    if status.st_size > HASHED_BYTES:
+    if status.st_size > hashed_bytes:
         return [status.st_size, status.st_mtime_ns]
     with path.open("rb") as file:
         return [status.st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def _is_whole(folder: Path, names: set[str]) -> bool:
+def _is_whole(folder: Path, names: set[str], hashed_bytes: int) -> bool:
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        return record.keys() == names and all(record[name] == _mark(folder / name) for name in names)
+        return record.keys() == names and all(record[name] == _mark(folder / name, hashed_bytes) for name in names)
     except (OSError, ValueError, AttributeError):
         return False

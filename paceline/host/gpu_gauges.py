@@ -119,8 +119,10 @@ class GpuReader:
 class GpuSampler:
     """Polls a reader in a thread."""
 
-    def __init__(self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S):
-        self._open_reader, self._interval_s = open_reader, interval_s
+    def __init__(
+        self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S, stale_s: float = STALE_S
+    ):
+        self._open_reader, self._interval_s, self._stale_s = open_reader, interval_s, stale_s
         self._latest: tuple[float, dict[str, float]] = (0.0, {})
         self._started = threading.Lock()
 
@@ -129,7 +131,7 @@ class GpuSampler:
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._run, name="gpu gauges", daemon=True).start()
         taken_s, gauges = self._latest
-        return dict(gauges) if time.monotonic() - taken_s < STALE_S else {}
+        return dict(gauges) if time.monotonic() - taken_s < self._stale_s else {}
 
     def _run(self) -> None:
         try:

@@ -62,26 +62,25 @@ class PageLocks:
 
     def _cuda(self) -> Any:
         if self._runtime is None:
-            self._runtime = _TorchRuntime()
+            import torch
+
+            self._runtime = TorchRuntime(torch.cuda)
         return self._runtime
 
 
-class _TorchRuntime:
+class TorchRuntime:
     """The CUDA runtime for the current GPU of the thread that makes this object; other threads start on the first GPU."""
 
-    def __init__(self) -> None:
-        import torch
-
-        self._torch: Any = torch.cuda
-        self._device = torch.cuda.current_device()
+    def __init__(self, cuda: Any) -> None:
+        self._cuda, self._device = cuda, cuda.current_device()
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> Any:
-        with self._torch.device(self._device):
-            return self._torch.cudart().cudaHostRegister(address, size_bytes, flags)
+        with self._cuda.device(self._device):
+            return self._cuda.cudart().cudaHostRegister(address, size_bytes, flags)
 
     def cudaHostUnregister(self, address: int) -> Any:
-        with self._torch.device(self._device):
-            return self._torch.cudart().cudaHostUnregister(address)
+        with self._cuda.device(self._device):
+            return self._cuda.cudart().cudaHostUnregister(address)
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -98,9 +98,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_beside(processes: int) -> int:
+def threads_beside(processes: int, cores: int | None = None) -> int:
     """Return the compute threads of one of `processes` equal processes that share this machine's cores, at least 1."""
-    return max(1, usable_cores() // max(1, processes))
+    return max(1, (cores or usable_cores()) // max(1, processes))
 
 
 def thread_variables(processes: int, environment: Mapping[str, str]) -> dict[str, str]:

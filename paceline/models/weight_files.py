@@ -154,8 +154,8 @@ def same_bits(first: StoredTensor, second: StoredTensor) -> bool:
 class RangedFile:
     """Reads ranges of bytes of a file, from several threads at once."""
 
-    def __init__(self, path: str, what: str) -> None:
-        self.path, self._what = path, what
+    def __init__(self, path: str, what: str, part_bytes: int = REMOTE_PART_BYTES) -> None:
+        self.path, self._what, self._part_bytes = path, what, part_bytes
         self._descriptor = -1
         try:
             if is_url(path):
@@ -205,8 +205,8 @@ class RangedFile:
         return filled
 
     def _fetch(self, target: memoryview, start: int) -> int:
-        starts = list(range(start, start + len(target), REMOTE_PART_BYTES))
-        ends = [min(begin + REMOTE_PART_BYTES, start + len(target)) for begin in starts]
+        starts = list(range(start, start + len(target), self._part_bytes))
+        ends = [min(begin + self._part_bytes, start + len(target)) for begin in starts]
         filled = 0
         for part in self._store.cat_ranges([self._key] * len(starts), starts, ends, on_error="raise"):
             target[filled : filled + len(part)] = part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -37,14 +36,11 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["a", "c"]
 
 
-def test_a_disk_without_room_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        @property
-        def free(self) -> int:
-            return 150 - sum(file.stat().st_size for file in tmp_path.glob("*/data"))
+def test_a_disk_without_room_is_made_room_on(tmp_path: Path) -> None:
+    def free_bytes(folder: Path) -> int:
+        return 150 - sum(file.stat().st_size for file in folder.glob("*/data"))
 
-    cache = BoundedCache(tmp_path, 1000, KIND)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
+    cache = BoundedCache(tmp_path, 1000, KIND, free_bytes)
     opened(cache, "a").close()
     with opened(cache, "b"):
         assert not (tmp_path / "a").exists()

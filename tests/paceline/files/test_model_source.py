@@ -10,8 +10,7 @@ import fsspec
 import pytest
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.files import model_source as module
-from paceline.files.model_source import model_source
+from paceline.files.model_source import HELD_FOLDERS, model_source
 
 
 @pytest.fixture
@@ -74,17 +73,16 @@ def test_a_copy_that_is_damaged_is_made_again(url: str) -> None:
     assert (Path(model_source(url)) / "vocab.txt").read_bytes() == b"a"
 
 
-def test_the_folder_asked_for_last_stays_and_others_make_room(
+def test_the_folders_asked_for_last_stay_and_others_make_room(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HELD_FOLDERS", 1)
     monkeypatch.setenv("PACELINE_MODEL_CACHE", str(tmp_path / "models"))
     monkeypatch.setenv("PACELINE_MODEL_CACHE_MB", "1")
     folders = []
-    for letter in b"abc":
-        put(url, "vocab.txt", bytes([letter]) * 400_000)
+    for letter in range(HELD_FOLDERS + 2):  # the cache has room for one less
+        put(url, "vocab.txt", bytes([letter]) * 60_000)
         folders.append(Path(model_source(url)))
-    assert [folder.is_dir() for folder in folders] == [False, True, True]
+    assert [folder.is_dir() for folder in folders] == [False, *[True] * (HELD_FOLDERS + 1)]
     put(url, "vocab.txt", b"d" * 1_100_000)
     with pytest.raises(
         Unreadable,

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.models import weight_files
-from paceline.models.weight_files import WeightFiles, find_weight_files
+from paceline.models.weight_files import RangedFile, WeightFiles, find_weight_files
 
 TENSORS = {
     "a": torch.arange(60, dtype=torch.float32).view(5, 4, 3),
@@ -36,8 +35,15 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-def test_slices(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "REMOTE_PART_BYTES", 50)  # "a" takes several requests
+def test_a_range_is_read_in_several_requests(stored: str, tmp_path: Path) -> None:
+    file = RangedFile(f"{stored}/model.safetensors", "it", part_bytes=50)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for start, num_bytes in ((0, len(whole)), (7, 50), (9, 130), (len(whole), 0)):
+        assert file.read(start, num_bytes).numpy().tobytes() == whole[start : start + num_bytes]
+    file.close()
+
+
+def test_slices(stored: str, tmp_path: Path) -> None:
     files = find_weight_files(stored, str(tmp_path), "policy.model_name")
     with files:
         for name, tensor in TENSORS.items():
