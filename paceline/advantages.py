@@ -126,7 +126,7 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on: False only if every advantage is 0 at `step`.
+    """Return whether a group has anything to train on, by the learner's functions: False only if all advantages are 0.
 
     Args:
         rewards_CF: [C, F], NaN if a function returned None.

@@ -81,7 +81,7 @@ def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 MAX_SAMPLES = 1 << 16
-"""Most samples of a group."""
+"""Largest number of samples of a group."""
 
 
 def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bundle.manifest import Manifest, place_of_folder
+from paceline.bundle.manifest import Manifest, path_of_folder
 from paceline.spec import RunSpec
 from paceline.spec.reading import code_paths, file_of
 
@@ -25,7 +25,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
     folders = [folder.expanduser().resolve() for folder in allowed]
     origins = _origins(spec)
     for file in manifest.subset("code", "include").files:
-        base = next((place for place in origins if file.path.startswith(place + "/")), None)
+        base = next((bundled for bundled in origins if file.path.startswith(bundled + "/")), None)
         if base is None:
             return f"the bundle has {file.path!r}, which the spec does not name"
         original = (origins[base] / file.path.removeprefix(base + "/")).resolve()
@@ -47,7 +47,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
 def _origins(spec: RunSpec) -> dict[str, Path]:
     """Return the submitter's folders by their paths in the bundle."""
     files = [Path(file_of(code)) for code in code_paths(spec).values()]
-    origins = {place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
+    origins = {path_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
     return origins | ({"folder": Path(spec.folder)} if spec.folder else {})
 
 

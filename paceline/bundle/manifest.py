@@ -145,7 +145,7 @@ REPORT = f"{PREPARED}/preparation/0000/report.txt"
 """Path of the sentences about rows that the preparation left out."""
 
 
-def place_of_folder(spec_folder: str, folder: str) -> str:
+def path_of_folder(spec_folder: str, folder: str) -> str:
     """Return the path in the bundle of an absolute folder."""
     path = PurePosixPath(os.path.normpath(folder))
     if spec_folder and path.is_relative_to(spec_folder):
@@ -153,21 +153,21 @@ def place_of_folder(spec_folder: str, folder: str) -> str:
     return f"outside/{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
 
-def place_of_file(spec_folder: str, path: str) -> str:
+def path_of_file(spec_folder: str, path: str) -> str:
     """Return the path in the bundle of an absolute file."""
     parent, name = os.path.split(os.path.normpath(path))
-    return f"{place_of_folder(spec_folder, parent)}/{name}"
+    return f"{path_of_folder(spec_folder, parent)}/{name}"
 
 
-def place_of_data(spec_folder: str, path: str) -> str:
+def path_of_data(spec_folder: str, path: str) -> str:
     """Return the path in the bundle of an absolute data file, folder or glob."""
     folder, rest = split_glob(path)
-    return f"{place_of_data_folder(spec_folder, folder)}/{rest}"
+    return f"{path_of_data_folder(spec_folder, folder)}/{rest}"
 
 
-def place_of_data_folder(spec_folder: str, folder: str) -> str:
+def path_of_data_folder(spec_folder: str, folder: str) -> str:
     """Return the path in the bundle of a folder with data, separate from code because a file may be both."""
-    return f"data/{place_of_folder(spec_folder, folder)}"
+    return f"data/{path_of_folder(spec_folder, folder)}"
 
 
 def split_glob(path: str) -> tuple[str, str]:
@@ -181,7 +181,7 @@ def split_glob(path: str) -> tuple[str, str]:
     return str(PurePosixPath(*parts[:fixed])), "/".join(parts[fixed:])
 
 
-def place_of_prepared(field: str, index: int, name: str) -> str:
+def path_of_prepared(field: str, index: int, name: str) -> str:
     """Return the path in the bundle of prepared data: entry `index` of a field's list, in a file of that name."""
     return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
 
@@ -204,16 +204,16 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
     def data(name: str) -> str:
         if not is_path(name):
             return name
-        place = place_of_data(spec.folder, name)
-        at = place_of_data_folder(spec.folder, split_glob(name)[0]) if glob.has_magic(name) else place
-        return str(root / place) if manifest.has(at, "data") else name
+        bundled = path_of_data(spec.folder, name)
+        at = path_of_data_folder(spec.folder, split_glob(name)[0]) if glob.has_magic(name) else bundled
+        return str(root / bundled) if manifest.has(at, "data") else name
 
     def function(name: str) -> str:
         file, colon, _ = name.rpartition(":")
         if not colon or not os.path.isabs(file):
             return name
-        place = place_of_file(spec.folder, file)
-        return f"{root / place}:{name.rpartition(':')[2]}" if manifest.has(place, "code") else name
+        bundled = path_of_file(spec.folder, file)
+        return f"{root / bundled}:{name.rpartition(':')[2]}" if manifest.has(bundled, "code") else name
 
     def several(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         return tuple(map(data, value)) if isinstance(value, tuple) else value and data(value)
@@ -236,12 +236,12 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
     """Return a message about files in `root` with the submitter's paths instead."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
-    originals = {place_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
+    originals = {path_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):
         folder = split_glob(name)[0]
-        originals[place_of_data_folder(spec.folder, folder)] = folder
+        originals[path_of_data_folder(spec.folder, folder)] = folder
     if spec.folder:
         originals |= {"folder": spec.folder, "data/folder": spec.folder}
-    for place in sorted(originals, key=len, reverse=True):
-        text = text.replace(str(root / place), originals[place])
+    for bundled in sorted(originals, key=len, reverse=True):
+        text = text.replace(str(root / bundled), originals[bundled])
     return text

@@ -205,7 +205,7 @@ class _Proofs:
 
     template: Any
     rendered: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Whether each (role, field) is rendered; False is cached only for proofs that do not depend on the request."""
+    """Result by (role, field); False is cached only for proofs that do not depend on the request."""
     answer_format: AnswerFormat | None = None
 
 

@@ -1,4 +1,4 @@
-"""Folders of files on a local disk or in any store that fsspec supports (`s3://`, `gs://`, `memory://`, …).
+"""Folders of files on a local disk or in any object store that fsspec supports (`s3://`, `gs://`, `memory://`, …).
 
 Promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores do
 so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
@@ -65,7 +65,7 @@ class Folder:
     """One folder. It need not exist: in a store without folders it exists once it has a file."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises what `open_url` raises."""
+        """Raises as `open_url`."""
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
@@ -174,7 +174,7 @@ class Folder:
 
 
 def unavailable(what: str, error: Exception) -> Unavailable:
-    """Return the error for a store whose client raised `error`."""
+    """Return the error for an object store whose client raised `error`."""
     if isinstance(error, Unavailable):
         return error
     return Unavailable(f"{what}: {type(error).__name__}: {error}")

@@ -338,7 +338,7 @@ Every key of a spec, with its type, its default and one sentence. `paceline spec
 A spec is a YAML file of sections. Each key can be overridden on the command line by its dotted name:
 `paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
 
-After a key stands its name in NeMo RL and in TRL, where there is one. Units may differ:
+After a key follows its name in NeMo RL and in TRL, if there is one. Units may differ:
 [foreign_names.md](foreign_names.md) says how, for more names and libraries.
 """
 NAMES = """\

@@ -249,7 +249,7 @@ class RunSpec(Section):
         if not ignored:
             return ""
         return (
-            f"algorithm {self.algorithm} does not read {', '.join(ignored)}, which the spec sets; remove what is not meant, or set "
+            f"algorithm {self.algorithm} does not read {', '.join(ignored)}, which the spec sets; remove them, or set "
             "another algorithm"
         )
 

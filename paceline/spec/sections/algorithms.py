@@ -31,7 +31,8 @@ class AlgorithmSection(Section):
     has_teacher: ClassVar[bool] = False
     """True if `frozen_policy` is a different model from the policy."""
     reference: ClassVar[Literal["never", "with_penalty", "always"]] = "never"
-    """Whether the policy before training is its `frozen_policy`: if `loss_fn` has a KL penalty, or always."""
+    """Condition for the policy before training to be its `frozen_policy`: a KL penalty in `loss_fn`, or none (always).
+    """
 
     @model_validator(mode="before")
     @classmethod

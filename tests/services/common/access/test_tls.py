@@ -97,7 +97,7 @@ async def test_others_are_refused_with_the_cause(
     assert "name the coordinator's --people-port" in await refusal(server.port, folders["person"])
     make_authority(tmp_path / "other")
     stranger = issue(tmp_path / "other", "stranger", "worker")
-    assert "it has to be of the authority in" in await refusal(server.port, stranger)
+    assert "use one of the authority in" in await refusal(server.port, stranger)
     (stranger / "ca.crt").write_bytes((folders["worker"] / "ca.crt").read_bytes())
     assert "refuses the certificate" in await refusal(server.port, stranger)
     expired = issue(tmp_path / "ca", "expired", "worker", days=-0.001)
