@@ -1,4 +1,4 @@
-"""The client against a real coordinator process: submit, look, watch over a broken stream, steer."""
+"""The client against a real coordinator process: submit, list, watch over a broken stream, control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines that a sender causes come at most once a second, and unforeseen exceptions are counted."""
+"""Log lines that a sender causes appear at most once a second, and unexpected exceptions are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combination of several functions' rewards, with numbers worked out by hand."""
+"""Combined rewards of several functions, with numbers worked out by hand."""
 
 from __future__ import annotations
 

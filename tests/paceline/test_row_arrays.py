@@ -1,4 +1,4 @@
-"""Rows of episodes on the wire: what comes back is what was sent, and what cannot be true is refused."""
+"""Transcripts of episodes on the wire: decoded as they were sent, and refused if they contradict themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that travel come back as they were, and values that do not fit are a WireError."""
+"""Values are decoded as they were sent; values that do not match are a WireError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of unpacked bundles: checked, bounded, and safe between processes."""
+"""The cache of unpacked bundles: verified, bounded, and safe between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making of bundles: what travels, and every refusal by name."""
+"""Making bundles: the files that travel, and refusals with the field's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports: everything beside a file that it needs, transitively, and the names of the rest."""
+"""Imports of a file: the modules beside it, transitively, and the names of all others."""
 
 from __future__ import annotations
 

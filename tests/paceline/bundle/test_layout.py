@@ -1,4 +1,4 @@
-"""Places of files in a bundle, and the spec of an unpacked one."""
+"""Paths of files in a bundle, and the spec of an unpacked one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests: one text for the same files, and no path that leaves the folder."""
+"""Manifests: equal files give equal texts, and no path leaves the folder."""
 
 from __future__ import annotations
 

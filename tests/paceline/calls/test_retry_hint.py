@@ -1,4 +1,4 @@
-"""The hint of a refusal travels as text, and what is no number counts as none."""
+"""The retry hint of a refusal travels as text; malformed hints are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token's file, and what counts as having it."""
+"""The token's file, and the comparison of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of an answer do not depend on how its text was split, and nothing of it is lost."""
+"""Parts of an answer do not depend on how its text was split, and no text is lost."""
 
 import random
 from typing import Any

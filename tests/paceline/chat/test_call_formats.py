@@ -1,4 +1,4 @@
-"""Calls are read whole, or they are malformed with a reason."""
+"""Calls are read completely, or are malformed with a reason."""
 
 import json
 from typing import Any

@@ -1,4 +1,5 @@
-"""The text of a completion has what the model wrote and no mark of the chat, whatever the tokenizer; its answer has no reasoning."""
+"""The text of a completion has the model's output without marks of the chat, for every tokenizer; its answer has no
+reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encrypted file reads back from any position, and every change, cut and other key is found."""
+"""An encrypted file can be read from any position; every change, cut and other key is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of folders: bounded, safe between threads and processes, and clear about what stands in its way."""
+"""The cache of folders: bounded, safe between threads and processes, with errors that name the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files reward functions may come from."""
+"""Folders from which reward functions may be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of models: folders, URLs and their copies in the cache, names on the hub."""
+"""Sources of models: folders, URLs with their copies in the cache, names on the hub."""
 
 from __future__ import annotations
 

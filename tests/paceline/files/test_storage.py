@@ -1,4 +1,4 @@
-"""Folders on a disk and in a store behave alike."""
+"""Folders on a disk and in an object store behave alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root that `--store` names: folders, URLs, and stores that refuse or are away."""
+"""The root that `--store` names: folders, URLs, stores that refuse writes or are unreachable."""
 
 from __future__ import annotations
 

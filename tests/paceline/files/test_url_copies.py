@@ -1,4 +1,4 @@
-"""Copies of a store's files: whole, checked, one folder for each version."""
+"""Copies of an object store's files: complete, verified, one folder for each version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are read, and what is refused at once."""
+"""Regular files are read, others refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files: read as they were written, refused when they were changed."""
+"""Result files: read as they were written, refused if they were changed."""
 
 from __future__ import annotations
 

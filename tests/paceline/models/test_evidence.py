@@ -1,4 +1,4 @@
-"""Evidence: evaluations of these files alone, verdicts on these evaluations alone, and each as it was written."""
+"""Evidence: only evaluations of these files, only verdicts on these evaluations, all unchanged."""
 
 from __future__ import annotations
 

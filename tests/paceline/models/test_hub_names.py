@@ -1,4 +1,4 @@
-"""Remedies for a name that the hub did not give."""
+"""Remedies for a name that was not found on the hub."""
 
 from __future__ import annotations
 

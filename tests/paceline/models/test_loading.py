@@ -1,4 +1,4 @@
-"""Facts about models that every role must know alike."""
+"""Facts about models on which all roles must agree."""
 
 from __future__ import annotations
 

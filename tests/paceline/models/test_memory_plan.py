@@ -1,4 +1,4 @@
-"""The plan: what fits, what makes it fit, and what `auto` becomes. The shape is that of Llama 3.1 8B."""
+"""The plan: the load, remedies, and the values for `auto`. The shape is that of Llama 3.1 8B."""
 
 from __future__ import annotations
 

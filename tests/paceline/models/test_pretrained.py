@@ -1,4 +1,4 @@
-"""Every loader takes and refuses the same folders: learner, reference, native engine, reward model and conversion."""
+"""All loaders accept and refuse the same folders: learner, reference, native engine, reward model and conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of safetensors files, local and in a store; files that are damaged."""
+"""Slices of safetensors files, local and in an object store; damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML of a stranger is read within bounds, and refused with a sentence beyond them."""
+"""Untrusted YAML is parsed within limits and refused with a sentence beyond them."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: 
         load(text)
 
 
-@pytest.mark.parametrize("looks", [3, 7], ids=["while it is read", "while values are made of it"])
-def test_reading_ends_at_its_time_limit_with_a_sentence(looks: int) -> None:
-    """The clock jumps past the limit after so many looks at it: one at the beginning, one for each of 5 nodes, twice."""
-    times = chain([0.0] * looks, repeat(MAX_READ_S + 1.0))
+@pytest.mark.parametrize("readings", [3, 7], ids=["while it is read", "while values are made of it"])
+def test_reading_ends_at_its_time_limit_with_a_sentence(readings: int) -> None:
+    """The clock passes the limit after this many readings: one at the start, then two for each of 5 nodes."""
+    times = chain([0.0] * readings, repeat(MAX_READ_S + 1.0))
     with pytest.raises(SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"):
         load("a: 1\nb: 2\n", lambda: next(times))
 

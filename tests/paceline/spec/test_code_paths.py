@@ -1,4 +1,4 @@
-"""The files of code of a spec: read relative to it, collected into a bundle, and found again in an unpacked one."""
+"""A spec's files of code: read relative to it, collected into a bundle, and found in an unpacked one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a spec: what is misspelt is named with what was meant, what contradicts itself with both values."""
+"""Reading a spec: misspelt keys are refused with a suggestion, contradictions with both values."""
 
 from __future__ import annotations
 

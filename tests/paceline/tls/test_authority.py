@@ -1,4 +1,4 @@
-"""An authority and its certificates, judged by another library: Python's ssl."""
+"""An authority and its certificates, verified by another library: Python's ssl."""
 
 from __future__ import annotations
 

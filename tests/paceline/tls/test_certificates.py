@@ -1,4 +1,4 @@
-"""Identities in certificates, those of other authorities included."""
+"""Identities in certificates, also in those of other authorities."""
 
 from __future__ import annotations
 

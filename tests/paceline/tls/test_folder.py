@@ -1,4 +1,4 @@
-"""The folder of a process: what it has to have, and files that change."""
+"""The folder of a process: required files, and files that change."""
 
 from __future__ import annotations
 

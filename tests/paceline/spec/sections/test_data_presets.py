@@ -1,4 +1,4 @@
-"""Data presets on made rows with exactly the columns of the public data sets."""
+"""Data presets on generated rows with exactly the columns of the public data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets of the loss, and the combinations that are refused with the reason."""
+"""Presets of the loss, and contradictory settings that are refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`data.preparation`: what goes together, and the file of the function."""
+"""`data.preparation`: keys that belong together, and the file of the function."""
 
 from __future__ import annotations
 
