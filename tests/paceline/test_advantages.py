@@ -264,7 +264,7 @@ DIFFERENT: list[tuple[list[float], list[list[float]]]] = [
 
 @pytest.mark.parametrize(("weights", "rows"), EQUAL)
 @pytest.mark.parametrize("size", [2, 8])
-def test_equal_totals_train_nothing_whatever_they_are_made_of(
+def test_equal_totals_train_nothing_whatever_their_parts(
     weights: list[float], rows: list[list[float]], size: int
 ) -> None:
     rewards_CF = np.array((rows * size)[:size], np.float32)

@@ -220,7 +220,7 @@ def test_closing_the_client_ends_a_watch_in_another_thread(client: Client, spec_
         client.runs()
 
 
-def test_nobody_there_is_said_with_the_remedy() -> None:
+def test_a_missing_coordinator_is_an_error_with_the_remedy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -232,7 +232,7 @@ def test_nobody_there_is_said_with_the_remedy() -> None:
                 next(client.watch("sums-1"))
 
 
-def test_without_workers_there_is_nobody_to_ask(client: Client) -> None:
+def test_without_workers_calls_to_them_are_unavailable(client: Client) -> None:
     assert client.members() == []
     with pytest.raises(Unavailable, match="no rollout worker with an address"):
         client.generate("1+1=")

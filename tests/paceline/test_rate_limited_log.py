@@ -11,7 +11,7 @@ from paceline.rate_limited_log import MAX_KINDS, RateLimitedLog, SeldomFilter, U
 log = logging.getLogger("test")
 
 
-def test_one_kind_is_written_once_a_second_and_tells_what_it_left_out(
+def test_one_kind_is_written_once_a_second_with_the_number_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = [0.0]
@@ -28,7 +28,7 @@ def test_one_kind_is_written_once_a_second_and_tells_what_it_left_out(
     ]
 
 
-def test_what_a_sender_chooses_as_kind_takes_no_memory() -> None:
+def test_the_number_of_kinds_is_bounded() -> None:
     seldom = RateLimitedLog(logging.getLogger("silent"))
     logging.getLogger("silent").disabled = True
     for number in range(3 * MAX_KINDS):

@@ -73,7 +73,7 @@ def test_the_digest_covers_mask_prompts_samples_and_turns() -> None:
         ("truncated", np.zeros(2, bool), "truncated has 2 values"),
     ],
 )
-def test_what_cannot_be_true_is_a_wire_error(name: str, value: np.ndarray, fault: str) -> None:
+def test_contradictory_arrays_are_a_wire_error(name: str, value: np.ndarray, fault: str) -> None:
     arrays = safetensors.numpy.load(frame_of(episode_group()))
     with pytest.raises(WireError, match=fault):
         decode_group(7, safetensors.numpy.save(arrays | {name: value}), [1.0, 0.0])

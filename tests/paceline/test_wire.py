@@ -65,7 +65,7 @@ def test_a_group_comes_back_as_it_was() -> None:
     assert learners.rewards_CF.shape == (3, 1)
 
 
-def test_what_the_reference_says_comes_back_to_each_completion() -> None:
+def test_reference_logprobs_return_to_their_completions() -> None:
     completions = (
         completion(3, VersionSpan(1, 4, 0, 3)),
         completion(0),

@@ -44,7 +44,7 @@ def test_places_below_the_folder_and_outside() -> None:
     assert split_glob("/a/b/c") == ("/a/b", "c")
 
 
-def test_only_what_the_bundle_has_is_localized() -> None:
+def test_only_files_of_the_bundle_are_localized() -> None:
     spec = spec_of(validation=("/data/v*.jsonl", "hub/name", "s3://bucket/v.jsonl"))
     place = path_of_data(spec.folder, "/data/v1.jsonl")
     manifest = Manifest.of(
@@ -71,7 +71,7 @@ def test_only_what_the_bundle_has_is_localized() -> None:
     assert localized(spec, Manifest(()), Path("/cache/z")) == spec
 
 
-def test_prepared_data_take_the_place_of_what_they_were_made_of() -> None:
+def test_prepared_data_replace_their_data_sets() -> None:
     spec = spec_of(
         train=("/home/me/run/a.jsonl", "org/b"),
         validation="/home/me/run/v.jsonl",

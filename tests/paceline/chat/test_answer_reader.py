@@ -78,7 +78,7 @@ def malformed_of(text: str, calls: Any) -> list[Malformed]:
     return reader.malformed
 
 
-def test_what_begins_like_a_call_and_is_none_is_named() -> None:
+def test_text_that_only_begins_like_a_call_is_malformed() -> None:
     (malformed,) = malformed_of(BROKEN, "hermes")
     assert malformed.text == BROKEN
     assert "not valid JSON" in malformed.fault

@@ -28,7 +28,7 @@ def opened(cache: BoundedCache, name: str, size: int = 100, used_s: float | None
     return held
 
 
-def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_entry_makes_room(tmp_path: Path) -> None:
     cache = BoundedCache(tmp_path, 250, KIND)
     for name, used_s in (("a", 100), ("b", 50)):
         opened(cache, name, used_s=used_s).close()
@@ -71,7 +71,7 @@ def test_a_damaged_entry_is_made_again_while_it_is_read(tmp_path: Path) -> None:
         assert reader.read() == b"xxx"
 
 
-def test_what_an_interrupted_replacement_left_is_no_hindrance(tmp_path: Path) -> None:
+def test_folders_of_an_interrupted_replacement_are_removed(tmp_path: Path) -> None:
     cache = BoundedCache(tmp_path, 1000, KIND)
     opened(cache, "a", 3).close()
     (tmp_path / "a" / "damage").touch()

@@ -42,7 +42,7 @@ def test_folders_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         model_source("./nowhere", "value.model_name")
 
 
-def test_a_urls_small_files_are_copied_and_its_weights_when_they_are_wanted(url: str) -> None:
+def test_a_urls_small_files_are_copied_and_its_weights_on_request(url: str) -> None:
     folder = model_source(url)
     assert names(folder) == {"config.json", "vocab.txt", "model.safetensors.index.json"}
     assert model_source(f"{url}/") == folder
@@ -73,7 +73,7 @@ def test_a_copy_that_is_damaged_is_made_again(url: str) -> None:
     assert (Path(model_source(url)) / "vocab.txt").read_bytes() == b"a"
 
 
-def test_the_folders_asked_for_last_stay_and_others_make_room(
+def test_the_last_requested_folders_stay_and_others_make_room(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_MODEL_CACHE", str(tmp_path / "models"))

@@ -37,7 +37,7 @@ class FailingStore(MemoryFileSystem):
         raise self.error
 
 
-def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(tmp_path: Path) -> None:
+def test_a_store_that_refuses_is_an_error_and_an_unreachable_one_is_not(tmp_path: Path) -> None:
     fsspec.register_implementation("failing", FailingStore, clobber=True)
     assert refusal_of_store(f"memory://{uuid.uuid4().hex}") == refusal_of_store(str(tmp_path / "new")) == ""
     (tmp_path / "file").write_text("")

@@ -60,7 +60,7 @@ def test_a_damaged_copy_is_made_again(copies: Copies, hashed_bytes: int) -> None
     assert (copies.open(hashed_bytes=hashed_bytes) / "b").read_bytes() == b"second"
 
 
-def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, tmp_path: Path) -> None:
+def test_a_file_of_another_size_than_the_store_reported_is_refused(copies: Copies, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"5 bytes of a arrived, and the store reported 3;"):
         copies.open(size=3)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -78,7 +78,9 @@ def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, t
         (OSError(errno.ENOSPC, "No space left on device"), "cannot be kept in .*No space left on device"),
     ],
 )
-def test_a_fault_of_the_store_is_told_from_one_of_the_disk(copies: Copies, error: OSError, message: str) -> None:
+def test_faults_of_the_store_and_of_the_disk_have_different_errors(
+    copies: Copies, error: OSError, message: str
+) -> None:
     class Failing(MemoryFileSystem):
         cachable = False
 

@@ -67,7 +67,7 @@ def test_no_page_is_locked_twice() -> None:
     assert locks.num_bytes == 10 * PAGE
 
 
-def test_a_refusal_is_said_once_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     runtime = Recorder(code=2)
     locks = PageLocks(runtime)
     for _ in range(2):

@@ -64,7 +64,7 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         (SAMPLE | {"problem": []}, "problem: Input should be a valid string"),
     ],
 )
-def test_samples_that_are_none_are_refused_although_their_digest_fits(tmp_path: Path, sample: Any, fault: str) -> None:
+def test_malformed_samples_are_refused_although_their_digest_matches(tmp_path: Path, sample: Any, fault: str) -> None:
     write_result(tmp_path, {"metrics": {}}, [SAMPLE, sample])
     with pytest.raises(DataError, match=re.escape(fault)) as refused:
         read_result(tmp_path)

@@ -23,7 +23,7 @@ from paceline.models.loading import hub_remedy
         ("gpt2", "HF_HUB_OFFLINE=1"),
     ],
 )
-def test_a_path_is_told_from_a_name_on_the_hub(
+def test_the_remedy_distinguishes_a_path_from_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -109,7 +109,7 @@ def test_a_damaged_index_is_named(text: str, tmp_path: Path) -> None:
         find_weight_files(str(tmp_path), str(tmp_path), "policy.model_name")
 
 
-def test_a_file_without_what_the_index_names(tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_tensor_of_the_index(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     index = {"weight_map": dict.fromkeys([*TENSORS, "z"], "one.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -26,7 +26,7 @@ BILLION = "a: &a [x, x]\n" + "".join(
 )
 
 
-def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
+def test_valid_values_are_read_as_by_the_safe_loader() -> None:
     text = "name: x\ngrpo: {num_prompts_per_step: 2}\nlist: [1, 2.5, null, true, 2026-01-01]\ntext: |\n  a\n  b\n"
     assert load(text) == yaml.safe_load(text)
 
@@ -50,7 +50,7 @@ def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
         ("? [a]\n: b", "not valid YAML"),
     ],
 )
-def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: str) -> None:
+def test_a_text_beyond_the_limits_is_refused_with_a_sentence(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(text)
 

@@ -48,14 +48,14 @@ def test_the_common_name_is_the_name_and_the_organization_the_role(tmp_path: Pat
         ),
     ],
 )
-def test_a_certificate_without_exactly_one_role_names_nobody(
+def test_a_certificate_without_exactly_one_role_is_refused(
     names: list[tuple[x509.ObjectIdentifier, str]], fault: str
 ) -> None:
     with pytest.raises(InvalidInput, match=fault):
         identity_of(pem_of(*names))
 
 
-def test_what_is_no_certificate_is_called_that() -> None:
+def test_a_text_without_a_certificate_is_refused() -> None:
     with pytest.raises(InvalidInput, match="not a certificate in PEM format"):
         identity_of(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 

@@ -18,7 +18,7 @@ def own(tmp_path: Path) -> Path:
     return make_folders(tmp_path, a="worker")["a"]
 
 
-def test_it_is_read_anew_when_it_changes_and_only_then(own: Path, tmp_path: Path) -> None:
+def test_the_folder_is_read_again_only_if_it_changes(own: Path, tmp_path: Path) -> None:
     folder = TlsFolder(own)
     first = folder.read()
     assert folder.read() is first
