@@ -44,14 +44,14 @@ class PythonEvents(Reader, Scanner, Parser):
         Parser.__init__(self)
 
 
-def _events() -> Any:
+def events_class() -> Any:
     try:
         return importlib.import_module("yaml.cyaml").CParser
     except ImportError:
         return PythonEvents
 
 
-Events: Any = _events()
+Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]

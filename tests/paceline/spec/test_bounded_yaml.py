@@ -16,7 +16,7 @@ from paceline.spec.bounded_yaml import (
     MAX_SCALAR,
     PythonEvents,
     StepwiseLoader,
-    _events,
+    events_class,
     load,
 )
 from paceline.spec.reading import submitted_spec
@@ -65,7 +65,7 @@ def test_reading_ends_at_its_time_limit_with_a_sentence(readings: int) -> None:
 
 def test_a_text_is_read_where_libyaml_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml.cyaml", None)
-    assert _events() is PythonEvents
+    assert events_class() is PythonEvents
     monkeypatch.undo()
     loader = PythonEvents("a: [1, 2]")
     events = []
