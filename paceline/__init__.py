@@ -1,8 +1,7 @@
 """Paceline: asynchronous, off-policy GRPO as plain services.
 
-The core that all packages share: `RunSpec`, the wire, and the client. Nothing in this package imports torch or one of
-the services at import time. The names of `__all__` are loaded when they are first used, `train` and `LocalCluster` from
-the services (docs/use/python.md).
+The core that all packages share: `RunSpec`, the wire types and the client. Importing it loads neither torch nor a
+service. The names in `__all__` are loaded on first use, some from the services (docs/use/python.md).
 """
 
 import importlib

@@ -1,15 +1,12 @@
-"""How the rewards of several functions become one (gates, then a weighted sum with the weights of a step), and the advantages of a group's
-completions, and of the turns of its episodes. Pure.
+"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure.
 
-Promise: coordinator and learner combine by the same rules, so what a metric shows is what trains. A function that gave None takes no
-part, and a completion without any number has no total. Totals of a group that only rounding tells apart are equal.
+Promise: coordinator and learner combine by the same rules, so a metric shows what trains. A function that returned None
+takes no part; a completion, or a turn, without any reward has no total, does not shift the baseline of the others and
+does not train (advantage 0). Every preset reproduces the system that it is named after, to the constant. Equal rewards
+have equal advantages, exactly 0 in a group without a difference, and totals that differ only by rounding are equal.
 
-A completion, or a turn, that no reward function applied to neither shifts the baseline of the others nor trains
-(advantage 0), every preset reproduces the system that it is named after, to the constant, and equal rewards have equal
-advantages: exactly 0 in a group without a difference. `has_advantage` asks the functions that the learner trains with.
-
-Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V values that are compared with each
-other, N those of them that are numbers.
+Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V compared values, N numbers
+among them.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_ERROR = 2.0**-24
-"""Largest relative error of a number that was rounded to float32, as rewards are on their way."""
+"""Largest relative error of rounding to float32; rewards travel as float32."""
 
 Rewards = npt.NDArray[np.floating]
 Float64Array = npt.NDArray[np.float64]
@@ -38,18 +35,18 @@ def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[fl
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] whether a function is a gate that is closed for the completion: its reward is below its `gate_min`.
-    A gate that gave None is open."""
+    """Return [C, F] whether a function is a closed gate: its reward is below `gate_min`. A gate that returned None is
+    open."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
-    # In the rewards' own precision: 0.7 as float32 is below 0.7 as float64.
+    # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
 
 
 def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Rewards:
-    """Return the rewards with 0 for every function that is no gate where a gate is closed, also in place of NaN.
+    """Return the rewards with 0, also in place of NaN, for every function that is not a gate if a gate is closed.
 
     Args:
-        rewards_CF: [C, F], NaN where a function gave None.
+        rewards_CF: [C, F], NaN if a function returned None.
     """
     gates_F = np.array([function.gate_min is not None for function in functions], bool)
     if not gates_F.any():
@@ -59,14 +56,14 @@ def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Re
 
 
 def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> Float64Array:
-    """Return one reward per completion: Σ_f weight_f · reward_f over the functions that gave a number.
+    """Return one reward per completion: Σ_f weight_f · reward_f over the functions that returned a number.
 
     Args:
-        rewards_CF: [C, F], NaN where a function gave None.
+        rewards_CF: [C, F], NaN if a function returned None.
         weights_F: [F].
 
     Returns:
-        [C] float64, NaN where every function gave None.
+        [C] float64, NaN if every function returned None.
     """
     rewards_CF = np.asarray(rewards_CF, np.float64)
     totals_C: Float64Array = np.nansum(rewards_CF * np.asarray(weights_F, np.float64), axis=1)
@@ -75,17 +72,16 @@ def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> F
 
 
 def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the [C] weighted sums of a step over the functions that apply, behind their gates; NaN where every function
-    returned None, infinite where float32 ends."""
+    """Return the [C] gated, weighted sums at a step: NaN if every function returned None, infinite beyond float32."""
     sums_C = weighted_rewards(gated(rewards_CF, functions), weights_at(functions, step))
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf
     return sums_C
 
 
 def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the `totals` of the completions of one group, where those are equal that would be without rounding. 0.1 +
-    0.2 is 0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone have
-    different totals, however near they are, because nothing was added that could be rounded differently."""
+    """Return the `totals` of one group's completions, with totals that differ only by rounding made equal: 0.1 + 0.2 is
+    0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone keep different
+    totals, however close, because no sum was rounded differently."""
     parts_CF = np.asarray(gated(rewards_CF, functions), np.float64) * np.array(weights_at(functions, step))
     parts_CF[np.isnan(parts_CF)] = 0.0
 
@@ -98,8 +94,8 @@ def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]
 
 
 def merged(values_N: Float64Array, error: Callable[[IndexArray, IndexArray], Float64Array]) -> Float64Array:
-    """Return the values, where neighbours in order of size become equal whose difference is at most `error(low, high)` of their
-    indices; NaN stays."""
+    """Return the values with neighbours in sorted order made equal if they differ by at most `error(low, high)`
+    (indices of the two); NaN stays."""
     order = np.argsort(values_N, kind="stable")
     low, high = order[:-1], order[1:]
     begins = np.ones(len(order), bool)
@@ -115,26 +111,26 @@ Preset = Literal["trl", "nemo", "dr_grpo", "rloo"]
 TRL_STD_EPSILON = 1e-4
 NEMO_STD_EPSILON = 1e-6
 FLOAT64_ERROR = 2.0**-50
-"""Relative error of a sum of some numbers in float64."""
+"""Relative error of a float64 sum of a few numbers."""
 
 
 class Episode(NamedTuple):
-    """The rewards of one sample with turns."""
+    """Rewards of one sample with turns."""
 
     outcome: float
-    """Weighted reward of the whole episode; NaN where no function applied."""
+    """Weighted reward of the whole episode; NaN if no function applied."""
     advantage: float
     """Advantage of the whole episode."""
     rewards_K: Float64Array
-    """Reward of each turn, NaN for a turn without one."""
+    """[K], NaN for a turn without a reward."""
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group's rewards give anything to train on: False only where every advantage is 0 at `step`.
+    """Return whether a group has anything to train on, by the learner's functions: False only if all advantages are 0.
 
     Args:
-        rewards_CF: [C, F], NaN where a function gave None.
-        turns: [K] rewards of the turns of each sample, for an `environment.advantage` of turns; None for any other.
+        rewards_CF: [C, F], NaN if a function returned None.
+        turns: [K] rewards of the turns of each sample, if `environment.advantage` is per turn; else None.
     """
     totals_C = group_totals(rewards_CF, spec.rewards, step)
     turns = turns or []
@@ -150,13 +146,13 @@ def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence
 def group_advantages(
     rewards_CF: Rewards, spec: RunSpec, step: int, penalties_C: Float64Array | None = None
 ) -> Float64Array:
-    """Return [C] the part of the advantages that the group decides, by `grpo.advantage`; 0 where there is no reward.
+    """Return [C] the part of the advantages that depends on the group alone, by `grpo.advantage`; 0 without a reward.
 
-    The presets of `advantages` are whole with it; `trl_batch` and `gdpo` are divided by a std of the batch afterwards, and
-    `reinforce_pp_baseline` is whitened over it.
+    For the presets of `advantages` this is the whole; `trl_batch` and `gdpo` are divided by a std of the batch
+    afterwards, and `reinforce_pp_baseline` is whitened over it.
 
     Args:
-        penalties_C: β·KL of each completion, subtracted from its reward. Whether rewards are equal is decided without it.
+        penalties_C: β·KL of each completion, subtracted from its reward. Ignored when rewards are compared for equality.
     """
     if spec.grpo.advantage == "gdpo":
         return gdpo_scores(gated(rewards_CF, spec.rewards), weights_at(spec.rewards, step))
@@ -170,17 +166,17 @@ def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None
     """Return the advantage of each completion relative to its group, over the n completions that have a reward.
 
     - `trl`: (r - mean) / (std + 1e-4), std with n - 1 (TRL, `scale_rewards="group"`).
-    - `nemo`: (r - mean of the others) / (std of the others + 1e-6), std with n - 2; where the others are all equal the
-      difference is left undivided (NeMo RL, leave-one-out baseline).
+    - `nemo`: (r - mean of the others) / (std of the others + 1e-6), std with n - 2; not divided if the others are all
+      equal (NeMo RL, leave-one-out baseline).
     - `dr_grpo`: r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training").
     - `rloo`: r - mean of the others (Ahmadian et al. 2024, "Back to Basics").
 
     Args:
         totals_C: [C] rewards, NaN for "does not apply". Those that differ by the rounding of float64 are equal.
-        rewards_C: [C] what decides whether rewards are equal, where the totals are less a penalty.
+        rewards_C: [C] rewards before a penalty, if the totals include one; they decide whether rewards are equal.
 
     Returns:
-        [C] float64; 0 for NaN rows, and for all rows when fewer than two have a reward (there is no baseline).
+        [C] float64; 0 for NaN, and 0 everywhere if fewer than two have a reward (there is no baseline).
     """
     values_C = np.asarray(totals_C, np.float64)
     if rewards_C is None:
@@ -194,24 +190,24 @@ def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None
 
 
 def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array:
-    """Return [C] Σ_f weight_f · z_f of one group with z_f = `trl` advantages of function f (arXiv 2601.05242), 0 where the
-    terms of several functions cancel but for the rounding of their rewards."""
+    """Return [C] Σ_f weight_f · z_f of one group, z_f being the `trl` advantages of function f (arXiv 2601.05242); 0 if
+    the terms of several functions cancel up to the rounding of their rewards."""
     rewards_CF = np.asarray(rewards_CF, np.float64)
     scores_C, errors = np.zeros(len(rewards_CF)), []
     for rewards_C, weight in zip(rewards_CF.T, weights_F, strict=True):
         z_C = weight * advantages(rewards_C, "trl")
         scores_C += z_C
         if z_C.any():
-            known_N = rewards_C[~np.isnan(rewards_C)]
-            scale = abs(weight) / (known_N.std(ddof=1) + TRL_STD_EPSILON)
-            errors.append(2 * FLOAT32_ERROR * np.abs(known_N).max() * scale)
+            numbers_N = rewards_C[~np.isnan(rewards_C)]
+            scale = abs(weight) / (numbers_N.std(ddof=1) + TRL_STD_EPSILON)
+            errors.append(2 * FLOAT32_ERROR * np.abs(numbers_N).max() * scale)
     if len(errors) > 1:
         scores_C[np.abs(scores_C) <= sum(errors)] = 0.0
     return scores_C
 
 
 def group_preset(name: str) -> Preset:
-    """Return the name as a preset that needs nothing but the group. Raises ValueError for another name."""
+    """Return the name as a preset that depends on the group alone. Raises ValueError for any other."""
     for preset in get_args(Preset):
         if preset == name:
             return cast(Preset, preset)
@@ -233,16 +229,16 @@ def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64A
         case "turn_level":
             return turn_level(episodes, section.turn_weight, preset)
         case _:
-            raise ValueError(f"environment.advantage {section.advantage!r} is not of turns")
+            raise ValueError(f"environment.advantage {section.advantage!r} is not per turn")
 
 
 def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) -> list[Float64Array]:
-    """Return [K] advantages of the turns of each sample: A_k = advantages over all turns of the group of G_k, where
+    """Return [K] advantages of the turns of each sample: A_k = advantages over all turns of the group of G_k, with
 
-    G_k = Σ_{j≥k} γ^(j-k) · r_j and the outcome is part of the last turn's reward.
+    G_k = Σ_{j≥k} γ^(j-k) · r_j; the outcome is part of the last turn's reward.
 
-    The reward to go of REINFORCE (Sutton and Barto 2018, section 13.3), relative to the group's turns by `preset`. A sample
-    without any reward gets 0.
+    G_k is the reward to go of REINFORCE (Sutton and Barto 2018, section 13.3), compared among the group's turns by
+    `preset`. A sample without any reward gets 0.
     """
     returns: list[Float64Array] = []
     sizes: list[Float64Array] = []
@@ -262,8 +258,8 @@ def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) 
 
 def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[Float64Array]:
     """Return [K] advantages of the turns of each sample: A_k = A + weight · advantages over the group's samples of r_k.
-    Turn k is compared with turn k of the group's other samples, as in turn-level credit assignment for GRPO (Zeng et
-    al. 2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
+    Turn k is compared with turn k of the other samples, as in turn-level credit assignment for GRPO (Zeng et al.
+    2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
     longest = max((len(episode.rewards_K) for episode in group), default=0)
     rewards_CK = np.full((len(group), longest), np.nan)
     for row_K, episode in zip(rewards_CK, group, strict=True):
@@ -280,7 +276,7 @@ def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[
 def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: Preset) -> Float64Array:
     n = len(values_N)
     centred_N: Float64Array = values_N - values_N.mean()
-    # Below the rounding of a mean of n numbers, a difference to it is none.
+    # A difference below the rounding of a mean of n numbers is 0.
     centred_N[np.abs(centred_N) <= n * 2.0**-53 * np.abs(values_N).max()] = 0.0
     # Difference to the leave-one-out mean: r - (S - r)/(n-1) = (r - S/n)·n/(n-1).
     leave_one_out_N: Float64Array = centred_N * n / (n - 1)
@@ -299,23 +295,24 @@ def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: 
 
 
 def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
-    """Return, for each reward, whether all others are equal: a std of equal numbers is seldom exactly 0."""
+    """Return, for each reward, whether all others are equal; compares values, because a std of equal numbers is seldom
+    0."""
     values, value_N, counts = np.unique(rewards_N, return_inverse=True, return_counts=True)
     return np.asarray(len(values) - (counts[value_N] == 1) <= 1)
 
 
 def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
-    """Return the sample std of the other values, for each value; 0 where only one other exists."""
+    """Return, for each value, the sample std of the others; 0 if there is only one other."""
     n = len(values_N)
     if n < 3:
         return np.zeros(n)
     others_NM = np.broadcast_to(values_N, (n, n))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
-    # Sorted, so that equal values have the same others in the same order, and equal advantages.
+    # Sorted: equal values then sum the others in the same order, and get equal advantages.
     return np.asarray(np.sort(others_NM, axis=1).std(axis=1, ddof=1))
 
 
 def _to_go(rewards_K: Float64Array, outcome: float, discount: float) -> Float64Array:
-    """Return [K] discounted sums of the rewards from each turn on; the outcome belongs to the last turn."""
+    """Return [K] the discounted sum of rewards from each turn on; the outcome belongs to the last turn."""
     returns_K, to_go = np.zeros(len(rewards_K)), outcome
     for k in reversed(range(len(rewards_K))):
         to_go = rewards_K[k] + (to_go if k == len(rewards_K) - 1 else discount * to_go)

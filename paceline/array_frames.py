@@ -1,7 +1,7 @@
-"""Arrays in a safetensors frame: read as views, checked by name. Bytes that cannot be read raise a WireError with the fault.
+"""Reads arrays from a safetensors frame as views and checks them by name. Unreadable bytes raise a WireError.
 
-`RowArrays` are those of the rows of a group with an environment; `exchange.proto`, GroupResult, names them. Rows that decode belong to samples in order, their masks are what their version spans and turns cover, and nothing that
-was not sampled has a log-probability.
+`RowArrays` are those of a group with an environment (`exchange.proto`, GroupResult). Promise: decoded transcripts
+belong to samples in order, masks match version spans and turns, and only sampled tokens have a log-probability.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Buffer = bytes | memoryview
 
 
 def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied. Layout
-    (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without gaps,
-    in any order of names."""
+    """Return the arrays of a safetensors blob as read-only views into `payload`, without a copy. Layout
+    (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
+    gaps, in any order of names."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
-        raise _no_safetensors(payload, "its header does not fit into it")
+        raise _no_safetensors(payload, "its header is longer than the frame")
     data = memoryview(payload)[8 + header_bytes :]
     arrays, end = {}, 0
     try:
@@ -53,18 +53,18 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
 
 
 def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
-    """Return the array that `entry` of the header describes; it has to begin at `start`."""
+    """Return the array that `entry` of the header describes. It must begin at `start`."""
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or number < 0:
-            raise ValueError("a size that is no natural number")
+            raise ValueError("a size is not a natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{shape} of {entry['dtype']} cannot lie at {begin} to {end}")
+        raise ValueError(f"{shape} of {entry['dtype']} does not fit bytes {begin} to {end}")
     return np.ndarray(shape, dtype, data, begin)
 
 
 def _no_safetensors(payload: Buffer, why: str) -> WireError:
-    return WireError(f"the payload frame of {len(payload)} bytes is no safetensors blob: {why}")
+    return WireError(f"the payload frame of {len(payload)} bytes is not a safetensors blob: {why}")
 
 
 def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) 
     if array is None:
         raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
     if array.dtype.str[1:] != kind or array.ndim != ndim:
-        raise WireError(f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}")
+        raise WireError(f"array {name!r} is {array.dtype} of {array.ndim} dimensions, not {kind} of {ndim}")
     return array
 
 
@@ -81,7 +81,7 @@ def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 MAX_SAMPLES = 1 << 16
-"""Most samples of a group."""
+"""Largest number of samples of a group."""
 
 
 def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows) -> dict[str, np.ndarray]:
@@ -99,7 +99,7 @@ def encode_rows(prompt_ids: IntArray, completions: Sequence[Completion], rows: R
 
 
 class RowArrays(NamedTuple):
-    """Arrays of the rows of a group with an environment, as views into its payload frame."""
+    """Arrays of the transcripts of a group with an environment, as views into its payload frame."""
 
     prompt_lengths: IntArray
     row_samples: IntArray
@@ -110,12 +110,12 @@ class RowArrays(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray]) -> RowArrays | None:
-        """Return the arrays; None for a group without rows. Raises WireError."""
+        """Return the arrays; None for a group without an environment. Raises WireError."""
         if "row_samples" not in arrays:
             return None
         num_samples = named_array(arrays, "num_samples", "i4", 1)
         if len(num_samples) != 1 or not 0 < num_samples[0] <= MAX_SAMPLES:
-            raise WireError(f"num_samples is {num_samples[:4].tolist()}, has to be one number up to {MAX_SAMPLES}")
+            raise WireError(f"num_samples is {num_samples[:4].tolist()}, not one number from 1 to {MAX_SAMPLES}")
         return cls(
             named_array(arrays, "prompt_lengths", "i4", 1),
             named_array(arrays, "row_samples", "i4", 1),
@@ -126,28 +126,28 @@ class RowArrays(NamedTuple):
         )
 
     def check(self, num_prompt: int, lengths: Sequence[int]) -> None:
-        """Check that they fit the row lengths and the number of prompt tokens. Raises WireError."""
+        """Raise WireError unless the arrays fit the lengths of the transcripts and the number of prompt tokens."""
         count, prompts = len(lengths), self.prompt_lengths.tolist()
         if not count or len(prompts) != count or len(self.row_samples) != count:
             raise WireError(
-                f"{count} rows, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples; a group has a row"
+                f"{count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples"
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(
-                f"prompt_lengths sum to {sum(prompts)} and are at least {min(prompts)}, with {num_prompt} prompt_ids"
+                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, with {num_prompt} prompt_ids"
             )
         samples = self.row_samples.tolist()
         if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:
-            raise WireError(f"row_samples has to rise from 0 to below {self.num_samples}, and is {samples[:16]}")
+            raise WireError(f"row_samples do not rise from 0 to below {self.num_samples}: {samples[:16]}")
         if len(self.sampled) != sum(lengths):
             raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
             raise WireError(f"turns of shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards")
         if np.isinf(self.turn_rewards).any():
-            raise WireError("turn_rewards holds an infinite number; a turn without reward has NaN")
+            raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 
     def rows(self, sampled: Sequence[BoolArray]) -> Rows:
-        """Return the rows; `sampled` is the mask of each. Raises WireError where the turns are not the sampled tokens."""
+        """Return the transcripts; `sampled` has their masks. Raises WireError unless the turns match them."""
         turns = [
             Turn(turn[0], turn[1], turn[2], reward)
             for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)
@@ -157,23 +157,25 @@ class RowArrays(NamedTuple):
         for turn in turns:
             fits = 0 <= turn.row < len(sampled) and 0 <= turn.start < turn.end <= len(sampled[turn.row])
             if not fits or (turn.row, turn.start) < before:
-                raise WireError(f"turn {tuple(turn[:3])} is not after {before}, or not within a row")
+                raise WireError(f"turn {tuple(turn[:3])} is not after {before}, or not within its transcript")
             covered[turn.row][turn.start : turn.end] = True
             before = (turn.row, turn.end)
-        for row, (mask, own) in enumerate(zip(sampled, covered, strict=True)):
-            if not np.array_equal(mask, own):
-                raise WireError(f"row {row}: its turns are not the tokens that `sampled` names")
+        for row, (mask, turns_mask) in enumerate(zip(sampled, covered, strict=True)):
+            if not np.array_equal(mask, turns_mask):
+                raise WireError(f"transcript {row}: its turns do not cover the tokens marked in `sampled`")
         return Rows(self.num_samples, tuple(self.row_samples.tolist()), tuple(turns))
 
 
 def check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArray) -> None:
-    """Check that the spans of a row cover the tokens that were sampled, and no other. Raises WireError."""
+    """Raise WireError unless the spans of a transcript cover the sampled tokens and no others."""
     covered = np.zeros(len(sampled_T), bool)
     position = 0
     for span in spans:
         if span.start < position or span.end <= span.start or span.end > len(sampled_T):
-            raise WireError(f"row {index}: span {tuple(span)} is not after token {position} and within the row")
+            raise WireError(
+                f"transcript {index}: span {tuple(span)} is not after token {position} and within the transcript"
+            )
         covered[span.start : span.end] = True
         position = span.end
     if not np.array_equal(covered, sampled_T):
-        raise WireError(f"row {index}: its version spans do not cover the tokens that `sampled` names")
+        raise WireError(f"transcript {index}: its version spans do not cover the tokens marked in `sampled`")

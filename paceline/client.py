@@ -1,11 +1,11 @@
-"""The Python client: submit runs, watch and steer them, ask workers for completions and scores.
+"""The Python client: submit runs, watch and control them, request completions and scores from workers.
 
     with Client("127.0.0.1:7070") as client:
         run = client.submit("spec.yaml", ["grpo.max_num_steps=50"])
         for event in client.watch(run.run_id): ...
 
-Runs, members and completions are the messages of protos/paceline/v1, whose files document each field. Every call has
-a deadline; a fault is one of paceline.errors with a message for the caller, never a bare gRPC error. gRPC itself is
+Runs, members and completions are the messages of protos/paceline/v1, whose files document each field. Every call has a
+deadline; failures are errors of paceline.errors with a message for the caller, never bare gRPC errors. gRPC itself is
 imported by the first `Client`, so that importing this module costs nothing.
 """
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 OPENING_S = 3600.0
-"""Seconds in which a submitted run's data set has to be opened."""
+"""Seconds in which the coordinator has to open a submitted run's data set."""
 VERIFY_S = 3600.0
-"""Seconds in which all records of a run have to be compared."""
+"""Seconds for a comparison of all records of a run."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunState(StrEnum):
 
     @classmethod
     def of(cls, run: Run) -> RunState:
-        """Return the state of a run's message."""
+        """Return the state in a run's message."""
         from paceline.v1 import run_pb2
 
         return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
@@ -75,7 +75,7 @@ def state_name(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run."""
+    """An event of a run."""
 
     sequence: int
     """Grows by one with each event of the run."""
@@ -86,7 +86,7 @@ class Event:
 
 
 class Client(Connection):
-    """One coordinator, and through it the workers. Safe to use from several threads."""
+    """Connection to one coordinator and, through it, to the workers. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -98,11 +98,10 @@ class Client(Connection):
         token_file: Path | None = None,
         tls_dir: Path | None = None,
     ):
-        """Raises InvalidInput for an address that is none. `timeout_s` limits each attempt of a call, `wait_s` is how long a
-        call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
-        `token_file` holds the coordinator's token; by default as `paceline.calls.token` finds it. `tls_dir` has certificates
-        (`paceline.tls.folder`); by default that of the environment.
-        """
+        """Raises InvalidInput for a malformed address. `timeout_s` limits each attempt of a call. `wait_s` is the time
+        to retry a call while the coordinator is away, `reconnect_s` the time to retry in `watch` and `wait` after it
+        went away. `token_file` holds the coordinator's token; by default as in `paceline.calls.token`. `tls_dir` has
+        certificates (`paceline.tls.folder`); by default that of the environment."""
         from paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
         super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
@@ -121,10 +120,10 @@ class Client(Connection):
     def submit(self, spec: RunSpec | str | Path, overrides: Sequence[str] = (), *, wait_s: float | None = None) -> Run:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
-        If the coordinator is away, the client tries again for `wait_s` seconds (default: the client's); repeated requests
-        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec), and data are
-        prepared here (`data.preparation`). Raises
-        InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
+        If the coordinator is away, the client retries for `wait_s` seconds (default: the client's); repeated requests
+        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec), and
+        data are prepared here (`data.preparation`). Raises InvalidInput (SpecError for faults that the client finds)
+        for a misspelt or contradictory spec, or bad data.
         """
         from paceline.models.memory_plan import checked_plan
         from paceline.spec.reading import load_spec, spec_to_yaml
@@ -140,16 +139,16 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Repeat the call while the coordinator opens the data set, which it does once: a download may take long."""
+        """Retry the call while the coordinator opens the data set, which it does once; a download may take long."""
         import grpc
 
-        asked_s = time.monotonic()
+        started_s = time.monotonic()
         while True:
             try:
                 response: SubmitResponse = self._runs.Submit(request, timeout=self._timeout_s)
                 return response
             except grpc.RpcError as error:
-                waited_s = time.monotonic() - asked_s
+                waited_s = time.monotonic() - started_s
                 if status_name(error) != "DEADLINE_EXCEEDED" or waited_s > OPENING_S:
                     raise
                 log.warning(
@@ -159,7 +158,7 @@ class Client(Connection):
                 )
 
     def _bundle_of(self, spec: RunSpec, wait_s: float | None) -> str:
-        """Prepare the data of a run, and send its files; return as `_send_bundle` does."""
+        """Prepare a run's data and send its files; return as `_send_bundle`."""
         from paceline.bundle.collecting import collect
 
         if not spec.data.preparation.is_used:
@@ -172,7 +171,7 @@ class Client(Connection):
             return self._send_bundle(collect(spec, prepared=prepared.files), wait_s)
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
-        """Send a run's files; return the digest that names them, empty for none."""
+        """Send a run's files; return the digest that names them, empty if there are none."""
         from paceline.calls.bundle_transfer import send
 
         for warning in bundle.warnings:
@@ -209,12 +208,12 @@ class Client(Connection):
         return self._run("Pause", run_id=run_id)
 
     def resume(self, run_id: str) -> Run:
-        """Continue a paused run; queue a failed one again, with all its open groups. If the files of its functions are on
-        this machine, the run goes on with them as they are now. Raises NotFound, Conflict, InvalidInput."""
+        """Continue a paused run; queue a failed one again, with all its open groups. If the files of its functions are
+        on this machine, the run continues with their current content. Raises NotFound, Conflict, InvalidInput."""
         return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 
     def _corrected_bundle(self, run: Run) -> str:
-        """Send the files of a run's bundle as they are here now; return the digest, empty for a run that keeps its bundle."""
+        """Send the current files of a run's bundle; return the digest, empty for a run that keeps its bundle."""
         from paceline.bundle.collecting import collect_again
         from paceline.calls.bundle_transfer import fetch_manifest
         from paceline.spec.reading import spec_of_run
@@ -229,8 +228,8 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the run that trains and return its folder, once it is complete; at once if the newest step has
-        one. Raises NotFound; Conflict when no learner has the run; Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run and return its folder once it is complete; at once if the newest step
+        has one. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)
@@ -245,8 +244,7 @@ class Client(Connection):
         )
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
-        """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
-        Conflict, InvalidInput."""
+        """Remove groups from a paused run's next batch, which is fixed anew. Raises NotFound, Conflict, InvalidInput."""
         return self._run("DropGroups", run_id=run_id, group_ids=group_ids)
 
     def _run(self, method: str, **fields: Any) -> Run:
@@ -258,23 +256,23 @@ class Client(Connection):
         return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
-        """Events of a run after a sequence number, as they happen, until the run has ended, or for `timeout_s` seconds.
+        """Yield the events of a run after a sequence number as they happen, until it has ended, or for `timeout_s`.
 
-        A broken stream is taken up where it broke, each event once: a coordinator's restart shows only as a pause.
-        Raises NotFound; Unavailable when there is no coordinator at first, or none for `reconnect_s` seconds later.
+        A broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
+        NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later.
         """
         import grpc
 
         from paceline.v1.run_pb2 import WatchRequest
 
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        heard_s, first = time.monotonic(), True
+        last_event_s, first = time.monotonic(), True
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
                 left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
                 for response in self._runs.Watch(WatchRequest(run_id=run_id, after=after), timeout=left_s):
-                    after, heard_s, first = response.sequence, time.monotonic(), False
+                    after, last_event_s, first = response.sequence, time.monotonic(), False
                     backoff.reset()
                     yield Event(response.sequence, response.kind, json.loads(response.json))
                 return
@@ -282,28 +280,27 @@ class Client(Connection):
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     return
                 lasting = status_name(error) in LASTING
-                silent = time.monotonic() - heard_s >= (self._wait_s if first else self._reconnect_s)
+                silent = time.monotonic() - last_event_s >= (self._wait_s if first else self._reconnect_s)
                 if lasting or silent or self._closed.is_set():
                     raise self._translated(error) from None
-            except ValueError:  # grpc's word for a call on a closed channel
+            except ValueError:  # gRPC raises it for a call on a closed channel
                 raise Unavailable(f"the client of {self.address} is closed") from None
             self._closed.wait(backoff.next_s())
 
     def wait(self, run_id: str, timeout_s: float | None = None) -> Run:
-        """Return the run once it has ended, in whatever way. A coordinator that restarts meanwhile shows only as a
-        pause.
+        """Return the run once it has ended, in whatever state. A coordinator's restart shows only as a pause.
 
-        Raises NotFound; Unavailable after `timeout_s` seconds, or when no coordinator answers for `reconnect_s`.
+        Raises NotFound; Unavailable after `timeout_s` seconds, or if no coordinator answers for `reconnect_s`.
         """
-        started_s = heard_s = time.monotonic()
+        started_s = last_answer_s = time.monotonic()
         pause_s = 0.05
         while True:
             try:
-                run, heard_s = self.get(run_id), time.monotonic()
+                run, last_answer_s = self.get(run_id), time.monotonic()
                 if state_name(run) in ENDED_STATES:
                     return run
             except Unavailable:
-                if time.monotonic() - heard_s > self._reconnect_s:
+                if time.monotonic() - last_answer_s > self._reconnect_s:
                     raise
             if timeout_s is not None and time.monotonic() - started_s > timeout_s:
                 raise Unavailable(f"run {run_id} has not ended after {timeout_s:g} s")
@@ -312,10 +309,9 @@ class Client(Connection):
             pause_s = min(2 * pause_s, 1.0)
 
     def events(self, run_id: str, *, kind: str | None = None, after: int = 0, quiet_s: float = 0.5) -> list[Event]:
-        """Return the events of a run so far, oldest first, of one `kind` or all.
+        """Return the events of a run until now, oldest first, of one `kind` or all.
 
-        `watch` gives those to come as well. Of a run that goes on, the list ends when no event came for `quiet_s` seconds.
-        Raises NotFound.
+        `watch` also yields later ones. For a live run, the list ends after `quiet_s` without an event. Raises NotFound.
         """
         events: list[Event] = []
         while True:
@@ -328,24 +324,24 @@ class Client(Connection):
 
     @property
     def records(self) -> Records:
-        """All that the coordinator has on record: metrics, samples, groups, books, specs, logs."""
+        """The coordinator's records: metrics, samples, groups, token accounting, specs, logs."""
         from paceline.v1.records_pb2_grpc import RecordsServiceStub
 
         return Records(partial(self._unary, RecordsServiceStub(self._channel)))
 
     def metrics(self, run_id: str, kind: str = "step") -> Columns:
-        """Return every metric of every step (or of each `evaluation`) as columns for a DataFrame, with the step's number as `step`.
-        Raises NotFound."""
+        """Return every metric of every step (or of each `evaluation`) as columns for a DataFrame, with the step's
+        number as `step`. Raises NotFound."""
         return self.records.metrics(run_id, kind)
 
     def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
-        """Return completions of a run, or of a step, as columns for a DataFrame; `paceline.records.Records.samples` says which
-        columns and filters there are. Raises NotFound, InvalidInput."""
+        """Return completions of a run, or of a step, as columns for a DataFrame; `paceline.records.Records.samples`
+        lists columns and filters. Raises NotFound, InvalidInput."""
         return self.records.samples(run_id, step, limit=limit, **filters)
 
     def groups(self, run_id: str, step: int) -> list[dict[str, Any]]:
-        """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
-        rewards. Raises NotFound."""
+        """Return the groups trained in a step: prompt, columns, and text, tokens, versions and rewards of each
+        completion. Raises NotFound."""
         return list(self.records.groups(run_id, step))
 
     @property
@@ -360,7 +356,7 @@ class Client(Connection):
         return self._call(lambda: getattr(stub, method)(request, timeout=timeout_s))
 
     def status(self) -> StatusResponse:
-        """Return what limits the run that trains, in words and by pool."""
+        """Return the bottleneck of the training run, in words and by pool."""
         from paceline.v1.status_pb2 import StatusRequest
 
         return self._call(lambda: self._status.Status(StatusRequest(), timeout=self._timeout_s))
@@ -368,14 +364,14 @@ class Client(Connection):
     # Workers
 
     def members(self) -> list[Member]:
-        """Return every worker that belongs to the coordinator now."""
+        """Return all current members."""
         from paceline.v1.worker_pb2 import ListMembersRequest
 
         return list(self._unary(self._stub(), "ListMembers", ListMembersRequest()).members)
 
     def drain(self, member_id: str, grace_s: float = 60.0) -> int:
-        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
-        tasks that it holds. Raises NotFound, Unavailable."""
+        """Ask a worker to finish or return its work within `grace_s` seconds and to leave; return the number of groups
+        and tasks that it holds. Raises NotFound, Unavailable."""
         from paceline.v1.worker_pb2 import WorkerServiceDrainRequest
 
         request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
@@ -392,10 +388,10 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
-        """Return `n` completions of a prompt under the newest weights. Omitted parameters take the values of the worker's run.
+        """Return `n` completions of a prompt under the newest weights. Defaults are those of the worker's run.
 
-        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable
-        when there is none, Conflict when it holds no weights yet, InvalidInput.
+        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable if
+        there is none, Conflict if it holds no weights yet, InvalidInput.
         """
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
@@ -420,10 +416,10 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[float | None]]:
-        """Return scores by function, one for each completion, None where the function does not apply.
+        """Return scores by function, one for each completion, None if the function does not apply.
 
-        `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
-        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
+        `functions` are built-ins or functions of the current run (default: all of its functions); `columns` are lists
+        as long as `completions`; `worker` is the host:port of a reward worker. Raises Unavailable if there is none.
         """
         from paceline.v1 import reward_pb2, reward_pb2_grpc
 
@@ -441,21 +437,21 @@ class Client(Connection):
         }
 
     def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
-        """Return the answer of the worker at an address (default: `_address_of`)."""
+        """Call the worker at an address (default: `_address_of`)."""
         address = address or self._address_of(kind)
         with self._channel_to(address) as channel:
             return self._call(lambda: call(channel), f"{kind} worker at {address}")
 
     def _address_of(self, kind: str) -> str:
-        """Return the address of a live worker of the role: the worker with the newest weights."""
+        """Return the address of the current worker of the role that has the newest weights."""
         from paceline.v1.common_pb2 import Role
 
         role = Role.Value(f"ROLE_{kind.upper()}")
-        found = [m for m in self.members() if m.role == role and m.address]
-        if not found:
+        workers = [m for m in self.members() if m.role == role and m.address]
+        if not workers:
             raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
                               f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
-        newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
+        newest = max(workers, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
         return str(newest.address)
 
     def _stub(self) -> Any:

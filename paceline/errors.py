@@ -1,22 +1,20 @@
-"""Every error that Paceline raises on purpose.
-
-Below them: texts of exceptions that foreign code raises, such as a user's function, a chat template, a library that reads files.
-"""
+"""All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function, a
+chat template or a library that reads files."""
 
 USUAL_S = 1.0
-"""Seconds after which a refused call may come again, where the refusing side knows no better number."""
+"""Default seconds after which a refused call may be retried."""
 
 
 class PacelineError(Exception):
-    """Base of every error raised on purpose. The message is written for the person who has to act."""
+    """Base of these errors. The message is written for the person who has to act."""
 
 
 class InvalidInput(PacelineError):
-    """The caller's input cannot be accepted. Says which field, which value, and what to do."""
+    """The caller's input is refused. Names the field, the value and the remedy."""
 
 
 class SpecError(InvalidInput):
-    """A run spec that is misspelt, contradicts itself, or asks for what cannot work."""
+    """A run spec that is misspelt, contradicts itself, or requests something impossible."""
 
 
 class DataError(InvalidInput):
@@ -24,15 +22,15 @@ class DataError(InvalidInput):
 
 
 class PromptTooLong(InvalidInput):
-    """A prompt with as many tokens as prompt and completion may have together, or more."""
+    """A prompt that leaves no room for a completion within the token limit of both."""
 
 
 class Unreadable(InvalidInput):
-    """A file, folder or hub that the input names cannot be read now. It may be wrong, or there again later."""
+    """A file, folder or hub named in the input cannot be read now. The name may be wrong, or the fault temporary."""
 
 
 class WireError(PacelineError):
-    """A ZeroMQ message that is not ours, not whole, too large, or of another protocol version."""
+    """A ZeroMQ message that is foreign, incomplete, too large, or of another protocol version."""
 
 
 class NotFound(PacelineError):
@@ -44,8 +42,8 @@ class Conflict(PacelineError):
 
 
 class CheckpointFault(PacelineError):
-    """The checkpoint that a session was to begin from is missing, damaged or cannot be read, or a checkpoint of another
-    session is in its folder. An older checkpoint, or another session, may work."""
+    """The checkpoint at the start of a session is missing, damaged or unreadable, or its folder has one of another
+    session. An older checkpoint, or another session, may work."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -54,20 +52,20 @@ class CheckpointFault(PacelineError):
 
 
 class LedgerFault(PacelineError):
-    """The ledger cannot be read or written: a full, read-only or damaged disk. Nothing may be acknowledged any more."""
+    """The ledger cannot be read or written (a full, read-only or damaged disk). Nothing may be acknowledged any more."""
 
 
 class Unavailable(PacelineError):
-    """The other side does not answer now; the same call may succeed later."""
+    """The other side does not answer now; a retry may succeed."""
 
 
 class Busy(PacelineError):
-    """As many requests as there is room for are under way; the same one may be taken later."""
+    """The limit of concurrent requests is reached; a retry may succeed."""
 
     def __init__(self, message: str, retry_after_s: float = USUAL_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Seconds after which the same request may be taken."""
+        """Seconds after which the request may be retried."""
 
 
 class AccessDenied(PacelineError):
@@ -75,7 +73,7 @@ class AccessDenied(PacelineError):
 
 
 class NotPermitted(PacelineError):
-    """The caller is known and may not make this call. Says who may."""
+    """The caller is known but may not make this call. Says who may."""
 
 
 class NonFiniteLoss(PacelineError):
@@ -84,21 +82,21 @@ class NonFiniteLoss(PacelineError):
     def __init__(self, message: str, group_ids: tuple[int, ...]) -> None:
         super().__init__(message)
         self.group_ids = group_ids
-        """The groups at fault where the loss tells, else every group of the update; the same on all ranks."""
+        """The groups at fault if the loss identifies them, else every group of the update; the same on all ranks."""
 
 
 class EngineDied(Unavailable):
-    """The rollout engine stopped with an internal error; its worker has to start a new one."""
+    """The rollout engine stopped after an internal error; its worker has to start a new one."""
 
 
 MAX_CHARS = 500
 ALIKE = "; every attempt would fail alike"
-"""End of the text of a failure that no other attempt at the same group can avoid. The exchange reads it in the errors of
-reward workers, and drops such a group at its first failure."""
+"""Suffix of a failure that every attempt at the group would repeat. The exchange looks for it in the errors of reward
+workers, and drops such a group at its first failure."""
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception in one line: its type and the first line of its text, with a mark where there are more."""
+    """Return an exception in one line: its type and the first line of its text, with a mark if more follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -112,8 +110,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_about_input(error: BaseException) -> bool:
-    """Return whether an exception may be about the input that was processed: every Exception, and a panic of a library in
-    Rust, which Python does not count among them. A lack of memory is about the machine."""
+    """Return whether an exception may concern the processed input: every Exception, and a panic of a Rust library,
+    which Python does not derive from it. A lack of memory concerns the machine."""
     if isinstance(error, MemoryError):
         return False
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

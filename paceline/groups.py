@@ -1,11 +1,11 @@
-"""The nouns of the life of a sample: version, completion, group; of a run with an environment also row and turn.
+"""The data types of a sample: version, completion and group; with an environment also turn and transcript.
 
-Suffixes of array names: P prompt tokens, T completion tokens, C completions (samples) of a group, F reward functions,
-R rows of a group with an environment.
+Suffixes of array names: P prompt tokens, T completion tokens, C completions (samples) of a group, F reward functions, R
+transcripts of a group with an environment.
 
-Without an environment a group has one completion for each sample, all of one prompt. With one, a sample is an episode of
-several turns, and its tokens are in *rows*: a row is what the model read and sampled as one growing sequence. An episode
-whose history is not an exact prefix of what follows has several rows (`Group.rows`).
+Without an environment a group has one completion for each sample, all of one prompt. With one, a sample is an episode
+of several turns, and its tokens are in *transcripts*: the model reads and samples each as one growing sequence. An
+episode whose history is not an exact prefix of its continuation has several. Names in code and arrays say row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 SHA256_DIGITS = 64
 MAX_HOLDERS = 64
-"""Attempts of a group whose holders are on record: the newest ones."""
+"""Newest attempts of a group whose holders are kept."""
 
 
 class Version(NamedTuple):
-    """A policy version within a run: the learner session that made it and the step it was made for. Step s starts from
-    version s and makes version s + 1. A later session publishes from the highest step on that an earlier one published,
-    so versions are ordered as tuples, and their steps never fall."""
+    """A policy version within a run: the learner session that made it and the step for which it was made. Step s starts
+    from version s and makes version s + 1. A later session starts publishing at the highest step that an earlier one
+    published, so versions are ordered as tuples, and their steps never fall."""
 
     session: int
     step: int
@@ -48,46 +48,46 @@ class VersionSpan(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Tokens [start, end) of a row that the model sampled in one turn."""
+    """Tokens [start, end) of a transcript that the model sampled in one turn."""
 
     row: int
     start: int
     end: int
     reward: float
-    """Reward that the environment gave for this turn; NaN for none."""
+    """Reward from the environment for this turn; NaN for none."""
 
 
 class Rows(NamedTuple):
-    """How the rows of a group belong to its samples (`Group.rows`)."""
+    """Assigns the transcripts of a group to its samples (`Group.rows`)."""
 
     num_samples: int
-    """C; a sample that was given up has no row."""
+    """C; a sample that was given up has no transcript."""
     samples: tuple[int, ...]
-    """[R] sample of each row, never falling."""
+    """[R] sample of each transcript, never falling."""
     turns: tuple[Turn, ...]
-    """Turns in the order of their rows and tokens."""
+    """Turns in the order of their transcripts and tokens."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation of a prompt; with an environment, one row."""
+    """One sampled continuation of a prompt; with an environment, one transcript."""
 
     token_ids: IntArray
-    """[T] sampled tokens, the stop token included; in a row also those that the environment added (`sampled_T`)."""
+    """[T] sampled tokens, with the stop token; in a transcript also those that the environment added (`sampled_T`)."""
     logprobs: FloatArray
-    """[T] behaviour log-probabilities: of each token under the distribution it was sampled from, in nats."""
+    """[T] behaviour log-probability of each token under the distribution that it was sampled from, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gaps, oldest first; in a row the tokens that were sampled."""
+    """Cover [0, T) without gaps, oldest first; in a transcript only the sampled tokens."""
     finish_reason: str
     """`stop` (a stop token or a stop string), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
-    """What reward functions read; see `paceline.chat.completion_texts`."""
+    """The text for reward functions; see `paceline.chat.completion_texts`."""
     reference_logprobs: FloatArray | None = None
-    """[T] by the run's reference (a teacher, or the policy as it was), in nats, where the reward pool serves it."""
+    """[T] by the run's reference (a teacher, or the initial policy), in nats, if the reward pool serves it."""
     prompt_ids: IntArray | None = None
-    """[P] prompt of a row; None where it is the group's."""
+    """[P] prompt of a transcript; None if it is the group's."""
     sampled_T: BoolArray | None = None
-    """[T] of a row: true for tokens that the model sampled, false for those that it only read; None: all were sampled."""
+    """[T] of a transcript: true for sampled tokens, false for tokens that were only read; None: all were sampled."""
 
     @property
     def num_sampled(self) -> int:
@@ -109,35 +109,35 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt with all its completions, as generated and, once rewards are there, scored."""
+    """One prompt with all its completions: generated and, once it has rewards, scored."""
 
     group_id: int
     prompt_ids: IntArray
-    """[P] tokens of the prompt, chat template applied; with rows the first row's."""
+    """[P] tokens of the prompt, chat template applied; with an environment, of the first transcript."""
     completions: tuple[Completion, ...]
-    """One for each sample; with an environment the rows."""
+    """One for each sample; with an environment, the transcripts."""
     prompt: Any = ""
-    """The prompt as the data set has it: text or chat messages."""
+    """The prompt as in the data set: text or chat messages."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's other columns, for the reward functions."""
     rewards_CF: FloatArray | None = None
-    """[C, F] a number per sample and reward function; NaN where a function returned None."""
+    """[C, F] a number per sample and reward function; NaN if a function returned None."""
     rows: Rows | None = None
-    """How rows belong to samples; None without an environment."""
+    """Transcripts of each sample; None without an environment."""
 
     @property
     def num_samples(self) -> int:
-        """C: completions, or episodes, that the group was leased for."""
+        """C: completions, or episodes, of the group's lease."""
         return len(self.completions) if self.rows is None else self.rows.num_samples
 
     @property
     def row_samples(self) -> tuple[int, ...]:
-        """Sample of each completion or row."""
+        """Sample of each completion or transcript."""
         return tuple(range(len(self.completions))) if self.rows is None else self.rows.samples
 
     @cached_property
     def num_tokens(self) -> int:
-        """Sampled tokens in the group, as the token accounting counts them."""
+        """Sampled tokens in the group, as in the token accounting."""
         return sum(completion.num_sampled for completion in self.completions)
 
     @cached_property
@@ -154,8 +154,8 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts. With
-        `like`, a digest on record, it is made by the same algorithm: ledgers before format 5 hold SHA-256."""
+        """XXH3-128 over prompt, tokens, log-probabilities and spans; identifies this text in scores and receipts. Given
+        a stored digest as `like`, it uses the same algorithm: ledgers before format 5 hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()
@@ -170,7 +170,6 @@ class Group:
         return scores_digest(rewards_CF, references)
 
     def _parts(self) -> Iterable[memoryview | bytes]:
-        """Return the bytes that the digest covers."""
         yield np.ascontiguousarray(self.prompt_ids, dtype="<i4").data
         for completion in self.completions:
             yield len(completion.token_ids).to_bytes(8, "little")
@@ -202,15 +201,15 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """`lines`, who held each attempt so far, with the holder of `attempt` (the first is 1) at its end. An attempt whose
-    holder is not known has an empty line, and so has one that is MAX_HOLDERS attempts ago."""
+    """Return `lines` (the holder of each attempt) with the holder of `attempt` (the first is 1) appended. A line is
+    empty if the holder is unknown, or MAX_HOLDERS or more attempts ago."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
-    forgotten = max(0, attempt - MAX_HOLDERS)
-    return "\n".join([*[""] * forgotten, *earlier[forgotten:], member_id])
+    dropped = max(0, attempt - MAX_HOLDERS)
+    return "\n".join([*[""] * dropped, *earlier[dropped:], member_id])
 
 
 def held_attempt(lines: str, attempt: int) -> str:
-    """Return the holder of `attempt` by the `lines` that `with_holder` made; empty where it is not on record."""
+    """Return the holder of `attempt` in the `lines` of `with_holder`; empty if unknown."""
     holders = lines.split("\n")
     return holders[attempt - 1] if 1 <= attempt <= len(holders) else ""

@@ -1,7 +1,6 @@
-"""Log lines that a sender can cause: each kind is written at most once a second, so that no caller fills the log's disk.
+"""Limits log lines that a sender can cause to one a second for each kind, so that no caller fills the disk.
 
-`unforeseen` counts exceptions that nobody foresaw, in whatever handler. They are answered to their sender and ended there: a
-service goes on, and its gauge and its log tell that something is to be fixed.
+`unforeseen` counts unexpected exceptions of all handlers. The sender gets an answer and the service continues.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable
 
 INTERVAL_S = 1.0
 MAX_KINDS = 1000
-"""Kinds that are remembered; their names may contain what a sender chose, so older ones are forgotten beyond it."""
+"""Kinds kept; names may contain a sender's text, so older ones are dropped beyond it."""
 
 
 class RateLimitedLog:
-    """Writes to `log`, each kind at most once in `interval_s`; the next line tells how many were left out."""
+    """Writes each kind to `log` at most once in `interval_s`; the next line says how many were left out."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class RateLimitedLog:
     ):
         self._log, self._interval_s, self._clock = log, interval_s, clock
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Time at which each kind was written, and the number of lines left out since."""
+        """Time of the last line of each kind, and the number of lines left out since."""
 
     def warning(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> None:
         """Write a warning, with the traceback of `error` if there is one."""
@@ -45,8 +44,8 @@ class RateLimitedLog:
 
 
 class SeldomFilter(logging.Filter):
-    """For the logger of a library that writes a line for each message of a caller's: lets each text (before its arguments are
-    put in) through once in `interval_s`."""
+    """Filter for the logger of a library that logs each message of a caller: passes each text (before its arguments are
+    inserted) once in `interval_s`."""
 
     def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
         super().__init__()
@@ -66,11 +65,11 @@ class SeldomFilter(logging.Filter):
 
 
 class Unforeseen:
-    """Exceptions that nobody foresaw: counted all, logged with their traceback once a second for each place and type."""
+    """Counts unexpected exceptions, and logs each with its traceback once a second for each place and type."""
 
     def __init__(self, log: logging.Logger):
         self.total = 0
-        """Since the process began; a gauge."""
+        """Since the process started; a gauge."""
         self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:

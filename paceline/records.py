@@ -1,8 +1,8 @@
-"""What a coordinator has on record of runs: metrics, events, samples, books, specs, logs, as plain Python values.
+"""Reads a coordinator's records (metrics, events, samples, token accounting, specs, logs) as plain Python values.
 
-`Client.records` reads it over the wire and needs nothing but the coordinator's address and token. Metrics and samples are columns,
-a dictionary of lists of one length, as `pandas.DataFrame` and `polars.DataFrame` take it. Answers come in pages, which these
-methods follow to the end.
+`Client.records` reads them over the wire, with only the coordinator's address and token. Metrics and samples are
+columns: a dictionary of lists of equal length, as `pandas.DataFrame` and `polars.DataFrame` take it. Methods follow the
+pages of an answer to the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Call = Callable[[str, Any], Any]
 
 
 class Verified(NamedTuple):
-    """Result of a comparison of all records of a run."""
+    """Result of comparing all records of a run."""
 
     problems: list[str]
     """One line for each disagreement; empty when all records agree."""
@@ -41,17 +41,17 @@ class Verified(NamedTuple):
 
 
 class RecordedEvent(NamedTuple):
-    """An event of a run, as `paceline.client.Event`, and where it happened."""
+    """An event of a run, as `paceline.client.Event`, with its step."""
 
     sequence: int
     kind: str
     content: dict[str, Any]
     at_step: int
-    """The step under way."""
+    """Step at which it happened."""
 
 
 class Records:
-    """The records behind `call`: those of a coordinator, or of a ledger that is read in this process."""
+    """The records behind `call`: a coordinator's, or those of a ledger read in this process."""
 
     def __init__(self, call: Call):
         self._call = call
@@ -59,8 +59,8 @@ class Records:
     # Metrics and events
 
     def metrics(self, run_id: str, kind: str = "step") -> Columns:
-        """Return every metric of every step (or of each `evaluation`) as columns; None where a step has no value. `step` is the
-        first column. Raises NotFound."""
+        """Return every metric of every step (or of each `evaluation`) as columns; None if a step has no value. `step`
+        is the first column. Raises NotFound."""
         rows = [event.content for event in self.events(run_id, kinds=[kind])]
         names = dict.fromkeys(["step", *(n for row in rows for n, v in row.items() if isinstance(v, int | float))])
         return {name: [_number(row.get(name)) for row in rows] for name in names}
@@ -75,8 +75,8 @@ class Records:
         to_step: int = 0,
         max_points: int = 0,
     ) -> Columns:
-        """Return metrics by name (`*` stands for any characters), averaged down to `max_points`, as columns: `step` (the first one
-        of a point), `time` and a column for each metric. Raises NotFound, InvalidInput."""
+        """Return metrics by name (`*` matches any characters), averaged to at most `max_points`, as columns: `step`
+        (the first of a point), `time` and one for each metric. Raises NotFound, InvalidInput."""
         window = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
         columns: Columns = {"step": [], "time": []}
         for page in self._pages("GetMetrics", run_id=run_id, names=names, kind=kind, **window):
@@ -95,7 +95,7 @@ class Records:
         return list(self._ask("GetMetrics", run_id=run_id, kind=kind).names)
 
     def events(self, run_id: str, *, kinds: Sequence[str] = (), after: int = 0) -> Iterator[RecordedEvent]:
-        """Yield the events of a run so far, oldest first, of some kinds or all. Raises NotFound."""
+        """Yield the events of a run until now, oldest first, of some kinds or all. Raises NotFound."""
         while True:
             page = self._ask("ListEvents", run_id=run_id, kinds=kinds, after=after)
             for event in page.events:
@@ -107,12 +107,12 @@ class Records:
     # Samples
 
     def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
-        """Return completions as columns, one row for each: group_id, completion_index, step, state, prompt, completion,
-        finish_reason, num_tokens, age, versions, final_reward, and `reward/<function>`.
+        """Return completions as columns: group_id, completion_index, step, state, prompt, completion, finish_reason,
+        num_tokens, age, versions, final_reward, and `reward/<function>`.
 
-        `filters` are fields of ListSamplesRequest: from_step, to_step, group_id, state, evaluated_version, newest_evaluation,
-        min_reward, max_reward, min_tokens, max_tokens, min_age, max_age, finish_reason, text, newest_first. `limit` is the most
-        rows; 0 is all. Raises NotFound, InvalidInput.
+        `filters` are fields of ListSamplesRequest: from_step, to_step, group_id, state, evaluated_version,
+        newest_evaluation, min_reward, max_reward, min_tokens, max_tokens, min_age, max_age, finish_reason, text,
+        newest_first. `limit` is the largest number of completions; 0 is all. Raises NotFound, InvalidInput.
         """
         if step is not None:
             filters |= {"from_step": step, "to_step": step}
@@ -144,9 +144,9 @@ class Records:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def groups(self, run_id: str, step: int | None = None, **filters: Any) -> Iterator[dict[str, Any]]:
-        """Yield groups with stored completions as `paceline samples --json` prints them: prompt, columns, and for each completion
-        its text, token ids, log-probabilities, versions and rewards. `filters` as in `samples`. Raises NotFound: a step without
-        batch, or without samples that were kept and pass."""
+        """Yield groups with stored completions as `paceline samples --json` prints them: prompt, columns, and for each
+        completion its text, token ids, log-probabilities, versions and rewards. `filters` as in `samples`. Raises
+        NotFound for a step without a batch, or without stored samples that pass."""
         is_filtered = bool(filters)
         if step is not None:
             filters |= {"from_step": step, "to_step": step}
@@ -160,20 +160,19 @@ class Records:
             raise none_passes if is_filtered else missing_samples(self, run_id, step)
 
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
-        """Yield the messages of groups that pass filters, which are fields of ListSamplesRequest. Raises NotFound,
-        InvalidInput."""
+        """Yield the messages of groups that pass filters (fields of ListSamplesRequest). Raises NotFound, InvalidInput."""
         for page in self._pages("ListSamples", run_id=run_id, **filters):
             yield from page.groups
 
     def attempts(self, run_id: str) -> Iterator[tuple[Any, list[float]]]:
-        """Yield the prompt of each scored training group, and the total rewards of its completions; not-a-number for a completion
-        that no function scored. Dropped groups are included. Raises NotFound."""
+        """Yield the prompt of each scored training group, and the total rewards of its completions; NaN for a
+        completion that no function scored. Dropped groups are included. Raises NotFound."""
         for page in self._pages("ListAttempts", run_id=run_id):
             for attempt in page.attempts:
                 yield json.loads(attempt.prompt_json), list(attempt.rewards)
 
     def group_life(self, run_id: str, group_id: int) -> GetGroupLifeResponse:
-        """Return what happened to a group. Raises NotFound."""
+        """Return the history of a group. Raises NotFound."""
         response: GetGroupLifeResponse = self._ask("GetGroupLife", run_id=run_id, group_id=group_id)
         return response
 
@@ -195,7 +194,7 @@ class Records:
             yield from page.batches
 
     def newest_trained_step(self, run_id: str) -> int:
-        """Return the newest trained step. Raises NotFound without any."""
+        """Return the newest trained step. Raises NotFound if there is none."""
         for page in self._pages("ListBatches", run_id=run_id, newest_first=True, page_size=10):
             for batch in page.batches:
                 if batch.trained:
@@ -213,7 +212,7 @@ class Records:
         return str(self._ask("GetSpec", run_id=run_id).spec_yaml)
 
     def spec(self, run_id: str) -> list[SpecKey]:
-        """Return the values of a run's spec, with what differs from the defaults. Raises NotFound."""
+        """Return the values of a run's spec, with the differences from the defaults. Raises NotFound."""
         return list(self._ask("GetSpec", run_id=run_id).keys)
 
     def spec_difference(self, run_id: str, other_run_id: str) -> list[SpecDifference]:
@@ -240,8 +239,8 @@ class Records:
         max_points: int = 0,
         members: Sequence[str] = (),
     ) -> Columns:
-        """Return what pools, or the `members` that are named, did over time, as columns: `time` and `<pool>/<gauge>` or
-        `<member>/<gauge>`; None where there is no reading. Raises InvalidInput."""
+        """Return gauges of pools, or of the named `members`, over time as columns: `time` and `<pool>/<gauge>` or
+        `<member>/<gauge>`; None without a reading. Raises InvalidInput."""
         window = {"from_time": from_time, "to_time": to_time, "max_points": max_points}
         answer = self._ask("GetGaugeHistory", member_ids=members, **window)
         columns: Columns = {"time": list(answer.times)}
@@ -250,8 +249,8 @@ class Records:
         return columns
 
     def token_statistics(self, run_id: str, step: int, group_id: int | None = None) -> list[TokenNumbers]:
-        """Return the learner's log-probabilities and entropies of the tokens of a few groups of a step (`logger.keep_token_stats`);
-        empty where none are kept. Raises NotFound."""
+        """Return the learner's log-probabilities and entropies of the tokens of a few groups of a step
+        (`logger.keep_token_stats`); empty if none were kept. Raises NotFound."""
         answer = self._ask("GetTokenStatistics", run_id=run_id, step=step, group_id=group_id)
         return list(answer.completions)
 
@@ -269,7 +268,7 @@ class Records:
 
 
 def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
-    """Return why a step has no samples, or not all: it has no batch, they were not kept, or they cannot be read. Raises NotFound."""
+    """Return why a step lacks samples: it has no batch, they were not kept, or they cannot be read. Raises NotFound."""
     from paceline.spec.reading import spec_of_run
 
     steps = [batch.step for batch in records.batches(run_id)]

@@ -1,8 +1,7 @@
-"""Traces: one for each group from lease to training, one for each step, in W3C's format in every header.
+"""Traces: one for each group from lease to training and one for each step, with W3C's format in every header.
 
-The ids are functions of run and group, so every service finds the same trace without a look-up. Spans, and the metrics
-that the services make instruments for, go to the OpenTelemetry SDK and, when OTEL_EXPORTER_OTLP_ENDPOINT is set, out by
-OTLP; without it they cost next to nothing.
+The ids are functions of run and group, so every service finds the same trace without a lookup. Spans, and the services'
+metrics, go to the OpenTelemetry SDK and, if OTEL_EXPORTER_OTLP_ENDPOINT is set, out by OTLP; else they cost little.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ def step_traceparent(run_id: str, step: int) -> str:
 
 
 def version_traceparent(run_id: str, version_step: int) -> str:
-    """The trace context of a version of the weights: that of the step which made it."""
+    """Return the trace context of a version of the weights: that of the step that made it."""
     return step_traceparent(run_id, max(0, version_step - 1))
 
 
 def set_up_tracing(service: str) -> None:
-    """Exports this process's spans when an OTLP endpoint is configured; once per process."""
+    """Export this process's spans if an OTLP endpoint is configured; once per process."""
     if not os.environ.get(ENDPOINT_VARIABLE):
         return
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -50,9 +49,9 @@ def set_up_tracing(service: str) -> None:
 
 
 def set_up_metrics(service: str, *, scraped: bool = False) -> None:
-    """Gathers this process's metrics; once per process. They are exported when an OTLP endpoint is configured, every
-    OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000) and at the process's end; with `scraped` the registry of prometheus_client
-    has them."""
+    """Collect this process's metrics; once per process. If an OTLP endpoint is configured, they are exported every
+    OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000) and at the process's end; with `scraped` they are in the
+    registry of prometheus_client."""
     readers: list[MetricReader] = []
     if os.environ.get(ENDPOINT_VARIABLE):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -72,7 +71,7 @@ def set_up_metrics(service: str, *, scraped: bool = False) -> None:
 
 
 def shut_down_tracing() -> None:
-    """Sends what is queued; for a process that ends without exit handlers."""
+    """Flush queued spans; for a process that ends without exit handlers."""
     provider = trace.get_tracer_provider()
     if hasattr(provider, "shutdown"):
         provider.shutdown()
@@ -80,7 +79,7 @@ def shut_down_tracing() -> None:
 
 @contextmanager
 def span(name: str, traceparent: str = "", **attributes: str | int | float) -> Iterator[trace.Span]:
-    """A span below `traceparent`, or below the current one; nothing where nobody collects them."""
+    """Open a span below `traceparent`, or below the current one; a no-op if no provider is set."""
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         yield trace.INVALID_SPAN
         return

@@ -1,14 +1,13 @@
-"""Messages of the exchange: a protobuf header frame, then payload frames: safetensors for arrays, protobuf for texts,
-nothing else.
+"""Messages of the exchange: a protobuf header frame, then frames of arrays (safetensors) and texts (protobuf).
 
-Tensors travel as safetensors, so no byte that a peer sends is ever executed. Bytes that cannot be read raise a
-WireError with the fault; a service answers it and goes on.
+Tensors travel as safetensors, so no byte from a peer is ever executed. Unreadable bytes raise a WireError with the
+fault; a service answers it and continues.
 
-An episode is a sample of several turns (`exchange.proto`, EpisodeTurn). A turn appends to one row: first tokens that
-the model reads (the row's prompt, or what the environment answered), then those that it sampled. The rows of a sample are
-what its turns built, in order.
+An episode is a sample of several turns (`exchange.proto`, EpisodeTurn). A turn appends to one transcript: first tokens
+that the model reads (the prompt, or the environment's answer), then sampled ones. A sample's transcripts are in the
+order in which its turns began them.
 
-Suffixes: K tokens that the model only read, T sampled tokens.
+Suffixes: K tokens that were only read, T sampled tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from paceline.v1 import exchange_pb2 as pb
 PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
+"""Largest frame that a socket accepts; ZeroMQ closes the connection of a sender that exceeds it."""
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
@@ -45,11 +44,11 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
-    """Return the protobuf message in `frame`. Raises WireError when it is truncated or not ours."""
+    """Return the protobuf message in `frame`. Raises WireError if it is truncated or foreign."""
     try:
         return kind.FromString(frame)  # type: ignore[arg-type]  # it takes any buffer
     except DecodeError as error:
-        raise WireError(f"the frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}") from None
+        raise WireError(f"the frame of {len(frame)} bytes is not of type {kind.DESCRIPTOR.name}: {error}") from None
 
 
 def encode_result(
@@ -58,7 +57,7 @@ def encode_result(
     rows: Rows | None = None,
     samples: Sequence[pb.SampleText] = (),
 ) -> list[bytes]:
-    """Return the payload frames of a generated group: its arrays, its texts; with an environment also its rows and samples."""
+    """Return the payload frames of a generated group: arrays, texts and, with an environment, transcripts and samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
@@ -68,13 +67,13 @@ def encode_result(
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens and completions of a generated group. Raises WireError when anything does not fit together."""
+    """Return prompt tokens and completions of a generated group. Raises WireError if anything does not match."""
     message = parse_message(pb.Texts, texts)
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
 
 def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None) -> bytes:
-    """Payload frame of a group's arrays; `exchange.proto`, GroupResult, names them."""
+    """Return the payload frame of a group's arrays (`exchange.proto`, GroupResult)."""
     spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
     arrays = {
         "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
@@ -90,7 +89,7 @@ def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion], 
 
 
 class CompletionArrays(NamedTuple):
-    """Arrays of a group's payload frame, as views into it; `exchange.proto`, GroupResult, names them."""
+    """Arrays of a group's payload frame, as views into it (`exchange.proto`, GroupResult)."""
 
     prompt_ids: IntArray
     token_ids: IntArray
@@ -119,24 +118,25 @@ class CompletionArrays(NamedTuple):
 def decode_completions(
     payload: Buffer, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens and completions of a payload frame. Raises WireError when anything does not fit together."""
+    """Return prompt tokens and completions of a payload frame. Raises WireError if anything does not match."""
     arrays = CompletionArrays.of(payload)
     if not np.isfinite(arrays.logprobs).all():
-        raise WireError("logprobs holds values that are not finite")
+        raise WireError("logprobs has values that are not finite")
     return split_completions(arrays, finish_reasons, texts)
 
 
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens (of the first row) and completions, or rows, of arrays whose values were checked. Raises WireError when they do not fit together."""
+    """Return prompt tokens (of the first transcript) and completions or transcripts, from arrays with checked values.
+    Raises WireError if the arrays do not match."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
-            f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
+            f"lengths have sum {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
     if row_arrays is not None:
         row_arrays.check(len(prompt_ids), sizes)
@@ -144,57 +144,57 @@ def split_completions(
             raise WireError("logprobs of tokens that were not sampled have to be 0")
     completions: list[Completion] = []
     start = prompt_start = 0
-    for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
+    for index, (size, completion_spans) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         part = slice(start, start + size)
         row: dict[str, Any] = {}
         start += size
         if row_arrays is None:
-            _check_spans(own, size, f"completion {index}: ")
+            _check_spans(completion_spans, size, f"completion {index}: ")
         else:
             prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
             row = {"prompt_ids": prompt_ids[prompt_start:prompt_end], "sampled_T": row_arrays.sampled[part]}
             prompt_start = prompt_end
-            check_spans_of_row(index, own, row["sampled_T"])
+            check_spans_of_row(index, completion_spans, row["sampled_T"])
         reason, text = finish_reasons[index], texts[index]
-        completions.append(Completion(token_ids[part], logprobs[part], tuple(own), reason, text, **row))
+        completions.append(Completion(token_ids[part], logprobs[part], tuple(completion_spans), reason, text, **row))
     first = prompt_ids if row_arrays is None else prompt_ids[: int(row_arrays.prompt_lengths[0])]
     return first, tuple(completions)
 
 
 def split_rows(arrays: CompletionArrays, completions: Sequence[Completion]) -> Rows | None:
-    """Return how the rows belong to samples; None for a group without an environment. Raises WireError."""
+    """Return the transcripts of each sample; None for a group without an environment. Raises WireError."""
     if arrays.rows is None:
         return None
     return arrays.rows.rows([c.sampled_T for c in completions if c.sampled_T is not None])
 
 
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
-    """Return the payload frame of the reference's log-probabilities, one [T] for each completion; `exchange.proto`,
-    ScoreResult, names it."""
+    """Return the payload frame of the reference's log-probabilities, a [T] per completion (`exchange.proto`,
+    ScoreResult)."""
     return safetensors.numpy.save({"reference_logprobs": concatenated(logprobs, np.float32)})
 
 
 def decode_reference(payload: Buffer) -> FloatArray:
-    """[ΣT] the reference's log-probabilities of a payload frame. Raises WireError."""
+    """Return [ΣT] the reference's log-probabilities in a payload frame. Raises WireError."""
     logprobs = named_array(load_arrays(payload), "reference_logprobs", "f4", 1)
     if not np.isfinite(logprobs).all():
-        raise WireError("reference_logprobs holds values that are not finite")
+        raise WireError("reference_logprobs has values that are not finite")
     return logprobs
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """Return [C, F] from the rows of a header. Raises WireError when they do not divide evenly."""
+    """Return [C, F] from a header's flat list. Raises WireError if it does not divide evenly."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
-    # A single bit pattern for NaN, so that equal rewards have equal digests.
+    # one bit pattern for NaN, so that equal rewards have equal digests
     rewards_CF[np.isnan(rewards_CF)] = np.nan
     return rewards_CF
 
 
 def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None) -> Group:
-    """Return a group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also
-    what that says of the tokens. Finish reasons are `length` or `stop`. Raises WireError."""
+    """Return a group for a learner rank: arrays and rewards, without texts; log-probabilities of the reference from the
+    `reference` payload. Finish reasons are `length` or `stop`. Raises WireError."""
     arrays = CompletionArrays.of(payload)
     count = len(arrays.lengths)
     if len(arrays.truncated) != count:
@@ -240,16 +240,16 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
 
 
 MAX_ROW = 1 << 16
-"""Most rows of a sample."""
+"""Largest number of transcripts of a sample."""
 MAX_NOTE_BYTES = 16 << 20
 """Largest serialized TurnNote: messages, text and the environment's saved state."""
 
 
 class TurnArrays(NamedTuple):
     row: int
-    """Row that the turn extends; one more than the rows so far begins a new one."""
+    """Transcript that the turn extends; one more than the last begins a new one."""
     context_ids: IntArray
-    """[K] tokens that the model reads before it samples: of a new row its prompt."""
+    """[K] tokens that the model reads before it samples; in a new transcript, its prompt."""
     token_ids: IntArray
     """[T] sampled tokens, at least one."""
     logprobs: FloatArray
@@ -258,7 +258,6 @@ class TurnArrays(NamedTuple):
     """Cover [0, T) without gaps."""
 
     def encode(self) -> bytes:
-        """Return the payload frame."""
         return safetensors.numpy.save(
             {
                 "row": np.array([self.row], np.int32),
@@ -271,17 +270,17 @@ class TurnArrays(NamedTuple):
 
     @classmethod
     def decode(cls, payload: Buffer) -> TurnArrays:
-        """Return the turn of a payload frame. Raises WireError when its arrays do not fit together; values of ids and
+        """Return the turn in a payload frame. Raises WireError if its arrays do not match; values of ids and
         log-probabilities are not checked."""
         arrays = load_arrays(payload)
         row = named_array(arrays, "row", "i4", 1)
         if len(row) != 1 or not 0 <= row[0] <= MAX_ROW:
-            raise WireError(f"row is {row[:4].tolist()}, has to be one number from 0 to {MAX_ROW}")
+            raise WireError(f"row is {row[:4].tolist()}, not one number from 0 to {MAX_ROW}")
         token_ids = named_array(arrays, "token_ids", "i4", 1)
         logprobs = named_array(arrays, "logprobs", "f4", 1)
         if len(token_ids) == 0 or len(token_ids) != len(logprobs):
             raise WireError(
-                f"a turn of {len(token_ids)} tokens with {len(logprobs)} logprobs; it has one of each at least"
+                f"a turn of {len(token_ids)} tokens with {len(logprobs)} logprobs; it needs at least one of each"
             )
         table = named_array(arrays, "spans", "i8", 2)
         if table.shape[1] != 4 or (table.size and (table.min() < 0 or table.max() > MAX_VERSION)):

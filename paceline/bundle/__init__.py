@@ -1,1 +1,1 @@
-"""Bundles: the reward functions, data and other files that a run needs, which travel with it by their SHA-256."""
+"""Bundles: the reward functions, data and other files that travel with a run, named by their SHA-256."""

@@ -1,9 +1,8 @@
-"""Folders from which a run's code may be loaded: a user's file is code that runs in reward or environment workers. Of a bundle, the code
-has to be the code that lies there.
+"""Decides from which folders workers may load a run's code, because a user's file is code that they execute.
 
-A spec that was read from a file records its folder, and may name functions from there or below. The operator of a
-service can allow other folders with `--functions-from`, and then only those, because a spec's record of its folder is
-the submitter's statement.
+A spec that was read from a file records its folder and may name functions in or below it. With `--functions-from` the
+operator of a service allows other folders instead, because the recorded folder is only the submitter's claim. The code
+of a bundle must then equal the files there.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bundle.manifest import Manifest, place_of_folder
+from paceline.bundle.manifest import Manifest, path_of_folder
 from paceline.spec import RunSpec
 from paceline.spec.reading import code_paths, file_of
 
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
-    """Return the reason why the code of a bundle may not be used, as a sentence; empty when it may. `allowed` are the
-    folders of `--functions-from`; without any, the code of every bundle may be used. With them each file of code has to
-    be the same as the submitter's path has on this machine, below one of the folders."""
+    """Return why the code of a bundle may not be used, as a sentence; empty if it may. `allowed` are the folders of
+    `--functions-from`; without any, all bundles may be used. With them, each file of code must equal the file at the
+    submitter's path on this machine, below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]
     origins = _origins(spec)
     for file in manifest.subset("code", "include").files:
-        base = next((place for place in origins if file.path.startswith(place + "/")), None)
+        base = next((bundled for bundled in origins if file.path.startswith(bundled + "/")), None)
         if base is None:
             return f"the bundle has {file.path!r}, which the spec does not name"
         original = (origins[base] / file.path.removeprefix(base + "/")).resolve()
@@ -46,16 +45,15 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
 
 
 def _origins(spec: RunSpec) -> dict[str, Path]:
-    """Return the submitter's folders by their places in the bundle."""
+    """Return the submitter's folders by their paths in the bundle."""
     files = [Path(file_of(code)) for code in code_paths(spec).values()]
-    origins = {place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
+    origins = {path_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
     return origins | ({"folder": Path(spec.folder)} if spec.folder else {})
 
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
-    """Return the reason why a file of code may not be used, as a sentence; empty when it may. Links are followed first.
-    `allowed` are the folders of `--functions-from`. Without any, a spec that records no folder, because a program made
-    it, may name any file."""
+    """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. `allowed`
+    are the folders of `--functions-from`. Without any, a spec without a folder may name any file."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:
         return ""

@@ -1,7 +1,6 @@
-"""`BundleCache`: unpacked bundles in a bounded cache of this machine. Their files are checked whenever a bundle is opened, and
-a damaged bundle is fetched again. Where this process has a storage key, files of data are encrypted; code is plain, because Python and
-other programs read it.
-"""
+"""`BundleCache`: unpacked bundles in a bounded cache of this machine. Files are verified whenever a bundle is opened,
+and a damaged bundle is fetched again. With a storage key, data files are encrypted; code stays plain, because Python
+and other programs read it."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ class BundleCache:
 
     @classmethod
     def of_user(cls) -> BundleCache:
-        """Return the cache that the environment names, else `paceline/bundles` in the user's cache. Raises InvalidInput."""
+        """Return the cache named by the environment, else `paceline/bundles` in the user's cache. Raises InvalidInput."""
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
-        """Return the files of `manifest` in a folder; `fetch` yields the content of those that are not there. Raises as
-        `BoundedCache.open`; Unreadable also for a file that does not have its digest; errors of `fetch`."""
+        """Return the files of `manifest` in a folder; `fetch` yields the content of a file if the cache lacks the
+        bundle. Raises as `BoundedCache.open` and `fetch` do; Unreadable also for a file with the wrong digest."""
 
         key = storage_key()
 
@@ -45,15 +44,14 @@ class BundleCache:
 
 
 def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
-    """Return whether every file is there with its digest, encrypted if it has to be."""
+    """Return whether every file has its digest and is encrypted if it must be."""
     return root.is_dir() and all(
         _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256 for file in manifest.files
     )
 
 
 def _digest_of(path: Path, encrypted: bool) -> str:
-    """Return the SHA-256 of a file's content; empty for what cannot be read, for a link, and for a plain file where an `encrypted` one is
-    wanted or the other way round."""
+    """Return the SHA-256 of a file's content; empty if it is unreadable, a link, or not `encrypted` as required."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stored:
             if encrypted != is_encrypted(stored.peek(len(MAGIC))):
@@ -65,7 +63,7 @@ def _digest_of(path: Path, encrypted: bool) -> str:
 
 
 def _write(path: Path, file: BundledFile, chunks: Iterable[bytes], key: StorageKey | None) -> None:
-    """Write a file. Raises Unreadable when its content does not have its digest."""
+    """Write a file. Raises Unreadable if its content has another digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with path.open("xb") if key is None or file.kind != "data" else encrypting(path, key) as out:
@@ -77,7 +75,7 @@ def _write(path: Path, file: BundledFile, chunks: Iterable[bytes], key: StorageK
             out.write(chunk)
     if size != file.size or digest.hexdigest() != file.sha256:
         raise Unreadable(
-            f"the file {file.path!r} of the run's bundle came with {size} bytes and SHA-256 {digest.hexdigest()[:12]}…, not "
+            f"the file {file.path!r} of the run's bundle arrived with {size} bytes and SHA-256 {digest.hexdigest()[:12]}…, not "
             f"{file.size} and {file.sha256[:12]}…; `paceline resume` on the submitter's machine sends it again"
         )
     path.chmod(0o444)

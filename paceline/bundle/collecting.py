@@ -1,7 +1,6 @@
-"""Making of a bundle from a spec, on the submitter's machine: which files travel, their digests, and what is refused.
+"""Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files.
 
-A path that does not exist here is left to the services, as it was meant before there were bundles: a function's file in a
-worker's image, or data on its disk.
+A path that does not exist here is sent unchanged; the services resolve it (a file in a worker's image).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from paceline.bundle.manifest import (
     Manifest,
     data_names,
     is_path,
-    place_of_data,
-    place_of_data_folder,
-    place_of_file,
-    place_of_folder,
-    place_of_prepared,
+    path_of_data,
+    path_of_data_folder,
+    path_of_file,
+    path_of_folder,
+    path_of_prepared,
     split_glob,
 )
 from paceline.errors import SpecError
@@ -39,28 +38,28 @@ NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files of a run on this machine."""
+    """A run's files on this machine."""
 
     manifest: Manifest
     sources: dict[str, Path]
-    """A file with the content of each digest."""
+    """One file for each digest."""
     warnings: tuple[str, ...] = ()
-    """Sentences about files that the run may need and that the bundle does not have."""
+    """Sentences about files that the run may need and the bundle lacks."""
 
 
 @dataclass
 class _Found:
-    """Files by their place in the bundle, each with the field that named it."""
+    """Files by their path in the bundle, each with the field that named it."""
 
     spec: RunSpec
     files: dict[str, tuple[Kind, str, Path]] = field(default_factory=dict)
     size: int = 0
 
-    def add(self, kind: Kind, name: str, place: str, path: Path) -> None:
-        """Add a file, checked. A place that is taken keeps its kind: code is not data as well. Raises SpecError."""
-        if place not in self.files:
+    def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
+        """Add a file after checking it. A path that is already there keeps its kind. Raises SpecError."""
+        if bundled not in self.files:
             size = _checked_size(name, path)
-            self.files[place] = (kind, name, path)
+            self.files[bundled] = (kind, name, path)
             self.size += size
             if self.size > self.spec.bundle.max_mb * MB:
                 self._refuse(kind, name, path, size)
@@ -81,10 +80,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those
-    of that bundle, and only the others are read. `prepared` are files in place of the data sets of a field. Raises
-    SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or is
-    changed meanwhile, more than bundle.max_mb."""
+    """Return the bundle of a spec, empty if all files that it names are elsewhere. With `data_of`, data files are those
+    of that bundle and are not read. `prepared` replaces the data sets of a field. Raises SpecError with the field
+    and the file for a link that leaves its folder, a device, a file that is unreadable or changes meanwhile, and
+    more than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)
@@ -93,16 +92,16 @@ def collect(
         _add_data(found, prepared)
     files, sources = list(kept), dict[str, Path]()
     taken = {file.path for file in kept}
-    for place, (kind, name, path) in found.files.items():
-        if place not in taken:
-            file = _digested(place, kind, name, path)
+    for bundled, (kind, name, path) in found.files.items():
+        if bundled not in taken:
+            file = _digested(bundled, kind, name, path)
             files.append(file)
             sources.setdefault(file.sha256, path)
     return Bundle(Manifest.of(files), sources, tuple(warnings))
 
 
 def _add_code(found: _Found) -> list[str]:
-    """Add the files of the run's code with what they import from their folders; return warnings."""
+    """Add the run's code and the modules beside it that it imports; return warnings."""
     spec, others, warnings = found.spec, dict[str, Path](), []
     for name, code in code_paths(spec).items():
         file = file_of(code)
@@ -116,9 +115,9 @@ def _add_code(found: _Found) -> list[str]:
                 f"{workers} workers' hosts have it there"
             )
             continue
-        found.add("code", name, place_of_file(spec.folder, file), path)
+        found.add("code", name, path_of_file(spec.folder, file), path)
         imports = imports_of(path)
-        base = place_of_folder(spec.folder, str(path.parent))
+        base = path_of_folder(spec.folder, str(path.parent))
         for needed in sorted(imports.files - {path}):
             inside = _inside(name, needed, path.parent)
             found.add("code", name, f"{base}/{inside}", needed)
@@ -134,7 +133,7 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that a module names, that is beside it, and that does not travel."""
+    """Return a warning for each file that a module names, that is beside it and does not travel."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -162,7 +161,7 @@ def _add_included(found: _Found) -> None:
 
 
 def _included(spec: RunSpec, index: int) -> list[Path]:
-    """Return the files that an entry of bundle.include names: all of a folder."""
+    """Return the files that an entry of bundle.include names; for a folder, all files in it."""
     if not spec.folder:
         return []
     matches = sorted(Path(spec.folder).glob(spec.bundle.include[index]))
@@ -173,15 +172,15 @@ def _add_data(found: _Found, prepared: Mapping[str, Sequence[Path]] = NONE_PREPA
     spec = found.spec
     for field_name, paths in prepared.items():
         for index, path in enumerate(paths):
-            found.add("data", field_name, place_of_prepared(field_name, index, path.name), path)
+            found.add("data", field_name, path_of_prepared(field_name, index, path.name), path)
     for field_name, names in data_names(spec).items():
         if field_name in prepared:
             continue
         for name in filter(is_path, names):
-            place = place_of_data(spec.folder, name)
+            bundled = path_of_data(spec.folder, name)
             if glob.has_magic(name):
                 folder, _ = split_glob(name)
-                base = place_of_data_folder(spec.folder, folder)
+                base = path_of_data_folder(spec.folder, folder)
                 for path in map(Path, sorted(glob.glob(name, recursive=True))):
                     if path.is_file():
                         inside = _inside(field_name, path, Path(folder))
@@ -189,13 +188,13 @@ def _add_data(found: _Found, prepared: Mapping[str, Sequence[Path]] = NONE_PREPA
             elif os.path.isdir(name):
                 for path in _files_below(Path(name)):
                     inside = _inside(field_name, path, Path(name))
-                    found.add("data", field_name, f"{place}/{inside}", path)
+                    found.add("data", field_name, f"{bundled}/{inside}", path)
             elif os.path.lexists(name):
-                found.add("data", field_name, place, Path(name))
+                found.add("data", field_name, bundled, Path(name))
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not hidden, in order; links to folders are files here, and so refused."""
+    """Yield the files below a folder that are not hidden, in order. Links to folders count as files and are refused."""
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         folders[:] = sorted(set(folders) - set(links) - {"__pycache__"} - {n for n in folders if n.startswith(".")})
@@ -230,7 +229,7 @@ def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
     return SpecError(f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it")
 
 
-def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
+def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
     """Return a file with its digest. Raises SpecError when it cannot be read, or is changed meanwhile."""
     try:
         with path.open("rb") as source:
@@ -240,27 +239,26 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
                 raise SpecError(f"{name}: {str(path)!r} was changed while it was read; submit again")
     except OSError as error:
         raise _unreadable(name, path, error) from None
-    return BundledFile(place, kind, size, sha256)
+    return BundledFile(bundled, kind, size, sha256)
 
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
-    """Return the bundle of a run's files as they are now, `before` being its bundle if that is known; None where this machine
-    does not have the code's files. Data that are not here, examples and prepared data stay those of `before`. Raises
-    SpecError."""
-    code = {place_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
+    """Return the bundle of a run's files as they are now; `before` is its bundle, if known. Return None if this machine
+    lacks files of code. Data that are not here, examples and prepared data are kept from `before`. Raises SpecError."""
+    code = {path_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
-    if any(place in had and not os.path.isfile(file) for place, file in code.items()):
+    if any(bundled in had and not os.path.isfile(file) for bundled, file in code.items()):
         return None
     is_prepared = spec.data.preparation.is_used
     if before is None:
         return None if is_prepared else collect(spec)
     data = {file.path for file in before.subset("data").files}
-    if spec.samples and not is_prepared and data <= _places_of_data(spec):
+    if spec.samples and not is_prepared and data <= _paths_of_data(spec):
         return collect(spec)
     return collect(spec, data_of=before)
 
 
-def _places_of_data(spec: RunSpec) -> set[str]:
+def _paths_of_data(spec: RunSpec) -> set[str]:
     found = _Found(spec)
     _add_data(found)
     return set(found.files)

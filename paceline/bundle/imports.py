@@ -1,8 +1,8 @@
-"""The modules that a Python file imports, found without running it: those beside it, transitively, and all others by name; and which of
-them are neither in the standard library nor dependencies of Paceline.
+"""Finds the modules that a Python file imports, without running it: those beside it, transitively, and all others by
+name, with those that are neither in the standard library nor dependencies of Paceline.
 
-A package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved as the
-loader of reward functions does it: from the folder of the file that the spec names.
+A package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved
+like in the loader of reward functions: from the folder of the file that the spec names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.errors import Unreadable
 
 MAX_SOURCE_BYTES = 4 << 20
-"""Largest file that is parsed; a larger one is taken without what it imports."""
+"""Largest file that is parsed; the imports of a larger one are ignored."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Imports:
     files: set[Path] = field(default_factory=set)
     """The file and everything beside it that it needs."""
     others: dict[str, Path] = field(default_factory=dict)
-    """Top-level modules that are neither beside it nor in the standard library, each with a file that imports it."""
+    """Top-level modules neither beside it nor in the standard library, each with a file that imports it."""
 
 
 def imports_of(file: Path) -> Imports:
-    """Return the imports of `file` and of all that it imports from its folder. A file that cannot be parsed has none: its
-    fault is reported by the process that loads it. Raises OSError for a file that cannot be read."""
+    """Return the imports of `file` and of all modules that it imports from its folder. A file that cannot be parsed has
+    none, because the process that loads it reports its fault. Raises OSError for an unreadable file."""
     found, waiting = Imports({file}), [file]
     while waiting:
         source = waiting.pop()
@@ -48,7 +48,7 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the texts in a file's source that name a file beside it: it may read them when it runs."""
+    """Return the string literals of a file that name a file beside it, which it may read at run time."""
     return {
         node.value
         for node in ast.walk(_parsed(file))
@@ -77,7 +77,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _imported(file: Path, root: Path) -> Iterator[str]:
-    """Yield the absolute names of the modules that a file imports; of `from a import b` also `a.b`, which may be one."""
+    """Yield the absolute names of the modules that a file imports; for `from a import b` also `a.b`."""
     package = ".".join(file.parent.relative_to(root).parts)
     for node in ast.walk(_parsed(file)):
         match node:
@@ -105,7 +105,7 @@ def _absolute(package: str, module: str, level: int) -> str:
 
 
 def _beside(root: Path, name: str) -> set[Path]:
-    """Return the files of a module in `root`, a package's all; none for a module that is elsewhere."""
+    """Return the files of a module in `root`: all files of a package, none if the module is elsewhere."""
     top = name.partition(".")[0]
     if not top.isidentifier():
         return set()
@@ -125,8 +125,7 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raises Unreadable with the names of modules that cannot be imported in this process' environment. No module is
-    imported but the packages that hold a dotted one."""
+    """Raise Unreadable with the modules that this process cannot import. Only parents of dotted names are imported."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(
@@ -143,11 +142,11 @@ def _is_there(name: str) -> bool:
 
 
 def undeclared(imported: Iterable[str], requirements: Sequence[str]) -> list[str]:
-    """Return those of the imported top-level modules that are no dependency of Paceline and that `requirements` lacks."""
+    """Return the imported top-level modules that are neither dependencies of Paceline nor in `requirements`."""
     declared = {name.partition(".")[0] for name in requirements}
-    left = sorted(name for name in set(imported) - declared)
-    own = _own_modules() if left else set()
-    return [name for name in left if name not in own]
+    undeclared_names = sorted(name for name in set(imported) - declared)
+    dependencies = _own_modules() if undeclared_names else set()
+    return [name for name in undeclared_names if name not in dependencies]
 
 
 def _own_modules() -> set[str]:

@@ -1,9 +1,9 @@
-"""`Manifest`: the files of a bundle, each with its path, kind, size and SHA-256. The digest of its text names the bundle.
+"""`Manifest`: the path, kind, size and SHA-256 of each file in a bundle. The digest of its text names the bundle.
 
-A manifest may come from anyone, so `Manifest.read` refuses every path that could leave the folder which it is unpacked in.
+A manifest is untrusted, so `Manifest.read` refuses every path that could leave the folder in which it is unpacked.
 
-Files below the spec's folder keep their place below `folder/`, and all others are at `outside/<digest of their folder>/`;
-data are below `data/` in the same way. Places follow from the spec alone, so a stored spec keeps the submitter's paths and no part has to rewrite it.
+Files below the spec's folder keep their path below `folder/`; all others are at `outside/<digest of their folder>/`.
+Data are below `data/` in the same way. Paths follow from the spec alone, so a stored spec keeps the submitter's paths.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Manifest:
 
     @classmethod
     def read(cls, text: bytes) -> Manifest:
-        """Return the manifest in `text`. Raises InvalidInput for anything that `text` would not have been written from."""
+        """Return the manifest in `text`. Raises InvalidInput unless `text` is a manifest in canonical form."""
         if len(text) > MAX_BYTES:
-            raise InvalidInput(f"a bundle's manifest has {len(text)} bytes, not {MAX_BYTES} at most")
+            raise InvalidInput(f"a bundle's manifest has {len(text)} bytes, more than {MAX_BYTES}")
         try:
             tree = json.loads(text)
         except (ValueError, RecursionError):
@@ -72,12 +72,12 @@ class Manifest:
         manifest = cls(tuple(_file(entry) for entry in tree["files"]))
         _check(manifest.files)
         if manifest.text != text:
-            raise InvalidInput("a bundle's manifest is not in its normal form; send the bundle again")
+            raise InvalidInput("a bundle's manifest is not in canonical form; send the bundle again")
         return manifest
 
     @cached_property
     def text(self) -> bytes:
-        """The normal form: the same files have the same text."""
+        """The canonical form: the same files give the same text."""
         files = [[file.path, file.kind, file.size, file.sha256] for file in self.files]
         return json.dumps({"format": FORMAT, "files": files}, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -113,21 +113,21 @@ def _file(entry: Any) -> BundledFile:
 
 
 def _check(files: tuple[BundledFile, ...]) -> None:
-    """Raises InvalidInput for files that cannot be unpacked side by side in one folder."""
+    """Raise InvalidInput for files that cannot be unpacked side by side in one folder."""
     if len(files) > MAX_FILES:
         raise InvalidInput(
-            f"a bundle has {len(files)} files, not {MAX_FILES} at most; pack them into fewer, or use a URL"
+            f"a bundle has {len(files)} files, more than {MAX_FILES}; pack them into fewer, or use a URL"
         )
     if tuple(sorted(files)) != files:
         raise InvalidInput("the files of a bundle's manifest are not in order; send the bundle again")
     paths = {file.path for file in files}
     if len(paths) < len(files):
-        raise InvalidInput("a bundle's manifest has two files of one path; send the bundle again")
+        raise InvalidInput("a bundle's manifest has the same path twice; send the bundle again")
     for file in files:
         parts = file.path.split("/")
         if len(file.path) > MAX_PATH or not file.path.isprintable() or "\\" in file.path:
             raise InvalidInput(
-                f"a bundle has the path {file.path[:80]!r}: not {MAX_PATH} printable characters at most; rename the file"
+                f"a bundle has the path {file.path[:80]!r}, not 1 to {MAX_PATH} printable characters; rename the file"
             )
         if any(part in ("", ".", "..") for part in parts):
             raise InvalidInput(
@@ -140,38 +140,38 @@ def _check(files: tuple[BundledFile, ...]) -> None:
 
 
 PREPARED = "data/prepared"
-"""Place of the files that `data.preparation` made."""
+"""Path of the files that `data.preparation` made."""
 REPORT = f"{PREPARED}/preparation/0000/report.txt"
-"""Place of the sentences on what the preparation left out."""
+"""Path of the sentences about rows that the preparation left out."""
 
 
-def place_of_folder(spec_folder: str, folder: str) -> str:
-    """Return the place in the bundle of an absolute folder."""
+def path_of_folder(spec_folder: str, folder: str) -> str:
+    """Return the path in the bundle of an absolute folder."""
     path = PurePosixPath(os.path.normpath(folder))
     if spec_folder and path.is_relative_to(spec_folder):
         return str(PurePosixPath("folder", path.relative_to(spec_folder)))
     return f"outside/{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
 
-def place_of_file(spec_folder: str, path: str) -> str:
-    """Return the place in the bundle of an absolute file."""
+def path_of_file(spec_folder: str, path: str) -> str:
+    """Return the path in the bundle of an absolute file."""
     parent, name = os.path.split(os.path.normpath(path))
-    return f"{place_of_folder(spec_folder, parent)}/{name}"
+    return f"{path_of_folder(spec_folder, parent)}/{name}"
 
 
-def place_of_data(spec_folder: str, path: str) -> str:
-    """Return the place in the bundle of an absolute data file, folder or glob."""
+def path_of_data(spec_folder: str, path: str) -> str:
+    """Return the path in the bundle of an absolute data file, folder or glob."""
     folder, rest = split_glob(path)
-    return f"{place_of_data_folder(spec_folder, folder)}/{rest}"
+    return f"{path_of_data_folder(spec_folder, folder)}/{rest}"
 
 
-def place_of_data_folder(spec_folder: str, folder: str) -> str:
-    """Return the place in the bundle of a folder with data, apart from code: one file may be both."""
-    return f"data/{place_of_folder(spec_folder, folder)}"
+def path_of_data_folder(spec_folder: str, folder: str) -> str:
+    """Return the path in the bundle of a folder with data, separate from code because a file may be both."""
+    return f"data/{path_of_folder(spec_folder, folder)}"
 
 
 def split_glob(path: str) -> tuple[str, str]:
-    """Return the folder that holds a path, or everything that a glob can match, and the rest."""
+    """Return the folder that holds a path, or all matches of a glob, and the rest."""
     parts = PurePosixPath(os.path.normpath(path)).parts
     fixed = len(parts) - 1
     for index, part in enumerate(parts):
@@ -181,8 +181,8 @@ def split_glob(path: str) -> tuple[str, str]:
     return str(PurePosixPath(*parts[:fixed])), "/".join(parts[fixed:])
 
 
-def place_of_prepared(field: str, index: int, name: str) -> str:
-    """Return the place in the bundle of prepared data: of the entry `index` of a field's list, in a file of that name."""
+def path_of_prepared(field: str, index: int, name: str) -> str:
+    """Return the path in the bundle of prepared data: entry `index` of a field's list, in a file of that name."""
     return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
 
 
@@ -193,27 +193,27 @@ def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a data set's name is a path, not a URL or a name on the hub: specs that were read hold absolute ones."""
+    """Return whether a data set's name is a path (absolute in specs that were read), not a URL or a name on the hub."""
     return os.path.isabs(name) and "://" not in name
 
 
 def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
-    """Return the spec with the paths of the files that `manifest` has and that are unpacked in `root`. Other paths stay, and
-    prepared data take the place of the data sets that they were made of."""
+    """Return the spec with paths into `root` for the files that `manifest` has. Other paths stay, and prepared data
+    replace the data sets from which they were made."""
 
     def data(name: str) -> str:
         if not is_path(name):
             return name
-        place = place_of_data(spec.folder, name)
-        at = place_of_data_folder(spec.folder, split_glob(name)[0]) if glob.has_magic(name) else place
-        return str(root / place) if manifest.has(at, "data") else name
+        bundled = path_of_data(spec.folder, name)
+        at = path_of_data_folder(spec.folder, split_glob(name)[0]) if glob.has_magic(name) else bundled
+        return str(root / bundled) if manifest.has(at, "data") else name
 
     def function(name: str) -> str:
         file, colon, _ = name.rpartition(":")
         if not colon or not os.path.isabs(file):
             return name
-        place = place_of_file(spec.folder, file)
-        return f"{root / place}:{name.rpartition(':')[2]}" if manifest.has(place, "code") else name
+        bundled = path_of_file(spec.folder, file)
+        return f"{root / bundled}:{name.rpartition(':')[2]}" if manifest.has(bundled, "code") else name
 
     def several(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         return tuple(map(data, value)) if isinstance(value, tuple) else value and data(value)
@@ -234,14 +234,14 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 
 
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
-    """Return a message about files in `root` with the paths that the submitter knows."""
+    """Return a message about files in `root` with the submitter's paths instead."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
-    originals = {place_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
+    originals = {path_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):
         folder = split_glob(name)[0]
-        originals[place_of_data_folder(spec.folder, folder)] = folder
+        originals[path_of_data_folder(spec.folder, folder)] = folder
     if spec.folder:
         originals |= {"folder": spec.folder, "data/folder": spec.folder}
-    for place in sorted(originals, key=len, reverse=True):
-        text = text.replace(str(root / place), originals[place])
+    for bundled in sorted(originals, key=len, reverse=True):
+        text = text.replace(str(root / bundled), originals[bundled])
     return text

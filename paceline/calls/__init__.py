@@ -1,1 +1,1 @@
-"""Calls of the services: addresses, connections, tokens, errors, when to try again."""
+"""Calls of the services: addresses, connections, tokens, errors and back-off."""

@@ -1,7 +1,6 @@
-"""The pauses between tries of something that may work later, and the hint in a refusal for want of room: the seconds after which the
-same call may be taken. Over gRPC that is trailing metadata of RESOURCE_EXHAUSTED, under the name that gRPC's own retry policies read;
-over HTTP the header Retry-After.
-"""
+"""Exponential back-off between retries, and the retry hint of a server without room: the seconds after which the same
+call may succeed. Over gRPC the hint is trailing metadata of RESOURCE_EXHAUSTED, under the name that gRPC's retry
+policies read; over HTTP it is the header Retry-After."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ MAX_DOUBLINGS = 30
 
 
 def pause_after(failures: int, first_s: float, longest_s: float) -> float:
-    """Return the seconds to wait after so many failures in a row: `first_s` after one, then doubled up to `longest_s`."""
+    """Return the pause in seconds after so many failures in a row: `first_s` after one, then doubled up to `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS), longest_s)
 
 
 class ExponentialBackoff:
-    """Counts the failures: `first_s`, then twice as long each time, up to `longest_s`."""
+    """Back-off that counts failures: `first_s`, then doubled up to `longest_s`."""
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S):
         self._first_s, self._longest_s = first_s, longest_s
         self._failures = 0
 
     def next_s(self) -> float:
-        """Return the seconds until the next try; the pause after it is longer."""
+        """Count a failure and return the seconds until the next retry."""
         self._failures += 1
         return pause_after(self._failures, self._first_s, self._longest_s)
 
     def reset(self) -> None:
-        """Begin with the first pause again, because a try succeeded."""
+        """Start again with the first pause, after a success."""
         self._failures = 0
 
 
@@ -50,7 +49,7 @@ def to_header(seconds: float) -> dict[str, str]:
 
 
 def from_error(error: Any) -> float | None:
-    """Return the hint of a gRPC error in seconds, MAX_S at most; None without one."""
+    """Return the hint of a gRPC error in seconds, at most MAX_S; None without one."""
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     value = str(dict(trailing).get(KEY, ""))
     return min(int(value) / 1000, MAX_S) if value.isascii() and value.isdigit() and len(value) < 10 else None

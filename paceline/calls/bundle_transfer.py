@@ -1,6 +1,6 @@
-"""Transfer of bundles over gRPC: a submitter sends the files that the coordinator lacks, a worker fetches those that it needs.
+"""Transfers bundles over gRPC: a submitter sends files that the coordinator lacks, a worker fetches files.
 
-Either goes on where it broke: a submitter from the offset that the coordinator names, a worker from the byte after the last.
+A broken transfer resumes: a submitter at the offset that the coordinator names, a worker after the last byte received.
 gRPC is imported by the first call.
 """
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 20
 CALL_S = 60.0
 TRANSFER_S = 3600.0
-"""Longest single stream; a longer transfer goes on in the next."""
+"""Longest single stream; a longer transfer continues in the next."""
 PATIENCE_S = 60.0
-"""Seconds without progress after which a transfer is given up."""
+"""Seconds without progress after which a transfer fails."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION")
-"""Statuses after which a transfer goes on."""
+"""Statuses after which a transfer resumes."""
 
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
-    """Send the files that the coordinator lacks, then the manifest. Raises SpecError when a file was changed meanwhile;
-    InvalidInput, with the coordinator's reason, when it refuses one; Busy when it has no room for it; Unavailable when
-    the coordinator does not answer for `wait_s`, or later for `patience_s`."""
+    """Send the files that the coordinator lacks, then the manifest. Raises SpecError if a file was changed meanwhile;
+    InvalidInput, with the coordinator's reason, if it refuses one; Busy if it has no room; Unavailable if it does
+    not answer for `wait_s` at first, or for `patience_s` later."""
     import grpc
 
     backoff, progress, progress_s = ExponentialBackoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0, time.monotonic()
@@ -90,7 +90,7 @@ def _put(channel: grpc.Channel, bundle: Bundle, missing: list[tuple[str, int]]) 
         try:
             for sha256, offset in missing:
                 yield from _parts(bundle, sha256, offset)
-        except PacelineError as error:  # gRPC would only say that the stream's iterator has failed
+        except PacelineError as error:  # gRPC would report only that the stream's iterator failed
             failed.append(error)
 
     try:
@@ -101,7 +101,7 @@ def _put(channel: grpc.Channel, bundle: Bundle, missing: list[tuple[str, int]]) 
 
 
 def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
-    """Yield a file in parts from `offset` on, at least one. Raises SpecError when it cannot be read or has another size."""
+    """Yield a file in parts from `offset` on, at least one. Raises SpecError if it is unreadable or has another size."""
     from paceline.v1.bundle_pb2 import PutRequest
 
     if sha256 == bundle.manifest.digest:
@@ -113,7 +113,7 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
     path = bundle.sources.get(sha256)
     if path is None:
         raise SpecError(
-            f"the coordinator has lost {file.path!r} of the run's bundle, and this machine does not have it; submit the run anew"
+            f"the coordinator has lost {file.path!r} of the run's bundle, and this machine lacks it; submit the run again"
         )
     try:
         with path.open("rb") as source:
@@ -129,7 +129,7 @@ def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
 
 
 def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PATIENCE_S) -> Iterator[bytes]:
-    """Yield the content of a file, over as many streams as it takes. Raises NotFound; Unavailable after `patience_s` without a
+    """Yield a file's content, over several streams if needed. Raises NotFound; Unavailable after `patience_s` without a
     byte."""
     import grpc
 
@@ -154,20 +154,20 @@ def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PAT
 
 
 def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
-    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable when it does not have the digest."""
+    """Return a bundle's manifest. Raises NotFound, Unavailable; Unreadable if it has another digest."""
     text = b"".join(fetch(channel, digest, 0))
     manifest = Manifest.read(text)
     if manifest.digest != digest:
-        raise Unreadable(f"the manifest of bundle {digest[:12]}… came damaged; trying again may help")
+        raise Unreadable(f"the manifest of bundle {digest[:12]}… arrived damaged; retry")
     return manifest
 
 
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
 ) -> tuple[RunSpec, HeldFolder]:
-    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which
-    has to be closed when they are no longer needed. `allowed` are the folders of `--functions-from`. Raises Unreadable:
-    a file that is damaged or gone, code that is not allowed; Unavailable; InvalidInput for a manifest that is none."""
+    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and their folder; the
+    caller closes the folder. `allowed` are the folders of `--functions-from`. Raises Unreadable for a damaged or
+    missing file and for code that is not allowed; Unavailable; InvalidInput for a malformed manifest."""
     from paceline.bundle.cache import BundleCache
 
     def content(file: BundledFile) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""A connection to one coordinator: its address, its channel, and calls with a deadline that are repeated while it is away.
+"""A connection to one coordinator: address, channel, and calls with a deadline that are retried while it is away.
 
-A fault is one of paceline.errors with a message for the caller, never a bare gRPC error.
+Failures are errors of paceline.errors with a message for the caller, never bare gRPC errors.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ FORM = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
 def checked_address(text: str, what: str = "--coordinator") -> str:
-    """The address as it came. Raises InvalidInput unless it is HOST:PORT (an IPv6 host in brackets)."""
-    found = FORM.fullmatch(text)
-    if not found or not 0 < int(found[2]) < 65536:
-        raise InvalidInput(
-            f"{what} {text!r} is malformed: it has to be HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070"
-        )
+    """Return the address unchanged. Raises InvalidInput unless it is HOST:PORT (an IPv6 host in brackets)."""
+    match = FORM.fullmatch(text)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise InvalidInput(f"{what} {text!r} is malformed; write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
     return text
 
 
@@ -73,7 +71,7 @@ LASTING = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
 )
-"""Statuses that a repeated call does not change."""
+"""Statuses that a retry does not change."""
 
 
 def status_name(error: grpc.RpcError) -> str:
@@ -85,8 +83,8 @@ def status_name(error: grpc.RpcError) -> str:
 def translated(
     error: grpc.RpcError, coordinator: str, other: str | None = None, folder: TlsFolder | None = None
 ) -> PacelineError:
-    """Return the error that a caller should see in place of a gRPC one. `coordinator` is its address; `other` names a worker that
-    was called in its place, `folder` the caller's certificates."""
+    """Return the error for the caller in place of a gRPC one. `coordinator` is its address; `other` names a worker if
+    one was called instead; `folder` has the caller's certificates."""
     name = status_name(error)
     details = str(getattr(error, "details", lambda: error)() or error)
     if name == "UNAVAILABLE" and other is None and (fault := why_no_channel(coordinator, folder)):
@@ -108,13 +106,13 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""Seconds for which a call is repeated that the coordinator has no room for, at the pace that it asks for."""
+"""Shortest time in seconds to retry a call for which the coordinator has no room, at the pace of its hints."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # the keepalive's time-out alone ends nothing
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it, the keepalive time-out closes no connection
 )
 T = TypeVar("T")
 
@@ -123,7 +121,7 @@ class Connection:
     """The channel to a coordinator. Safe to use from several threads."""
 
     def __init__(self, address: str, timeout_s: float, wait_s: float, token_file: Path | None, tls_dir: Path | None):
-        """As `paceline.client.Client`, which has the defaults."""
+        """Take the arguments of `paceline.client.Client`, which has the defaults."""
         self.address = checked_address(address)
         self._timeout_s = timeout_s
         self._wait_s = wait_s
@@ -141,9 +139,9 @@ class Connection:
         return open_channel(address, self._token_file, OPTIONS, self._tls)
 
     def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
-        """Return the call's result. The call is repeated while the coordinator is away, `wait_s` seconds at most
-        (default: the client's); a worker (`other`) is called once. A coordinator that has no room is called again when it
-        says so, for BUSY_S at least."""
+        """Return the call's result. The call is retried while the coordinator is away, for up to `wait_s` seconds
+        (default: the client's), and while it has no room, at the pace of its hints, for at least BUSY_S. A worker
+        (`other`) is called once."""
         wait_s = self._wait_s if wait_s is None else wait_s
         deadline_s = time.monotonic() + (0.0 if other else wait_s)
         busy_until_s = max(deadline_s, time.monotonic() + (0.0 if other else BUSY_S))
@@ -166,12 +164,11 @@ class Connection:
         except grpc.RpcError as error:
             raise self._translated(error, other) from None
         except ValueError:
-            if self._closed.is_set():  # grpc's word for a call on a closed channel
+            if self._closed.is_set():  # gRPC raises it for a call on a closed channel
                 raise Unavailable(f"the client of {self.address} is closed") from None
             raise
 
     def _translated(self, error: grpc.RpcError, other: str | None = None) -> PacelineError:
-        """Return the error that the caller should see in place of a gRPC one."""
         if self._closed.is_set():
             return Unavailable(f"the client of {self.address} is closed")
         return translated(error, self.address, other, self._tls)

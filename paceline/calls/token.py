@@ -1,8 +1,9 @@
-"""The token by which services and clients of one coordinator authenticate each other: 32 random bytes in a file of mode 0600.
+"""The token with which the services and clients of one coordinator authenticate: 32 random bytes in a file of mode
+0600.
 
-Every user that can read the file may submit runs, and a run executes the submitter's code; nobody else may. The coordinator
-makes it in its directory, the others read it: from the file that `--token-file` or PACELINE_TOKEN_FILE names, else from `runs/token`. It
-travels as gRPC metadata (`authorization: Bearer …`), never on a command line.
+Only users who can read the file may submit runs, and a run executes the submitter's code. The coordinator makes the
+file in its directory; all others read it at the path given by `--token-file` or PACELINE_TOKEN_FILE, else at
+`runs/token`. The token travels as gRPC metadata (`authorization: Bearer …`), never on a command line.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
-"""Default path for commands without a directory: that of a coordinator which was started here without options."""
+"""Default path for commands without a directory: that of a coordinator started here without options."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
 
 def token_path(default: str | os.PathLike[str] = DEFAULT_PATH) -> Path:
-    """Return the path of the token's file: that of the environment, else `default`."""
+    """Return the path of the token's file: from the environment, else `default`."""
     return Path(os.environ.get(VARIABLE) or default)
 
 
 def make_token(path: Path) -> str:
-    """Return the token in a file, which is made with a new one if it is not there. Raises InvalidInput for a file
-    without one."""
+    """Return the token in a file, which is made if it is missing. Raises InvalidInput for a file without a token."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
@@ -51,12 +51,12 @@ def make_token(path: Path) -> str:
         partial.unlink()
     token = read_token(path)
     if not token:
-        raise InvalidInput(f"the token file {path} is empty or cannot be read; delete it, and a new one is made")
+        raise InvalidInput(f"the token file {path} is empty or unreadable; delete it, and a new one is made")
     return token
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; empty when there is none to read."""
+    """Return the token in a file; empty if there is none to read."""
     keep_no_core()
     try:
         return path.read_text().strip()
@@ -70,21 +70,21 @@ def metadata(token: str) -> Metadata:
 
 
 def is_same(token: str, other: str) -> bool:
-    """Return whether two tokens are the same. Takes the same time for every wrong token."""
+    """Return whether two tokens are equal, in constant time."""
     return bool(token) and hmac.compare_digest(token.encode(), other.encode())
 
 
 def open_channel(
     address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
 ) -> grpc.Channel:
-    """Return a channel to a service whose calls all carry the token of the file at `path`, read anew for each call. It is encrypted
-    where `folder`, or the environment, names certificates."""
+    """Return a channel to a service that adds the token at `path`, read again for each call. It is encrypted if
+    `folder` or the environment names certificates."""
     renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)
     return cast("grpc.Channel", TokenChannel(cast("grpc.Channel", renewed), path or token_path()))
 
 
 class TokenChannel:
-    """The part of a channel that stubs use, with the token in every call."""
+    """The part of a channel that stubs use; adds the token to every call."""
 
     def __init__(self, channel: grpc.Channel, path: Path):
         self._channel = channel

@@ -1,1 +1,1 @@
-"""Chats as the OpenAI API has them: requests to tokens by the chat template, text to answers. Knows no server and no engine."""
+"""Chats in the shape of the OpenAI API: renders requests to tokens and reads answers from text."""

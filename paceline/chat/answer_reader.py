@@ -1,8 +1,8 @@
-"""An answer's content, reasoning and tool calls, read from the model's text while it comes.
+"""Parses an answer's content, reasoning and tool calls from the model's text as it streams.
 
-Promise: the joined parts do not depend on how the text was split, nothing of the text is lost but the marks and the white
-space beside them, and no returned part changes later. So a call is returned when it is whole, and what begins like a call and
-is none becomes content, word for word.
+Promise: the joined parts do not depend on how the text was split, no text is lost but the marks and the white space
+beside them, and no returned part changes later. A call is therefore returned when it is complete; text that begins like
+a call but is not one becomes content, word for word.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class TextPart(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """A text that began like a call; it is part of the content too."""
+    """Text that began like a call; it is also part of the content."""
 
     text: str
     fault: str
-    """Why it is no call, for the model or a person."""
+    """Reason why it is not a call, for the model or a person."""
 
 
 AnswerPart = TextPart | ToolCall
@@ -56,27 +56,27 @@ class AnswerReader:
     """True when the prompt has opened the reasoning."""
     tools: Sequence[Json] = ()
     max_calls: int | None = None
-    """Most calls that are returned; further ones are left out, because the client wants no more."""
+    """Largest number of calls to return; the client wants no more, so the others are left out."""
     malformed: list[Malformed] = field(default_factory=list)
     num_calls: int = 0
     _held: str = ""
     _state: str = ""
     _trims: bool = False
-    """True when white space at the beginning of the state's text is dropped."""
+    """True if white space at the beginning of the state's text is dropped."""
     _searched: int = 0
-    """Of a call: the held text up to here has no mark that closes it."""
+    """In a call: the held text up to here has no valid closing mark."""
     _fault: str = ""
-    """Of a call: why the text up to the first closing mark is none."""
+    """In a call: why the text up to the first closing mark is not one."""
     _is_open: bool = False
     _gap: str = ""
-    """Of a call: the white space before it, which is content if it is no call."""
+    """In a call: the white space before it, which is content if it is not a call."""
 
     def __post_init__(self) -> None:
         state = "reasoning" if self.in_reasoning else "start" if self.reasons else "content"
         self._enter(state, trims=self.in_reasoning)
 
     def push(self, text: str) -> list[AnswerPart]:
-        """Take further text and return the parts that are certain by now."""
+        """Add text and return the parts that are now certain."""
         self._held += text
         parts: list[AnswerPart] = []
         while self._step(parts):
@@ -84,7 +84,7 @@ class AnswerReader:
         return parts
 
     def finish(self) -> list[AnswerPart]:
-        """Return the rest, because no more text will come."""
+        """Return the remaining parts at the end of the text."""
         parts: list[AnswerPart] = []
         while self._state == "call":
             if not self._read_marked(len(self._held), parts):
@@ -104,7 +104,7 @@ class AnswerReader:
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
-        """Move on by one mark; return whether there may be more to do."""
+        """Advance by one mark; return whether to continue."""
         match self._state:
             case "start":
                 return self._start()
@@ -154,11 +154,11 @@ class AnswerReader:
             return False
         before, mark, after = text.partition(OPEN)
         if mark:
-            said = before.rstrip()
-            _add(parts, said)
+            content = before.rstrip()
+            _add(parts, content)
             self._held = after
             self._enter("call", trims=False)
-            self._gap = before[len(said) :]
+            self._gap = before[len(content) :]
             return True
         self._give(parts, text, len(text) - len(_without_begun(text, OPEN).rstrip()))
         return False
@@ -175,7 +175,7 @@ class AnswerReader:
         return False
 
     def _read_marked(self, end: int, parts: list[AnswerPart]) -> bool:
-        """Read the held text up to `end` as a call; return whether it is one."""
+        """Parse the held text up to `end` as a call; return whether it is one."""
         try:
             call = read_marked_call(self._held[:end], self.tools)
         except MalformedCall as error:
@@ -188,7 +188,7 @@ class AnswerReader:
         return True
 
     def _give_up(self, parts: list[AnswerPart]) -> None:
-        """Take the held text up to the first closing mark as content, because no call ends there or later."""
+        """Return the held text up to the first closing mark as content, because no call ends there or later."""
         body, closed, self._held = self._held.partition(CLOSE)
         text = OPEN + body + closed
         self.malformed.append(Malformed(text, self._fault))
@@ -215,7 +215,7 @@ class AnswerReader:
         self._searched, self._fault, self._is_open = 0, "", False
 
     def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
-        """Return `text` but for its last `keep` characters, which are held back."""
+        """Return `text` but for its last `keep` characters, which are held."""
         certain = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
         if certain:
@@ -224,7 +224,7 @@ class AnswerReader:
 
 
 def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
-    """Return the parts of a whole text, by a new reader: neighbours of the same kind are joined."""
+    """Return the parts of a whole text, read by a new reader, with neighbours of the same kind joined."""
     return joined([*reader.push(text), *reader.finish()])
 
 
@@ -257,7 +257,7 @@ def _add(parts: list[AnswerPart], text: str, *, reasoning: bool = False) -> None
 
 
 def begun_chars(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 

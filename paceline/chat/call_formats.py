@@ -1,4 +1,4 @@
-"""How models write tool calls as text, and how such a text is read.
+"""Parses tool calls that models write as text.
 
 | format | the model writes |
 |---|---|
@@ -6,12 +6,11 @@
 | `json` | the whole text is `{"name": …, "parameters": {…}}`, several separated by `;` or a new line (Llama 3) |
 | `none` | calls are not read |
 
-A call is read whole or it is malformed; nothing is guessed. A JSON text without a mark is a call only where it has arguments and
-names a tool that was offered: other JSON is an answer like any other. Numbers that JSON does not have (NaN) and arguments that are
-given twice are malformed.
+A call is complete or malformed; nothing is guessed. JSON without a mark is a call only if it has arguments and names an
+offered tool. Numbers outside JSON (NaN) and repeated arguments are malformed.
 
-An argument of `<parameter=…>` is plain text, of which templates write texts as they are, objects and lists as JSON, and other values
-as JSON or as Python has them (`True`, `None`). It is read as the type that the tool's schema declares.
+An argument of `<parameter=…>` is plain text: templates write strings unchanged, objects and lists as JSON, other values
+as JSON or Python (`True`, `None`). It is converted to the type that the tool's schema declares.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 JSON_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
-"""Marks that some models write before calls as JSON. They are special tokens, and no part of the JSON."""
+"""Special tokens that some models write before JSON calls; not part of the JSON."""
 
 
 class ToolCall(NamedTuple):
@@ -43,23 +42,23 @@ class ToolCall(NamedTuple):
     arguments: str
     """JSON object as text."""
     id: str = ""
-    """Empty where the answer that the call is part of names it."""
+    """Empty if the enclosing answer assigns it."""
 
 
 class MalformedCall(Exception):
-    """A text that begins like a call and is none; the message says why, for a person or a model."""
+    """Text that begins like a call and is not one; the message says why, for a person or a model."""
 
     is_open = False
-    """True where the text ends within a value: a mark behind it may belong to the value."""
+    """True if the text ends within a value: a mark behind it may belong to the value."""
 
 
 class NoCall(Exception):
-    """A JSON text that is no call."""
+    """JSON text that is not a call."""
 
 
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
-    """Return the call between the marks of `hermes`. `tools` give the types of arguments that are written as plain text.
-    Raises MalformedCall."""
+    """Return the call between the marks of `hermes`. `tools` declare types of plain-text arguments. Raises
+    MalformedCall."""
     body = body.strip()
     if body.startswith(_FUNCTION):
         return _read_function(body, tools)
@@ -67,8 +66,8 @@ def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
 
 
 def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
-    """Return the calls of `tools` that a text in the format `json` makes; behind a mark (JSON_MARKS) also of others. Raises
-    NoCall, and MalformedCall for a text that names one of the tools and cannot be read."""
+    """Return the calls of `tools` in a text in the format `json`; after a mark (JSON_MARKS) also calls of others.
+    Raises NoCall, and MalformedCall for an unreadable text that names one of the tools."""
     text = text.strip()
     mark = next((mark for mark in JSON_MARKS if text.startswith(mark)), "")
     marked = bool(mark)
@@ -82,7 +81,7 @@ def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
     except (ValueError, RecursionError) as error:
         named = re.search(r'"name"\s*:\s*"([^"]*)"', text)
         if named and (marked or named[1] in names):
-            raise MalformedCall(f"the call is no JSON: {error}") from None
+            raise MalformedCall(f"the call is not valid JSON: {error}") from None
         raise NoCall from None
     if not values or not all(marked or _is_call_of(value, names) for value in values):
         raise NoCall
@@ -110,19 +109,19 @@ def _read_json(text: str) -> Any:
     try:
         return read_json(text)
     except ValueError as error:
-        malformed = MalformedCall(f"the call is no JSON: {error}")
+        malformed = MalformedCall(f"the call is not valid JSON: {error}")
         malformed.is_open = str(error).startswith("Unterminated string")
         raise malformed from None
 
 
 def _call_of(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise MalformedCall('the call has to be an object with "name" and "arguments"')
+        raise MalformedCall('the call must be an object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a text
+    if isinstance(arguments, str):  # some models write the object as a string
         arguments = _read_json(arguments)
     if not isinstance(arguments, dict):
-        raise MalformedCall(f'the "arguments" of {value["name"]!r} have to be an object')
+        raise MalformedCall(f'the "arguments" of {value["name"]!r} must be an object')
     return ToolCall(value["name"], _written(arguments))
 
 
@@ -140,7 +139,7 @@ def _read_function(body: str, tools: Sequence[Json]) -> ToolCall:
         key, _, text = begun.partition(">")
         ended = _END_OF_VALUE.search(text)
         if begun == rest or ended is None:
-            malformed = MalformedCall(f"the call has text that belongs to no parameter: {rest!r:.80}")
+            malformed = MalformedCall(f"the call has text outside its parameters: {rest!r:.80}")
             malformed.is_open = begun != rest and not is_ended
             raise malformed
         key = key.strip()
@@ -152,12 +151,13 @@ def _read_function(body: str, tools: Sequence[Json]) -> ToolCall:
 
 
 _END_OF_VALUE = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|\Z))")
-"""End of a parameter's value: the value itself may have the mark, so another parameter or the end of the function follows."""
+"""End of a parameter's value. The value may contain the mark, so another parameter or the function's end must follow.
+"""
 
 
 def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
-    """Return an argument that is written as plain text, in a type that it is declared to have."""
-    if text.startswith("\n"):  # the template writes a value on lines of its own
+    """Return a plain-text argument, converted to a declared type."""
+    if text.startswith("\n"):  # the template writes a value on separate lines
         text = text[1:].removesuffix("\n")
     types = types_of({"anyOf": list(declared)}, root) if declared else None
     if types == frozenset({"string"}):
@@ -174,7 +174,7 @@ def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
 
 
 def _written_value(text: str, types: frozenset[str]) -> Any:
-    """Return the value of a text in JSON or in Python's way. Raises what `ast.literal_eval` does for anything else."""
+    """Return the value of a JSON or Python literal. Raises as `ast.literal_eval`."""
     words = {"True": True, "False": False, "None": None}
     if text.strip() in words:
         return words[text.strip()]
@@ -195,5 +195,5 @@ def _written(arguments: Json) -> str:
     except RecursionError:
         raise MalformedCall("the call is nested too deeply") from None
     except UnicodeEncodeError:
-        raise MalformedCall("the call has half a surrogate pair, which no text can hold") from None
+        raise MalformedCall("the call has half a surrogate pair, which is not valid text") from None
     return text

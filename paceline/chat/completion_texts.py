@@ -1,10 +1,10 @@
-"""The text of a completion, and its answer: what every reward function, evaluation, trace and shown sample reads.
+"""Extracts text and answer of a completion for reward functions, evaluations, traces and shown samples.
 
-The text is what the model wrote, without the marks of the chat. Marks are the special tokens that frame messages: those with a
-name in the tokenizer (end and beginning of sequence, padding …), those that the chat template writes around messages, and the
-one that ended the completion. Any other special token (`<think>`, `</answer>`, `<tool_call>`) is the model's text.
+The text is the model's output without the chat's marks. Marks are the special tokens that frame messages: those that
+the tokenizer names (begin and end of sequence, padding, …), those that the chat template writes around messages, and
+the one that ended the completion. Other special tokens (`<think>`, `</answer>`, `<tool_call>`) are text.
 
-The answer is the text behind the reasoning, which `<think>` and `</think>` enclose.
+The answer is the text after the reasoning, which `<think>` and `</think>` enclose.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ THINK, END_THINK = "<think>", "</think>"
 
 ANSWER_TAG = re.compile(r"<answer>.*</answer>", re.DOTALL)
 TAG = re.compile(r"<(/?)([^<>|/\s]+)>|\[(/?)([^\[\]/\s]+)\]")
-"""A tag as text has them, `<x>` or `[x]`; with a slash it closes."""
+"""A tag in a text, `<x>` or `[x]`; with a slash it closes."""
 CONTENTS = {role: f"{role} 4711 says" for role in ("system", "user", "assistant", "tool")}
-"""What a probe of a template has as the content of each role's message."""
+"""Content of each role's message in a probe of a template."""
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Names of special tokens that tokenizers have in common."""
+"""Attribute names of special tokens that tokenizers share."""
 TAIL = 32
-"""Last tokens of a prompt in which the opening of the reasoning is looked for."""
+"""Number of last prompt tokens in which an opening `<think>` is searched."""
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens of a tokenizer, by what they are to a completion's text."""
+    """A tokenizer's special tokens by their role in a completion's text."""
 
     template: Any
-    """Chat template that they were told by."""
+    """Chat template from which they were derived."""
     marks: dict[int, str]
     """Marks of the chat."""
     written: dict[int, str]
-    """Those that are text where the model writes them."""
+    """Those that are text if the model writes them."""
 
 
 _special_tokens: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
-"""Of each tokenizer that is in use."""
+"""By tokenizer in use."""
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Return the text of tokens without the marks of the chat."""
+    """Return the text of tokens without the chat's marks."""
     special = special_tokens(tokenizer)
     ids, skips = list(token_ids), special.written.keys().isdisjoint(token_ids)
     if not skips:
@@ -65,11 +65,11 @@ def completion_text(
     *,
     in_reasoning: bool = False,
 ) -> str:
-    """Return the text of a completion. One that a stop string ended ends with that string: `end_of` returns the text up to it,
-    None where there is none.
+    """Return the text of a completion. If a stop string ended it, the text ends with that string: `end_of` returns the
+    text up to it, or None.
 
-    in_reasoning: the chat template opened the reasoning. Where the completion does not close it, the text begins with `<think>`,
-    so that nobody takes it for an answer; else it has `</think>` alone, as the model wrote it.
+    in_reasoning: the chat template opened the reasoning. If the completion does not close it, the text begins with
+    `<think>`, so that nobody mistakes it for an answer; else it has `</think>` alone, as the model wrote it.
     """
     ids, special = completion.token_ids, special_tokens(tokenizer)
     text = None
@@ -83,20 +83,20 @@ def completion_text(
 
 
 def answer_of(text: str) -> str:
-    """Return the answer in the text of a completion: what follows the last `</think>`, or all of it without reasoning. Where the
-    reasoning does not end, it is empty, or the `<answer>…</answer>` that is stated in it."""
+    """Return the answer in the text of a completion: the text after the last `</think>`, or all of it without
+    reasoning. Of reasoning that does not end, return the `<answer>…</answer>` in it, or nothing."""
     _, mark, rest = text.rpartition(END_THINK)
     answer = rest.lstrip("\n") if mark else rest
     before, opened, reasoning = answer.partition(THINK)
     if not opened:
         return answer
-    found = ANSWER_TAG.search(reasoning)
-    return (before if before.strip() else "") + (found[0] if found else "")
+    stated = ANSWER_TAG.search(reasoning)
+    return (before if before.strip() else "") + (stated[0] if stated else "")
 
 
 def message_text(message: Mapping[str, Any], *, in_reasoning: bool = False) -> str:
-    """Return an assistant's message as the text that its model wrote: reasoning, content and calls, the first and the last
-    between the usual marks. Raises TypeError for content that is neither text nor a list of parts.
+    """Return an assistant's message as its model wrote it: reasoning, content and calls, with the usual marks around
+    the first and the last. Raises TypeError for content that is neither text nor a list of parts.
 
     in_reasoning: the chat template opened the reasoning, so the text has `</think>` alone.
     """
@@ -119,7 +119,7 @@ def opens_reasoning(tokenizer: Any, prompt_ids: IntArray) -> bool:
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of a tokenizer; a template that was read anew is noticed."""
+    """Return the special tokens of a tokenizer. The cache is refreshed if its template changes."""
     template = tokenizer.chat_template
     found = _special_tokens.get(tokenizer)
     if found is None or found.template != template:
@@ -138,10 +138,10 @@ def _told_apart(tokenizer: Any) -> SpecialTokens:
 
 
 def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
-    """Return those special tokens that the chat template writes around messages.
+    """Return the special tokens that the chat template writes around messages.
 
-    A tag counts only beside the content of a role that is not the assistant's (`[INST]`): elsewhere it is what the model is to
-    write, as `<think>` is in the opening of its turn or `<answer>` in a system prompt.
+    A tag counts only beside the content of a role other than the assistant (`[INST]`). Elsewhere the model is to write
+    it, such as `<think>` at the beginning of its turn or `<answer>` in a system prompt.
     """
     found: set[str] = set()
     for text in _probes(tokenizer) if specials and tokenizer.chat_template else ():
@@ -156,20 +156,20 @@ def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
 
 
 def _probes(tokenizer: Any) -> list[str]:
-    """Return what the template writes of short chats: of all messages, and of a tool's result alone, because special tokens in
-    the call before it are the model's. A chat that the template refuses is left out."""
-    # Here, because it is heavy and the processes of reward functions read texts alone.
+    """Render short chats: all roles together, and a tool's result alone, because special tokens in the call before it
+    belong to the model. Chats that the template refuses are left out."""
+    # imported here because it is heavy and the processes of reward functions read texts only
     from paceline.data.tokens import render_chat
 
     system, user, assistant, tool = ({"role": role, "content": text} for role, text in CONTENTS.items())
     call = {"id": "c47134713", "type": "function", "function": {"name": "f", "arguments": {}}}
-    asked = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    answered = [*asked, {**tool, "tool_call_id": call["id"], "name": "f"}]
+    call_chat = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answered = [*call_chat, {**tool, "tool_call_id": call["id"], "name": "f"}]
     texts = []
     for before, chat in (
         ([], [system, user, assistant, user]),
         ([], [user, assistant, user]),
-        (asked, answered),
+        (call_chat, answered),
     ):
         with contextlib.suppress(InvalidInput):
             begun = render_chat(tokenizer, before) if before else ""
@@ -196,4 +196,4 @@ def _content_text(content: Any) -> str:
         return content or ""
     if isinstance(content, list | tuple):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    raise TypeError(f"the content of a message is text or a list of parts, not {type(content).__name__}")
+    raise TypeError(f"the content of a message must be text or a list of parts, not {type(content).__name__}")

@@ -1,7 +1,7 @@
-"""Messages of a chat in the shape of the OpenAI API. `paceline/data/messages.py` reads them into the shape that chat templates take.
+"""Messages of a chat in the shape of the OpenAI API; `paceline/data/messages.py` converts them for chat templates.
 
-Promise: nothing of a message is dropped on the way. A form that no template can take is refused by name; what the template
-itself would leave out is refused by `paceline/chat/rendering.py`.
+Promise: no field of a message is dropped silently. Forms that no template can take are refused by name here; fields
+that the template itself would leave out are refused by `paceline/chat/rendering.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_MESSAGES = 10_000
 
 
 class Unsupported(InvalidInput):
-    """A field of the API that is not supported here, or not with this value."""
+    """An API field, or a value of it, that is not supported."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class Unsupported(InvalidInput):
 
 
 class Message(BaseModel):
-    """One message of a chat. The template decides on further fields."""
+    """One message of a chat. The template decides about further fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -34,7 +34,7 @@ class Message(BaseModel):
     tool_calls: list[Json] | None = None
 
     def rendered(self) -> Json:
-        """Return the message as templates take it. Raises Unsupported for what no template could render."""
+        """Return the message as templates take it. Raises Unsupported if no template could render it."""
         try:
             return read_message({name: getattr(self, name) for name in self.model_fields_set})
         except DataError as fault:

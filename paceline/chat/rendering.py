@@ -1,10 +1,10 @@
-"""A chat's token ids, by the chat template of a tokenizer as transformers applies it.
+"""Renders a chat to token ids with the tokenizer's chat template, as transformers applies it.
 
-Promise: everything in the request is in the prompt, or the request is refused with the name of the field. Templates ignore
-what their authors did not foresee (a user's `name`, the role `developer`), so a field counts as rendered only where a
-rendering with it differs from one without it: in a short chat made for the purpose, else in the chat itself.
+Promise: everything in the request is in the prompt, or the request is refused with the name of the field. Templates
+ignore fields that their authors did not expect (a user's `name`, the role `developer`), so a field counts as rendered
+only if a rendering with it differs from one without it: in a probe, else in the chat itself.
 
-A probe is a short chat made for the purpose. A template may refuse it; then nothing is proven by it.
+A probe is a short chat made for this test. If the template refuses it, it proves nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 BY_ORDER = ("tool_call_id", "name")
-"""Fields that name the call of a tool's result. A template that writes results may rely on their order instead."""
+"""Fields that link a tool's result to its call. A template that writes results may rely on their order instead."""
 
 BESIDE_CALLS = "content beside tool_calls"
-"""Stands for a content that has calls beside it, which some templates then leave out."""
+"""Stands for content beside calls, which some templates then leave out."""
 
 _QUESTION, _ANSWER = "Question 4711?", "Answer 4712."
 _CALL: Json = {
@@ -57,21 +57,21 @@ _TOOL: Json = {
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the model of a template writes what is not plain content."""
+    """The way in which a template's model writes calls and reasoning."""
 
     calls: CallFormat
-    """Format of tool calls; `none` where the template writes none, or in an unknown format."""
+    """Format of tool calls; `none` if the template writes none or the format is unknown."""
     reasons: bool
-    """True when the template writes `reasoning_content` between `<think>` and `</think>`."""
+    """True if the template writes `reasoning_content` between `<think>` and `</think>`."""
     opening: str = ""
-    """Text that begins a call, before the function's name; empty where it is unknown."""
+    """Text that begins a call, before the function's name; empty if unknown."""
     after_name: str = ""
     """Text between a function's name and its arguments."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Renderings that differ where a template reads a field."""
+    """Compares renderings with and without a field."""
 
     tokenizer: Any
     source: str
@@ -86,7 +86,7 @@ class Probe:
         short = _short_chat(first, name)
         if (with_it := self._text(short)) is not None and with_it != self._text(_without(short, role, name)):
             return True
-        # Either the template refuses so short a chat, or it writes the field in some places only.
+        # The template refuses so short a chat, or writes the field in some places only.
         with_it = render_chat(self.tokenizer, list(messages), self.kwargs, self.tools)
         return with_it != self._text(_without(messages, role, name))
 
@@ -103,7 +103,7 @@ class Probe:
         return with_it is not None and with_it != self._text(_without(chat, "tool", "tool_call_id"))
 
     def answer(self, message: Json) -> str:
-        """Return what the template writes for an assistant's message, without what comes before and after its text."""
+        """Return the text that the template writes for an assistant's message, without what surrounds it."""
         asked = [{"role": "user", "content": _QUESTION}]
         whole = self._text([*asked, message]) or ""
         opened = self._text(asked, add_generation_prompt=True) or ""
@@ -119,11 +119,11 @@ class Probe:
         try:
             return render_chat(self.tokenizer, list(messages), self.kwargs, self.tools or None, **options)
         except InvalidInput:
-            return None  # the template does not take this chat
+            return None  # the template refuses this chat
 
 
 def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
-    """Return the format of answers that the template's own renderings prove: a call that it writes is read back."""
+    """Return the answer format that the template's renderings prove: a rendered call is read back."""
     probe, plain = (Probe(tokenizer, source, tools, NO_KWARGS) for tools in ([_TOOL], []))
     message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _QUESTION[:8]}
     reasoning = re.compile(f"{THINK}\\s*{_QUESTION[:8]}\\s*{END_THINK}")
@@ -135,11 +135,11 @@ def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
     try:
         if OPEN in text and CLOSE in text:
             read = [read_marked_call(text[text.index(OPEN) + len(OPEN) : text.index(CLOSE)], [_TOOL])]
-            text, found = text[text.index(OPEN) :], "hermes"
+            text, format_read = text[text.index(OPEN) :], "hermes"
         else:
-            read, found = read_json_calls(text, [_TOOL]), "json"
+            read, format_read = read_json_calls(text, [_TOOL]), "json"
         if [(call.name, json.loads(call.arguments)) for call in read] == [(name, arguments)]:
-            calls = found  # type: ignore[assignment]
+            calls = format_read  # type: ignore[assignment]
     except (MalformedCall, NoCall):
         pass
     if calls == "none":
@@ -150,7 +150,7 @@ def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
 
 
 def says(message: Json, name: str) -> bool:
-    """Return whether a message has the field `name`, with a value."""
+    """Return whether a message has a value for the field `name`."""
     if name == BESIDE_CALLS:
         return "tool_calls" in message and says(message, "content")
     value = message.get(name)
@@ -158,23 +158,23 @@ def says(message: Json, name: str) -> bool:
 
 
 def _short_chat(message: Json, name: str) -> list[Json]:
-    """Return a chat in which a message of this role, with this field, may stand."""
-    made: Json = {"role": message["role"], "content": "" if name == "tool_calls" else _ANSWER}
+    """Return a chat in which a message of this role, with this field, is valid."""
+    probed: Json = {"role": message["role"], "content": "" if name == "tool_calls" else _ANSWER}
     if name == BESIDE_CALLS:
-        made["tool_calls"] = [_CALL]
+        probed["tool_calls"] = [_CALL]
     elif name != "content":
-        made[name] = message[name]
-    asked: Json = {"role": "user", "content": _QUESTION}
+        probed[name] = message[name]
+    question: Json = {"role": "user", "content": _QUESTION}
     match message["role"]:
         case "user":
-            return [made]
+            return [probed]
         case "system" | "developer":
-            return [made, asked]
+            return [probed, question]
         case "tool":
-            made.setdefault("tool_call_id", _CALL["id"])
-            return [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, made]
+            probed.setdefault("tool_call_id", _CALL["id"])
+            return [question, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, probed]
         case _:
-            return [asked, made]
+            return [question, probed]
 
 
 def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:
@@ -189,39 +189,39 @@ def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:
 
 
 def mentions(source: str, word: str) -> bool:
-    """Return whether a template's text has a word: without it, it cannot read a field or an argument of that name."""
+    """Return whether a template's text has a word; else it cannot read a field or argument of that name."""
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
 CALL_IDS = "ids of results"
 
 MAX_REMEMBERED = 256
-"""Fields of a template whose rendering was proven and is not proven again."""
+"""Largest number of cached fields per template."""
 
 
 @dataclass
 class _Proofs:
-    """What is known of one template."""
+    """Cached proofs for one template."""
 
     template: Any
     rendered: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Fields, each with its role, that it was seen to render, and a few that it never renders."""
+    """Result by (role, field); False is cached only for proofs that do not depend on the request."""
     answer_format: AnswerFormat | None = None
 
 
 _proofs: WeakKeyDictionary[Any, _Proofs] = WeakKeyDictionary()
-"""Of each tokenizer that is in use."""
+"""By tokenizer in use."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of a tokenizer. May be used from any thread; a template that was read anew is noticed."""
+    """The chat template of a tokenizer. Safe to use from any thread; changes of the template are noticed."""
 
     tokenizer: Any
 
     @property
     def source(self) -> str:
-        """Return the text of the template; several templates of one tokenizer are joined."""
+        """The text of the template; several templates of one tokenizer are joined."""
         template = self.tokenizer.chat_template
         return json.dumps(template) if isinstance(template, dict) else str(template or "")
 
@@ -231,9 +231,9 @@ class ChatTemplate:
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> IntArray:
-        """Return the [P] token ids of rendered messages, opened for the assistant's answer.
+        """Return the [P] token ids of rendered messages, with the assistant's answer opened.
 
-        Raises Unsupported for what the template does not render, InvalidInput for what it refuses.
+        Raises Unsupported for fields that the template does not render, InvalidInput for messages that it refuses.
         """
         if tools:
             template_kwargs = {name: value for name, value in template_kwargs.items() if name != "tools"}
@@ -246,8 +246,8 @@ class ChatTemplate:
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[Json]:
-        """Return the messages as the template gets them. Raises Unsupported for what it would leave out, InvalidInput without a
-        template."""
+        """Return the messages in the order that the template needs. Raises Unsupported for fields that it would leave
+        out, InvalidInput without a template."""
         if not self.source:
             raise InvalidInput("the tokenizer has no chat template, which messages need; send a text as the prompt")
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
@@ -272,16 +272,15 @@ class ChatTemplate:
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """Return how the model writes calls and reasoning: found by the template's own rendering of a call, which has to be
-        read back as the same call."""
+        """The way in which the model writes calls and reasoning, derived from the template's rendering of a call."""
         proofs = self._proofs()
         if proofs.answer_format is None:
             proofs.answer_format = answer_format_of(self.tokenizer, self.source)
         return proofs.answer_format
 
     def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
-        """Return whether an answer to the prompt begins within its reasoning, because the template has opened it, or the
-        assistant's message that it goes on with."""
+        """Return whether an answer to the prompt begins within reasoning, because the template or the assistant's
+        message that it continues has opened it."""
         if not self.answer_format.reasons:
             return False
         if messages and messages[-1]["role"] == "assistant":
@@ -290,8 +289,7 @@ class ChatTemplate:
         return opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
-        """Return the arguments of the template for `reasoning_effort`. Raises Unsupported for an effort that the template
-        does not know."""
+        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for any other effort."""
         if effort is None:
             return {}
         if mentions(self.source, "reasoning_effort"):
@@ -300,7 +298,7 @@ class ChatTemplate:
             if effort == "none":
                 return {"enable_thinking": False}
             raise Unsupported(
-                f"reasoning_effort is {effort!r}, but the chat template of this model knows only whether to reason: take "
+                f"reasoning_effort is {effort!r}, but the chat template of this model can only switch reasoning off: use "
                 "'none', or leave it out",
                 "reasoning_effort",
             )
@@ -310,7 +308,8 @@ class ChatTemplate:
         )
 
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
-        """Return whether a field is rendered. A `final` proof does not depend on the request."""
+        """Return whether a field is rendered. A `final` proof is independent of the request; a negative one is cached
+        too."""
         cached = self._proofs().rendered
         if (role, name) in cached:
             return cached[role, name]
@@ -344,7 +343,7 @@ def _not_rendered(role: str, name: str) -> Unsupported:
 
 
 def _fields(messages: Sequence[Json]) -> list[tuple[str, str]]:
-    """Return the fields to prove, each with its role, in the order of the messages."""
+    """Return the (role, field) pairs to prove, in the order of the messages."""
     found: dict[tuple[str, str], None] = {}
     for message in messages:
         for name in message:

@@ -1,1 +1,1 @@
-"""What a deployment keeps on disks and in stores, encrypted with the operator's key."""
+"""Encryption of a deployment's files with the operator's key."""

@@ -1,15 +1,15 @@
-"""Files that are encrypted in chunks, so that one can be written in one pass and read from any position; and encrypted records, short
-pieces that are appended to a file, or kept in a place of their own.
+"""Encrypts files in chunks, written in one pass and read from any position, and records (short appended pieces).
 
-Layout of a file: 8 bytes of magic, 8 bytes of the key's name, a salt of 16 bytes, then chunks of 65,536 bytes of plaintext (the last has
-fewer), each followed by a tag of 16 bytes. Each file has a key of its own, derived from the storage key and the salt. A chunk
-is sealed with AES-256-GCM; its nonce is its index and whether it is the last, and the header is authenticated with it. So a chunk
-that was changed, moved, repeated or cut off is found when it is read (the STREAM construction of Hoang, Reyhanitabar, Rogaway
-and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", 2015).
+Layout of a file: 8 bytes of magic, 8 bytes of the key's name, a salt of 16 bytes, then chunks of 65,536 bytes of
+plaintext (the last has fewer), each followed by a tag of 16 bytes. The file's key is derived from the storage key and
+the salt. A chunk is sealed with AES-256-GCM; its nonce is its index and whether it is the last, and the header is
+authenticated with it. A chunk that was changed, moved, repeated or cut off is therefore detected on reading (the STREAM
+construction of Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse
+Misuse-Resistance", 2015).
 
-A record is 12 bytes of a random nonce, then the ciphertext of AES-256-GCM with its tag of 16 bytes. Its context, such as the name of its file and
-its position, is authenticated with it, so a record that was moved elsewhere is refused. At most 2^32 records may be
-sealed with one key (NIST SP 800-38D, section 8.3), so each long-lived file derives one from a salt of its own.
+A record is 12 bytes of a random nonce, then the ciphertext of AES-256-GCM with its tag of 16 bytes. Its context, such
+as the file's name and the position, is authenticated with it, so a moved record is refused. At most 2^32 records may be
+sealed with one key (NIST SP 800-38D, section 8.3), so each long-lived file derives a separate key from its salt.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ REMEDY = f"give the key with which it was written, by {FILE_VARIABLE} or {KEY_VA
 
 
 class WrongKey(InvalidInput):
-    """A file that was encrypted with another key, that is encrypted while no key is given, or that is damaged."""
+    """A file that was encrypted with another key, is encrypted although no key is given, or is damaged."""
 
 
 def is_encrypted(start: bytes) -> bool:
-    """Return whether a file begins like an encrypted one. `start` has its first 8 bytes or more."""
+    """Return whether `start` (8 bytes or more) is the beginning of an encrypted file."""
     return start.startswith(MAGIC)
 
 
 def is_encrypted_file(path: Path) -> bool:
-    """Return whether the file at a path begins like an encrypted one. Raises OSError."""
+    """Return whether the file at a path is encrypted. Raises OSError."""
     with open_regular(path) as file:
         return is_encrypted(file.read(len(MAGIC)))
 
@@ -61,12 +61,12 @@ def plain_size(encrypted_bytes: int) -> int:
     chunks = max(1, -(-body // SEALED_BYTES))
     size = body - TAG_BYTES * chunks
     if size < 0 or (size == 0 and chunks > 1) or encrypted_size(size) != encrypted_bytes:
-        raise WrongKey(f"an encrypted file has {encrypted_bytes} bytes, which no whole one has; it was cut off")
+        raise WrongKey(f"an encrypted file has {encrypted_bytes} bytes, an impossible size; it was cut off")
     return size
 
 
 class EncryptingWriter(io.RawIOBase):
-    """Encrypts what is written to it into `target`. `close` writes the last chunk, and leaves `target` open unless it `closes` it."""
+    """Encrypts written bytes into `target`. `close` writes the last chunk, and leaves `target` open unless `closes`."""
 
     def __init__(self, target: IO[bytes], key: StorageKey, *, closes: bool = False):
         super().__init__()
@@ -76,7 +76,7 @@ class EncryptingWriter(io.RawIOBase):
         self._header = MAGIC + key.name + salt
         self._cipher = AESGCM(key.derive("file", salt))
         self._waiting = b""
-        """Up to a chunk: the last one is sealed differently, so a full one waits until more follows."""
+        """Up to one chunk, held until more follows, because the last chunk is sealed differently."""
         self._index = 0
         target.write(self._header)
 
@@ -93,7 +93,7 @@ class EncryptingWriter(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return the bytes of plaintext that were written."""
+        """Return the bytes of plaintext written."""
         return self._index * CHUNK_BYTES + len(self._waiting)
 
     def close(self) -> None:
@@ -112,8 +112,8 @@ class EncryptingWriter(io.RawIOBase):
 
 
 class DecryptingReader(io.RawIOBase):
-    """Reads the plaintext of an encrypted file, from any position. Closes `source` with itself. Raises WrongKey for a
-    file of another key, and when a chunk is read that is damaged, moved or cut off."""
+    """Reads the plaintext of an encrypted file from any position, and owns `source`. Raises WrongKey for a file of
+    another key, and on reading a chunk that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
         """`source` can seek; `name` is the file's name in errors."""
@@ -174,7 +174,7 @@ class DecryptingReader(io.RawIOBase):
 
 
 def encrypting(path: Path, key: StorageKey) -> IO[bytes]:
-    """Return a writer of an encrypted file in place of what is at `path`."""
+    """Return a writer that replaces the file at `path` with an encrypted one."""
     return cast(IO[bytes], EncryptingWriter(path.open("wb"), key, closes=True))
 
 
@@ -184,8 +184,8 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
-    """Return a reader of a file that may be encrypted, from its beginning: `source` itself, or one that decrypts it with this
-    process' key. Raises WrongKey, InvalidInput for a key that cannot be read; closes `source` then."""
+    """Return a reader of a possibly encrypted file, from its beginning: `source`, or one that decrypts it with this
+    process' key. Raises WrongKey, and InvalidInput for an unreadable key, after closing `source`."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))
@@ -197,13 +197,13 @@ def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
 
 
 def open_data(path: Path) -> IO[bytes]:
-    """Return a reader of a file of data, which may be encrypted by itself and once more in the cache that it lies in. Raises as
-    `plaintext`, and OSError."""
+    """Return a reader of a data file, which may be encrypted itself and again by its cache. Raises as `plaintext`;
+    OSError."""
     return plaintext(plaintext(open_regular(path), str(path)), str(path))
 
 
 def encrypt(data: bytes, key: StorageKey) -> bytes:
-    """Return the bytes of the encrypted file that holds `data`."""
+    """Return `data` as the bytes of an encrypted file."""
     target = io.BytesIO()
     with EncryptingWriter(target, key) as writer:
         writer.write(data)
@@ -217,7 +217,7 @@ def decrypt(data: bytes, key: StorageKey | None, name: str) -> bytes:
 
 
 def wrong_key(name: str, encrypted_with: bytes, key: StorageKey | None, remedy: str = REMEDY) -> WrongKey:
-    """Return the error for the file `name` that has the name of another key than the one given."""
+    """Return the error for the file `name` whose key is not the given one."""
     if key is None:
         return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, and no key is given; {remedy}")
     return WrongKey(f"{name} is encrypted with the key {encrypted_with.hex()}, not with {key.name.hex()}; {remedy}")
@@ -248,7 +248,7 @@ class RecordCipher:
         self._purpose = purpose
 
     def seal(self, data: bytes | memoryview, context: bytes = b"") -> bytes:
-        """Return the record of `data`, which has 28 bytes more."""
+        """Return the record of `data`, which is 28 bytes longer."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, data, context)
 

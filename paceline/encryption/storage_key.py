@@ -1,7 +1,7 @@
-"""The key that a deployment's files are encrypted with: 32 random bytes, given as 64 hexadecimal digits.
+"""The key that encrypts a deployment's files: 32 random bytes, given as 64 hexadecimal digits.
 
-Every use gets a key of its own, derived with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing by itself.
-The key's name tells two keys apart and says nothing about their bytes.
+Every use derives a separate key with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing directly. The
+key's name distinguishes keys without revealing their bytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ KEY_VARIABLE = "PACELINE_STORAGE_KEY"
 KEY_BYTES = 32
 NAME_BYTES = 8
 MAX_FILE_BYTES = 4096
-REMEDY = "it has to be 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
+REMEDY = "write 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
 
 
 class StorageKey:
     """One key. Its `repr` shows the name alone."""
 
     def __init__(self, secret: bytes):
-        """`secret` has 32 bytes. Raises InvalidInput for another number."""
+        """`secret` has 32 bytes. Raises InvalidInput for any other length."""
         if len(secret) != KEY_BYTES:
             raise InvalidInput(f"a storage key has {len(secret)} bytes; {REMEDY}")
         self._secret = secret
         self.name = self.derive("name")[:NAME_BYTES]
-        """8 bytes that tell this key from others."""
+        """8 bytes that identify this key."""
 
     def __repr__(self) -> str:
         return f"StorageKey({self.name.hex()})"
@@ -46,9 +46,8 @@ class StorageKey:
 
 
 def storage_key(environment: Mapping[str, str] | None = None) -> StorageKey | None:
-    """Return the key that PACELINE_STORAGE_KEY_FILE or PACELINE_STORAGE_KEY gives, or None when neither is set. A file
-    is read once in a process. Raises InvalidInput for both at once, a file that cannot be read, and a text that is no
-    key."""
+    """Return the key in PACELINE_STORAGE_KEY_FILE or PACELINE_STORAGE_KEY, or None if neither is set. A file is read
+    once in a process. Raises InvalidInput if both are set, the file is unreadable or the text is not a key."""
     variables = os.environ if environment is None else environment
     path, text = variables.get(FILE_VARIABLE, ""), variables.get(KEY_VARIABLE, "")
     if path and text:
@@ -76,5 +75,5 @@ def _file_text(path: Path) -> str:
 def _parsed(text: str, where: str) -> StorageKey:
     text = text.strip()
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise InvalidInput(f"{where} holds {len(text)} characters that are no storage key; {REMEDY}")
+        raise InvalidInput(f"{where} holds {len(text)} characters that are not a storage key; {REMEDY}")
     return StorageKey(bytes.fromhex(text))

@@ -1,1 +1,1 @@
-"""Files and folders: local or in a store, a run's own, and those that reward functions may come from."""
+"""Files and folders: local ones, object stores, caches, and the names of a run's files."""

@@ -1,15 +1,16 @@
-"""`BoundedCache`: folders of this machine whose size together is bounded, for all processes of its user.
+"""`BoundedCache`: folders on this machine with a limit on their total size, for all processes of a user.
 
-Each entry is a folder with two locks beside it. A process that uses the folder holds the first one shared, so that nobody
-removes it; the process that fills the folder holds the second one alone. An entry that nobody uses may be removed, the one that
-was used longest ago first. An entry is made beside its place and moved there whole; so it is, while others still read the
-damaged one that it replaces.
+Each entry is a folder with two locks beside it. A process that uses the folder holds the first lock shared, so that it
+is not removed; the process that fills it holds the second lock exclusively. Unused entries are removed, least recently
+used first. An entry is made under another name and renamed when complete, also while others still read the damaged one
+that it replaces.
 
-Beside the caches is the spool: a folder of this machine for files on their way to a store. It needs no backup.
+The spool is a folder beside the caches for files on their way to an object store. It needs no backup.
 
-`open_copies` copies a store's files into a cache: one folder for each version of a set of files. Promise: a copy has the size that the store gives for the file, and is checked whenever its folder is opened: by content up to
-HASHED_BYTES, by size and time of the last change beyond, because hashing the weights of a large model takes minutes. A copy
-that is damaged is fetched again.
+`open_copies` copies files of an object store into a cache, one folder for each version of a set of files. Promise: a
+copy has the size that the store reports, and is verified whenever its folder is opened: by content up to HASHED_BYTES,
+beyond that by size and modification time, because hashing the weights of a large model takes minutes. A damaged copy is
+fetched again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class HeldFolder:
-    """An entry's folder, which stays until `close`."""
+    """An entry's folder, kept until `close`."""
 
     def __init__(self, root: Path, lock: int):
         self.root = root
@@ -57,13 +58,13 @@ class HeldFolder:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What a cache holds, and where its user says so: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
+    """Content of a cache, and its variables: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
 
     name: str
-    """One entry's, in messages and variables: `bundle`."""
+    """Name of an entry in messages and variables: `bundle`."""
     default_mb: int
     wait_s: float
-    """Seconds to wait for another process that fills the same entry."""
+    """Time-out for another process that fills the same entry, in seconds."""
 
     @property
     def folder_variable(self) -> str:
@@ -74,26 +75,30 @@ class CacheKind:
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
-        """Return the cache that the environment names, else `paceline/<folder_name>` in the user's cache. Raises InvalidInput."""
-        given = os.environ.get(self.folder_variable)
-        folder = Path(given) if given else _in_user_cache(folder_name)
+        """Return the cache in the environment, else `paceline/<folder_name>` in the user's. Raises InvalidInput."""
+        named = os.environ.get(self.folder_variable)
+        folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
 
 
-class BoundedCache:
-    """Entries in `folder`, `max_bytes` together and never more than its disk has room for."""
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
-    def __init__(self, folder: Path, max_bytes: int, kind: CacheKind):
-        self._folder, self._max_bytes, self._kind = folder, max_bytes, kind
+
+class BoundedCache:
+    """Entries in `folder`, limited to `max_bytes` in total and to the room on its disk."""
+
+    def __init__(self, folder: Path, max_bytes: int, kind: CacheKind, free_bytes: Callable[[Path], int] = _free_bytes):
+        self._folder, self._max_bytes, self._kind, self._free_bytes = folder, max_bytes, kind, free_bytes
 
     @property
     def folder(self) -> Path:
         return self._folder
 
     def open(self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]) -> HeldFolder:
-        """Return the entry `name`, which takes `size` bytes; `fill` makes it in an empty folder unless it `is_whole`.
-        Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use
-        leave no room; errors of `fill`."""
+        """Return the entry `name` of `size` bytes; unless it `is_whole`, `fill` makes it in an empty folder. Raises
+        Unreadable for a size above the limit and a disk that cannot be written; Unavailable if entries in use leave
+        no room; errors of `fill`."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return self._open(name, size, is_whole, fill)
@@ -110,7 +115,7 @@ class BoundedCache:
             self._wait_for(lock, fcntl.LOCK_SH)
             if not is_whole(root):
                 with self._alone(name):
-                    if not is_whole(root):  # no other process was faster
+                    if not is_whole(root):  # no other process filled it first
                         with self._alone("room"):
                             self._make_room(name, size, lock)
                         self._fill(root, fill, lock)
@@ -122,8 +127,8 @@ class BoundedCache:
 
     def _fill(self, root: Path, fill: Callable[[Path], None], lock: int) -> None:
         partial, damaged = root.with_suffix(".partial"), root.with_suffix(".damaged")
-        for left in (partial, damaged):  # by a process that has ended in the middle
-            shutil.rmtree(left, ignore_errors=True)
+        for stale in (partial, damaged):  # of a process that ended while filling
+            shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
         try:
             fill(partial)
@@ -139,7 +144,7 @@ class BoundedCache:
             shutil.rmtree(damaged, ignore_errors=True)
 
     def _make_room(self, name: str, size: int, lock: int) -> None:
-        """Remove entries that nobody uses until this one has room, and take it. Raises Unreadable, Unavailable."""
+        """Remove unused entries until this one has room, and reserve it. Raises Unreadable, Unavailable."""
         kind = self._kind
         what = f"the {kind.name}'s files are {size >> 20} MB, and "
         if size > self._max_bytes:
@@ -160,7 +165,7 @@ class BoundedCache:
                 f"{kind.size_variable}"
             )
         if not self._has_room(total, size):
-            free = shutil.disk_usage(self._folder).free
+            free = self._free_bytes(self._folder)
             raise Unavailable(
                 f"{what}the disk of {self._folder} has {free >> 20} MB free; set {kind.folder_variable} to a folder with room"
             )
@@ -168,14 +173,14 @@ class BoundedCache:
         os.pwrite(lock, str(size).encode(), 0)
 
     def _has_room(self, total: int, size: int) -> bool:
-        return total + size <= self._max_bytes and size <= shutil.disk_usage(self._folder).free
+        return total + size <= self._max_bytes and size <= self._free_bytes(self._folder)
 
     def _remove(self, name: str) -> bool:
         """Remove an entry; return False when a process uses it."""
         lock = self._lock_file(name)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for suffix in ("", ".partial", ".damaged"):  # of a process that has ended in the middle too
+            for suffix in ("", ".partial", ".damaged"):  # also those of a process that ended while filling
                 shutil.rmtree(self._folder / f"{name}{suffix}", ignore_errors=True)
             os.ftruncate(lock, 0)
             return True
@@ -197,7 +202,7 @@ class BoundedCache:
         return os.open(self._folder / f"{name}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _wait_for(self, lock: int, operation: int) -> None:
-        """Take a lock. Polls, because a wait in the kernel has no deadline. Raises Unavailable."""
+        """Acquire a lock. Polls, because a wait in the kernel has no deadline. Raises Unavailable."""
         deadline_s, pause_s = time.monotonic() + self._kind.wait_s, 0.005
         while True:
             try:
@@ -219,12 +224,12 @@ DEFAULT_MB = 65_536
 
 def spool_folder() -> Path:
     """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache."""
-    given = os.environ.get(FOLDER_VARIABLE)
-    return Path(given) if given else _in_user_cache("spool")
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else _in_user_cache("spool")
 
 
 def quota_bytes() -> int:
-    """Return the bytes of checkpoints that may wait for a store, by PACELINE_SPOOL_MB. Raises InvalidInput."""
+    """Return the bytes of checkpoints that may wait for upload, from PACELINE_SPOOL_MB. Raises InvalidInput."""
     return _bytes_by(SIZE_VARIABLE, DEFAULT_MB)
 
 
@@ -243,11 +248,11 @@ HASHED_BYTES = 64 << 20
 CHUNK_BYTES = 8 << 20
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 RECORD = ".copies.json"
-"""File of a folder with the mark of each copy."""
+"""File in a folder with the stamp of each copy."""
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Files by the name of their copy, each as the store's `ls` or `info` describes it: `name`, `size` and a tag or time."""
+"""Files by the name of their copy, each as in the store's `ls` or `info`: `name`, `size` and a tag or time."""
 
 
 def open_copies(
@@ -256,10 +261,11 @@ def open_copies(
     url: str,
     entries: Entries,
     key: StorageKey | None = None,
+    hashed_bytes: int = HASHED_BYTES,
 ) -> HeldFolder:
-    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now; encrypted
-    with `key`, in a folder of that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
-    one that cannot be fetched, errors of the store's client that are no OSError, and as `BoundedCache.open`."""
+    """Return the folder with copies of `entries` (files of `url`) in their current version; encrypted if there is a
+    `key`, in a folder for that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
+    one that cannot be fetched, other errors of the store's client, and as `BoundedCache.open`."""
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
@@ -272,16 +278,16 @@ def open_copies(
             copied = copied if key is None else plain_size(copied)
             if expected is not None and copied != expected:
                 raise Unavailable(
-                    f"{copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
-                    "connection broke: trying again may help"
+                    f"{copied} bytes of {name} arrived, and the store reported {expected}; somebody is writing there, or the "
+                    "connection broke: retry"
                 )
-        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name) for name in entries}))
+        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name, hashed_bytes) for name in entries}))
 
-    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
+    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries), hashed_bytes), fill)
 
 
 def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
-    """Copy a file. Raises OSError where this machine's disk refuses, Unreadable for the store's errors, which are OSErrors too."""
+    """Copy a file. Raises OSError for this machine's disk, Unreadable for errors of the store, which are OSErrors too."""
     try:
         if key is None:
             store.get_file(path, str(copy))
@@ -295,23 +301,23 @@ def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | N
 
 
 def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return what changes when a file does: its size and whatever the store gives of tag and time."""
+    """Return the size and the store's tag or time of a file, which change with it."""
     marks = (entry.get(key) for key in _TAGS)
     return entry.get("size"), next((str(mark) for mark in marks if mark is not None), "")
 
 
-def _mark(path: Path) -> list[int | str]:
-    """Return what shows that a copy is as it was made."""
+def _mark(path: Path, hashed_bytes: int) -> list[int | str]:
+    """Return the stamp that shows whether a copy was changed."""
     status = path.stat()
-    if status.st_size > HASHED_BYTES:
+    if status.st_size > hashed_bytes:
         return [status.st_size, status.st_mtime_ns]
     with path.open("rb") as file:
         return [status.st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def _is_whole(folder: Path, names: set[str]) -> bool:
+def _is_whole(folder: Path, names: set[str], hashed_bytes: int) -> bool:
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        return record.keys() == names and all(record[name] == _mark(folder / name) for name in names)
+        return record.keys() == names and all(record[name] == _mark(folder / name, hashed_bytes) for name in names)
     except (OSError, ValueError, AttributeError):
         return False

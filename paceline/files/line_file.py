@@ -1,8 +1,8 @@
-"""Files of lines that are appended one by one and read again by position, plain or encrypted with the storage key.
+"""Appends lines to a file and reads them by position, plain or encrypted with the storage key.
 
-A file of encrypted lines begins with a line that has the key's name and a salt of 16 bytes. Each further line is a record
-(`paceline/encryption/encrypted_file.py`) in base64, with its offset as the context: a line that was changed or moved is refused. What is cut off
-at the end is not noticed, as with a plain file. Without a key a file is the lines themselves.
+An encrypted file begins with a line that has the key's name and a salt of 16 bytes. Each further line is a record
+(`paceline/encryption/encrypted_file.py`) in base64, with its offset as the context, so a changed or moved line is
+refused. A truncated end is not detected, as in a plain file. Without a key, the file is the lines themselves.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ HEADER_BYTES = len(MARK) + 2 * NAME_BYTES + 1 + 2 * SALT_BYTES + 1
 
 
 def stored_size(line_bytes: int, key: StorageKey | None) -> int:
-    """Return the bytes that a line of so many bytes, its end included, takes in a file."""
+    """Return the bytes in a file of a line of `line_bytes`, its end included."""
     return line_bytes if key is None else 4 * -(-(line_bytes - 1 + OVERHEAD_BYTES) // 3) + 1
 
 
 class LineWriter:
-    """Appends lines to a file, which it makes where there is none. A plain file is encrypted first, when there is a key."""
+    """Appends lines to a file, which it makes if it is missing. If there is a key, a plain file is encrypted first."""
 
     def __init__(self, path: Path, key: StorageKey | None):
         """Raises WrongKey for a file that is encrypted with another key, OSError."""
@@ -50,7 +50,7 @@ class LineWriter:
             self._cipher = _encrypted(path, key)
         self._file = path.open("ab")
         if key is not None and not _ends_with_line(path):
-            self._file.write(b"\n")  # a process that was killed has left half a line
+            self._file.write(b"\n")  # half a line from a process that was killed
 
     def tell(self) -> int:
         """Return the offset of the next line."""
@@ -68,11 +68,11 @@ class LineWriter:
 
 
 class LineReader:
-    """Reads the lines of a file: plain ones, encrypted ones, and those of a file that is encrypted as a whole. Several threads may
-    `read`. The file stays open, so that its lines stay what they are when somebody puts another file in its place."""
+    """Reads the lines of a file: plain, encrypted, or in a file that is encrypted as a whole. Several threads may
+    `read`. The file stays open, so its lines do not change if another file replaces it."""
 
     def __init__(self, path: Path, key: StorageKey | None):
-        """Raises WrongKey for a file that is encrypted with another key than this process has, OSError."""
+        """Raises WrongKey for a file encrypted with another key than this process has, OSError."""
         self._name = str(path)
         self._file = open_data(path)
         try:
@@ -81,17 +81,17 @@ class LineReader:
             self._file.close()
             raise
         self._is_stored = isinstance(self._file.raw, io.FileIO)  # type: ignore[attr-defined]
-        """Whether offsets are those of the stored bytes, which threads read without a lock."""
+        """True if offsets are those of the stored bytes, which threads read without a lock."""
         self._lock = threading.Lock()
         self._first = 0 if self._cipher is None else HEADER_BYTES
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the offsets at which each line begins and ends, and the line with its end. Raises WrongKey for a damaged line."""
+        """Yield each line's start and end offset and the line with its end. Raises WrongKey for a damaged line."""
         for start, end, line in self.stored():
             yield start, end, self.opened(line, start)
 
     def stored(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the offsets of each line, and the line as `opened` takes it."""
+        """Yield each line's start and end offset, and the line in stored form (see `opened`)."""
         self._file.seek(self._first)
         start = self._first
         for line in self._file:
@@ -115,7 +115,7 @@ class LineReader:
             return self.opened(self._file.readline(), start)
 
     def opened(self, line: bytes, start: int) -> bytes:
-        """Return a stored line as it was written. Raises WrongKey."""
+        """Return the plaintext of a stored line. Raises WrongKey."""
         if self._cipher is None:
             return line
         try:
@@ -134,7 +134,7 @@ class LineReader:
 
 
 def _cipher_of(file: IO[bytes], name: str, key: StorageKey | None) -> RecordCipher | None:
-    """Return the cipher of a file's lines; None for a plain one. Raises WrongKey."""
+    """Return the cipher of a file's lines; None for a plain file. Raises WrongKey."""
     header = file.read(HEADER_BYTES)
     if not header.startswith(MARK):
         return None
@@ -150,7 +150,7 @@ def _cipher_of(file: IO[bytes], name: str, key: StorageKey | None) -> RecordCiph
 
 
 def _encrypted(path: Path, key: StorageKey) -> RecordCipher:
-    """Make an encrypted file of a plain one, or an empty one; return the cipher of its lines."""
+    """Convert a plain or missing file to an encrypted one; return the cipher of its lines."""
     salt = os.urandom(SALT_BYTES)
     cipher = RecordCipher(key, "lines", salt)
     with written_whole(path) as partial, partial.open("wb") as file:

@@ -1,10 +1,10 @@
-"""The one place that decides where a model comes from: a local folder, a folder at an fsspec URL, or the Hugging Face hub.
+"""Decides where every model comes from: a local folder, a folder at an fsspec URL, or the Hugging Face hub.
 
-Promise: `model_source` returns what transformers' `from_pretrained` takes. Files of a URL are copied into this machine's
-cache, each version of them into a folder of its own. Weights stay where they are unless asked for: the learner reads its rows
-of them by ranges (`paceline/models/weight_files.py`).
+Promise: `model_source` returns the argument for transformers' `from_pretrained`. Files at a URL are copied into this
+machine's cache, each version into a separate folder. Weights are copied only on request, because the learner reads its
+rows of them by ranges (`paceline/models/weight_files.py`).
 
-The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), bounded by `PACELINE_MODEL_CACHE_MB`.
+The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), limited by `PACELINE_MODEL_CACHE_MB`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h
 ADAPTER_CONFIG = "adapter_config.json"
 KIND = CacheKind("model", default_mb=1 << 20, wait_s=7200.0)
 HELD_FOLDERS = 16
-"""Folders of the cache that a process keeps from removal: those that it asked for last."""
+"""Folders in the cache that a process protects from removal: the last ones that it requested."""
 
 _held: OrderedDict[Path, HeldFolder] = OrderedDict()
 _held_lock = threading.Lock()
 
 
 def tokenizer_source(name: str) -> str:
-    """Return what `from_pretrained` takes for a tokenizer, whose folder needs no config.json. Raises as `model_source`."""
+    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises as `model_source`."""
     return model_source(name, "policy.tokenizer_name (or model_name)", config=False)
 
 
 def model_source(name: str, field: str = "policy.model_name", *, weights: bool = False, config: bool = True) -> str:
     """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`. `field` is the
-    spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too. Raises
-    Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that cannot be
-    read now, InvalidInput for a config.json that is no JSON object, an adapter's folder and a URL whose scheme is
-    unknown."""
+    spec's key, for messages. The folder of a URL holds all files except weights; with `weights` those too. Raises
+    Unreadable for a folder without config.json (unless `config` is false) or a URL that cannot be read now;
+    InvalidInput for a malformed config.json, an adapter's folder and a URL with an unknown scheme."""
     if is_url(name):
         return str(_copied(name, field, weights, config))
     path = Path(name).expanduser()
@@ -51,7 +50,7 @@ def model_source(name: str, field: str = "policy.model_name", *, weights: bool =
 
 
 def _check_config(path: Path, what: str) -> None:
-    """Raises Unreadable without a config.json, InvalidInput for one that is no JSON object, or an adapter's folder."""
+    """Raise Unreadable without config.json; InvalidInput if it is not a JSON object, or beside an adapter."""
     _refuse_adapter({ADAPTER_CONFIG} if path.with_name(ADAPTER_CONFIG).is_file() else (), what)
     if not path.is_file():
         raise Unreadable(f"{what}: no such folder with a config.json in it")
@@ -66,17 +65,17 @@ def _check_config(path: Path, what: str) -> None:
 
 
 def _refuse_adapter(names: Collection[str], what: str) -> None:
-    """Raise InvalidInput for a folder with these files that holds an adapter: transformers would load its base instead of the
+    """Raise InvalidInput if a folder with these files holds an adapter: transformers would load its base instead of the
     folder's weights, and other loaders the folder's weights without the adapter."""
     if ADAPTER_CONFIG in names:
         raise InvalidInput(
-            f"{what} has an {ADAPTER_CONFIG}, so it is a LoRA adapter and no model; merge it with `paceline convert BASE "
+            f"{what} has an {ADAPTER_CONFIG}, so it is a LoRA adapter, not a model; merge it with `paceline convert BASE "
             f"FOLDER --adapter`, or remove the file if the weights beside it are whole"
         )
 
 
 def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
-    """Return the cache's folder with the files of a URL as they are now."""
+    """Return the cache's folder with the current files of a URL."""
     cache = KIND.of_user("models")
     try:
         store, path = open_url(url.rstrip("/"), field)
@@ -85,21 +84,21 @@ def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
         if config:
             _refuse_adapter(present, f"{field} {url!r}")
         if "config.json" in present or (present and not config):
-            wanted = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
-            return _hold(open_copies(cache, store, url.rstrip("/"), wanted))
+            copied = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
+            return _hold(open_copies(cache, store, url.rstrip("/"), copied))
     except SpecError as error:
         raise InvalidInput(str(error)) from error
     except FileNotFoundError:
         pass
     except PacelineError as error:
         raise type(error)(f"{field} {url!r}: {error}") from error
-    except Exception as error:  # the clients of object stores raise errors without a common base
+    except Exception as error:  # object stores' clients raise errors without a common base
         raise Unreadable(f"{field} {url!r} cannot be read: {type(error).__name__}: {error}") from error
     raise Unreadable(f"{field} {url!r}: no such folder with a config.json in it")
 
 
 def _hold(folder: HeldFolder) -> Path:
-    """Return the folder's path, which stays while this process asks for fewer than HELD_FOLDERS others."""
+    """Return the folder's path, kept until this process has requested HELD_FOLDERS others."""
     with _held_lock:
         if earlier := _held.pop(folder.root, None):
             earlier.close()

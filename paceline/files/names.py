@@ -1,4 +1,4 @@
-"""The names of files and folders on which the coordinator, the learner and the commands must agree."""
+"""Names of files and folders on which the coordinator, the learner and the commands must agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKPOINT_MANIFEST = "manifest.json"
 EXPORT = "export"
 """The final export, in the run's directory."""
 EXPORTS = "exports"
-"""The exports that were asked for by name, in the run's directory."""
+"""Exports ordered by name, in the run's directory."""
 EXPORT_MANIFEST = "paceline_manifest.json"
 """In every export: its files with their sizes and SHA-256."""
 STATEMENT = "paceline.json"
@@ -21,7 +21,7 @@ STATEMENT = "paceline.json"
 SIGNATURE = "model.sig"
 """In every registered folder: the signature over all other files."""
 CARD = "README.md"
-"""In every registered folder: the model card; it replaces the card of the export, if that has one."""
+"""In every registered folder: the model card; replaces the card of the export."""
 SPEC = "paceline_spec.yaml"
 """In a registered folder: the resolved spec of its run."""
 EVALUATIONS, VERDICTS = "evaluations", "verdicts"

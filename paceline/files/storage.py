@@ -1,14 +1,15 @@
-"""Folders of files on a local disk or in any store that fsspec knows (`s3://`, `gs://`, `memory://`, …).
+"""Folders of files on a local disk or in any object store that fsspec supports (`s3://`, `gs://`, `memory://`, …).
 
-The promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores
-do so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
-fsspec's own configuration (its environment variables and files), never from a spec.
+Promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores do
+so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
+fsspec's configuration (environment variables and files), never from a spec.
 
-`Folder.read` returns the plaintext of a file that was encrypted with the storage key. All else has the stored bytes: sizes and digests are
-those of a manifest, which is compared without the key. Nothing is encrypted here: the writer of a file decides that.
+`Folder.read` returns the plaintext of a file that was encrypted with the storage key. All other methods work on the
+stored bytes: sizes and digests are those of a manifest, which is compared without the key. Nothing is encrypted here;
+the writer of a file decides that.
 
-The root of a deployment's large files (`--store` of the coordinator: checkpoints, exports, stored weights) is such a folder. A store
-that is away only delays what is written there. One that refuses is an error of the operator, which is reported before a run starts.
+The root of a deployment's large files (`--store` of the coordinator: checkpoints, exports, stored weights) is such a
+folder. An unreachable store only delays writes. One that refuses writes is reported before a run starts.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, which names it as `what`,
+    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, with `what` as the name,
     for a scheme that is unknown or whose package is not installed."""
     try:
-        # Listings must not come from a cache: other processes write here too.
+        # No cached listings, because other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise SpecError(
@@ -56,19 +57,19 @@ def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
 
 
 def is_local(store: AbstractFileSystem) -> bool:
-    """Return whether the files are this machine's (or of a file system that is mounted into it)."""
+    """Return whether the files are on this machine, or on a file system mounted into it."""
     return isinstance(store, LocalFileSystem)
 
 
 class Folder:
-    """One folder. It need not exist: a store without folders has it as soon as a file is in it."""
+    """One folder. It need not exist: in a store without folders it exists once it has a file."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises what `open_url` raises."""
+        """Raises as `open_url`."""
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
-        """The path, when it is on a local disk."""
+        """The path, if it is on a local disk."""
 
     def __str__(self) -> str:
         return str(self.local) if self.local is not None else self.url
@@ -94,15 +95,15 @@ class Folder:
         return str(posixpath.basename(self._path))
 
     def exists(self, name: str = "") -> bool:
-        """Return whether it has this file or, without a name, exists itself."""
+        """Return whether the folder has this file or, without a name, exists."""
         return bool(self._store.exists(self._at(name)))
 
     def make(self) -> None:
-        """Make the folder and those above it, where there are any to make."""
+        """Make the folder and those above it, if the file system has folders."""
         self._store.makedirs(self._path, exist_ok=True)
 
     def folders(self) -> list[Folder]:
-        """Return the folders in it, by name; none if it is not there."""
+        """Return the folders in it, by name; none if it does not exist."""
         try:
             entries = self._store.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -111,12 +112,12 @@ class Folder:
         return [self / name for name in sorted(names)]
 
     def files(self) -> dict[str, int]:
-        """Size in stored bytes of every file below it, by its path from here."""
+        """Stored size in bytes of every file below it, by relative path."""
         found: dict[str, dict[str, Any]] = self._store.find(self._path, detail=True)
         return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
     def open(self, name: str) -> IO[bytes]:
-        """Return a file for reading, as it is stored. Raises FileNotFoundError."""
+        """Return a file opened for reading, in stored form. Raises FileNotFoundError."""
         if self.local is not None:
             return open_regular(self.local / name)
         stream: IO[bytes] = self._store.open(self._at(name), "rb")
@@ -137,7 +138,7 @@ class Folder:
         return digest.hexdigest()
 
     def write(self, name: str, data: bytes) -> None:
-        """Make or replace a file in one piece; durable, with everything written here before, when it returns."""
+        """Make or replace a file in one piece; on return it and all earlier writes here are durable."""
         if self.local is None:
             self._store.pipe_file(self._at(name), data)
             return
@@ -146,21 +147,21 @@ class Folder:
         sync_folder(self.local.parent)
 
     def put(self, name: str, path: Path) -> None:
-        """Make or replace a file of a store from a local one. It appears whole. Raises Unavailable."""
+        """Make or replace a file of an object store from a local one. It appears whole. Raises Unavailable."""
         try:
             self._store.put_file(str(path), self._at(name))
-        except Exception as error:  # the clients of object stores raise errors without a common base
+        except Exception as error:  # object stores' clients raise errors without a common base
             raise unavailable(f"{self.url}: {name} cannot be written", error) from error
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         try:
             self._store.rm_file(self._at(name))
         except FileNotFoundError:
             return
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, if it is there."""
+        """Remove the folder and its content if it exists."""
         if not self.exists():
             return
         if self.local is not None:
@@ -173,27 +174,27 @@ class Folder:
 
 
 def unavailable(what: str, error: Exception) -> Unavailable:
-    """Return the error for a store whose client has raised `error`."""
+    """Return the error for an object store whose client raised `error`."""
     if isinstance(error, Unavailable):
         return error
     return Unavailable(f"{what}: {type(error).__name__}: {error}")
 
 
 def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id: str) -> Folder:
-    """Return the folder of a run's checkpoints. Their names are unique within a run only, so that each run has one."""
+    """Return the folder of a run's checkpoints: one for each run, because their names are unique only within a run."""
     elsewhere = settings.checkpoint_dir
     return Folder(f"{elsewhere.rstrip('/')}/{run_id}" if elsewhere else f"{run_directory}/checkpoints")
 
 
 PROBE = ".paceline-store"
 REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError)
-"""Errors that trying again does not help."""
+"""Errors that a retry does not change."""
 NO_CREDENTIALS = set(["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"])
 """Errors of stores' clients, by name because the packages are optional."""
 
 
 def store_root(text: str, directory: Path) -> str:
-    """Return the root that `--store` names, an absolute path or a URL; empty for `directory`, the ledger's own folder.
+    """Return the root named by `--store`, an absolute path or a URL; empty for `directory`, the ledger's own folder.
     Raises InvalidInput for a scheme that is unknown or whose package is not installed."""
     if not text:
         return ""
@@ -208,7 +209,7 @@ def store_root(text: str, directory: Path) -> str:
 
 
 def refusal_of_store(root: str) -> str:
-    """Return why nothing can be written to a store, as a sentence; empty when it can, or when the store is away now."""
+    """Return why a store refuses writes, as a sentence; empty if it does not, or is unreachable now."""
     folder = Folder(root)
     try:
         if folder.local is not None:
@@ -218,7 +219,7 @@ def refusal_of_store(root: str) -> str:
         folder.write(PROBE, b"")
     except REFUSALS as error:
         return _sentence(root, f"{type(error).__name__}: {error}")
-    except Exception as error:  # the clients of object stores raise errors without a common base
+    except Exception as error:  # object stores' clients raise errors without a common base
         if type(error).__name__ in NO_CREDENTIALS:
             return _sentence(root, f"{type(error).__name__}: {error}")
     return ""

@@ -1,5 +1,4 @@
-"""Writing a file so that it appears under its name whole or not at all; and stamps of files, which show that one was changed without
-reading it."""
+"""Writes files that appear whole or not at all, and computes stamps that show changes of files without reading them."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path to write the file at; it becomes `path` when the block ends well and vanishes otherwise. A `durable`
-    file is on the disk under its name when the block has ended, also if the machine then loses power."""
+    """Yield a path to write to; it becomes `path` if the block succeeds and is removed otherwise. A `durable` file is
+    on the disk under its name after the block, even if the machine then loses power."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:
@@ -43,7 +42,7 @@ def sync_folder(path: Path) -> None:
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file does, or is replaced; None for one that is not there."""
+    """Return a value that changes if a file is changed or replaced; None if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -56,13 +55,13 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp(folder: Path, patterns: Iterable[str]) -> Stamp:
-    """Return name, time of the last change in ns, and size in bytes of the files in `folder` that match a pattern, MAX_FILES
-    at most; nothing for a folder that cannot be read."""
-    found: list[tuple[str, int, int]] = []
+    """Return name, modification time in ns, and size in bytes of up to MAX_FILES files in `folder` that match a
+    pattern; nothing if the folder cannot be read."""
+    stamps: list[tuple[str, int, int]] = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})[:MAX_FILES]:
             status = path.stat()
-            found.append((path.name, status.st_mtime_ns, status.st_size))
+            stamps.append((path.name, status.st_mtime_ns, status.st_size))
     except OSError:
         return ()
-    return tuple(found)
+    return tuple(stamps)

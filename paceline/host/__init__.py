@@ -1,1 +1,1 @@
-"""The machine and this process: memory, the end of processes, oneDNN."""
+"""The machine and this process: memory, cores, GPUs, isolation, the end of processes, oneDNN."""

@@ -1,7 +1,7 @@
-"""Use, memory, power, slowdowns and errors of this process's GPUs, by NVML, for its heartbeats.
+"""Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats.
 
-NVML is asked every five seconds in a thread, because a call can hang when a GPU has left the bus; heartbeats take the newest answer and
-wait for nothing. Without the package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU does not have is left out.
+A thread queries NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait.
+Without the package nvidia-ml-py, a driver or GPUs there are no gauges; one that a GPU lacks is left out.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 
 INTERVAL_S = 5.0
 STALE_S = 30.0
-"""Age of the newest answer from which on NVML counts as silent."""
+"""Age from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of the energy of each GPU since its driver was loaded; the rest is the beginning of its UUID, so that a GPU that several
-processes use counts once."""
+"""Prefix of each GPU's energy since its driver was loaded. The rest is from its UUID, so that a shared GPU counts once.
+"""
 XID = "gpu_xid"
-"""Code of the newest error, which cannot be added up over members."""
+"""Code of the newest error; cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""Reasons for lower clocks that are a fault of cooling or supply. A power cap is none: it is usual under full load."""
+"""Reasons for lower clocks from faulty cooling or supply. A power cap is usual under full load, so it is left out."""
 log = logging.getLogger(__name__)
 
 
 class GpuReader:
-    """GPUs by their handles; `nvml` is the module pynvml, initialized."""
+    """Reads GPUs by their handles; `nvml` is the initialized module pynvml."""
 
     def __init__(self, nvml: Any, handles: Mapping[int, Any]):
-        """`handles` are by the GPU's index for CUDA in this process."""
+        """`handles` are keyed by the GPU's CUDA index in this process."""
         self._nvml, self._handles = nvml, dict(handles)
         self._names = {index: _text(self._call("nvmlDeviceGetUUID", handle)) for index, handle in handles.items()}
         self._xid, self._xid_errors = 0, 0
         self._events = self._watch_errors()
 
     def read(self) -> dict[str, float]:
-        """Return sums over the GPUs that this process computes on: `gpu_use` in GPUs, `gpu_memory_used_gb` (of all processes),
-        `gpu_power_w`, `gpu_throttled` in GPUs; errors since the start; the energy of each GPU."""
+        """Return sums over the GPUs on which this process computes: `gpu_use` in GPUs, `gpu_memory_used_gb` (of all
+        processes), `gpu_power_w`, `gpu_throttled` in GPUs; errors since the start; the energy of each GPU."""
         used = [index for index in self._handles if index in _used_by_torch(list(self._handles))]
         gauges: dict[str, float] = {}
         for index in used:
@@ -56,18 +56,18 @@ class GpuReader:
         return gauges
 
     def _read_one(self, index: int) -> dict[str, float]:
-        handle, found = self._handles[index], {}
+        handle, gauges = self._handles[index], {}
         if (use := self._call("nvmlDeviceGetUtilizationRates", handle)) is not None:
-            found["gpu_use"] = use.gpu / 100
+            gauges["gpu_use"] = use.gpu / 100
         if (memory := self._call("nvmlDeviceGetMemoryInfo", handle)) is not None:
-            found["gpu_memory_used_gb"] = memory.used / 1e9
+            gauges["gpu_memory_used_gb"] = memory.used / 1e9
         if (power := self._call("nvmlDeviceGetPowerUsage", handle)) is not None:
-            found["gpu_power_w"] = power / 1e3
+            gauges["gpu_power_w"] = power / 1e3
         if (energy := self._call("nvmlDeviceGetTotalEnergyConsumption", handle)) is not None:
-            found[ENERGY + self._names[index].removeprefix("GPU-")[:ID_LENGTH]] = energy / 1e3
+            gauges[ENERGY + self._names[index].removeprefix("GPU-")[:ID_LENGTH]] = energy / 1e3
         if (reasons := self._slowdown_reasons(handle)) is not None:
-            found["gpu_throttled"] = float(bool(reasons & self._slowdown_mask()))
-        return found
+            gauges["gpu_throttled"] = float(bool(reasons & self._slowdown_mask()))
+        return gauges
 
     def _slowdown_reasons(self, handle: Any) -> int | None:
         for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
@@ -83,7 +83,7 @@ class GpuReader:
         return mask
 
     def _watch_errors(self) -> Any:
-        """Register for Xid errors; return the set of events, None where that is not possible."""
+        """Register for Xid errors; return the event set, or None if that is impossible."""
         events = self._call("nvmlEventSetCreate")
         if events is None:
             return None
@@ -102,13 +102,13 @@ class GpuReader:
         while self._events is not None:
             try:
                 event = wait(self._events, XID_WAIT_MS)
-            except self._nvml.NVMLError:  # a time-out: there is none
+            except self._nvml.NVMLError:  # a time-out: no further error
                 return
             self._xid, self._xid_errors = int(event.eventData), self._xid_errors + 1
-            log.warning("a GPU of this process reports Xid %d; the kernel's log says more", self._xid)
+            log.warning("a GPU of this process reports Xid %d; see the kernel's log", self._xid)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of a function of NVML; None where the GPU or the driver has none."""
+        """Return the result of an NVML function; None if the GPU or the driver does not support it."""
         function = getattr(self._nvml, name, None)
         try:
             return None if function is None else function(*arguments)
@@ -117,19 +117,21 @@ class GpuReader:
 
 
 class GpuSampler:
-    """Asks a reader again and again in a thread of its own."""
+    """Polls a reader in a thread."""
 
-    def __init__(self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S):
-        self._open_reader, self._interval_s = open_reader, interval_s
+    def __init__(
+        self, open_reader: Callable[[], GpuReader | None], interval_s: float = INTERVAL_S, stale_s: float = STALE_S
+    ):
+        self._open_reader, self._interval_s, self._stale_s = open_reader, interval_s, stale_s
         self._latest: tuple[float, dict[str, float]] = (0.0, {})
         self._started = threading.Lock()
 
     def gauges(self) -> dict[str, float]:
-        """Return the newest gauges; empty while there are none. The first call starts the thread."""
+        """Return the newest gauges; empty if none are fresh. The first call starts the thread."""
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._run, name="gpu gauges", daemon=True).start()
         taken_s, gauges = self._latest
-        return dict(gauges) if time.monotonic() - taken_s < STALE_S else {}
+        return dict(gauges) if time.monotonic() - taken_s < self._stale_s else {}
 
     def _run(self) -> None:
         try:
@@ -138,7 +140,7 @@ class GpuSampler:
                 self._latest = (time.monotonic(), reader.read())
                 time.sleep(self._interval_s)
         except Exception:
-            log.warning("GPUs are not measured any more", exc_info=True)
+            log.warning("the thread that measures GPUs has stopped", exc_info=True)
 
 
 def open_reader(environment: Mapping[str, str] = os.environ) -> GpuReader | None:
@@ -153,25 +155,25 @@ def open_reader(environment: Mapping[str, str] = os.environ) -> GpuReader | None
 
 
 def visible_handles(nvml: Any, visible: str | None) -> dict[int, Any]:
-    """Return the handles of the GPUs that CUDA_VISIBLE_DEVICES names, all if it is not set, by their index for CUDA."""
+    """Return the handles of the GPUs that CUDA_VISIBLE_DEVICES names (all if it is unset), keyed by CUDA index."""
     try:
         count = int(nvml.nvmlDeviceGetCount())
         names = [str(index) for index in range(count)] if visible is None else visible.split(",")
-        found: dict[int, Any] = {}
+        handles: dict[int, Any] = {}
         for name in (each.strip() for each in names):
             if name.isdecimal() and int(name) < count:
-                found[len(found)] = nvml.nvmlDeviceGetHandleByIndex(int(name))
+                handles[len(handles)] = nvml.nvmlDeviceGetHandleByIndex(int(name))
             elif name.startswith(("GPU-", "MIG-")):
-                found[len(found)] = nvml.nvmlDeviceGetHandleByUUID(name)
+                handles[len(handles)] = nvml.nvmlDeviceGetHandleByUUID(name)
             else:
                 break  # as CUDA does: the first name that does not exist ends the list
-        return found
+        return handles
     except nvml.NVMLError:
         return {}
 
 
 def _used_by_torch(indices: list[int]) -> list[int]:
-    """Return the GPUs on which torch holds memory in this process; all of them where another process computes, as with vLLM."""
+    """Return the GPUs on which torch holds memory in this process; all if another process computes, as with vLLM."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
         return indices

@@ -1,9 +1,9 @@
-"""What a process gives up for good, and its children cannot regain: rights, by Landlock, which needs no privileges; and capabilities of
-root.
+"""Restricts this process and its children for good: by Landlock, without privileges, and by dropping capabilities.
 
-Linux's documentation (userspace-api/landlock) has the interface. A restricted process may trace, and so read environment, memory and
-descriptors of, only processes with at least its own restrictions, whoever runs it; with `SCOPES` it can send signals and connect to
-abstract sockets only among these. It is refused to mount file systems where it handles rights on files.
+The interface is in Linux's documentation (userspace-api/landlock). A restricted process may trace, and so read
+environment, memory and descriptors of, only processes with at least its own restrictions, whichever user runs it. With
+`SCOPES` it can signal, and connect to abstract sockets of, only these. It cannot mount file systems if it restricts
+rights on files.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ RULE_PATH_BENEATH = 1
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
 VERSION_3 = 0x20080522
 OF_FILES_AND_USERS = frozenset({0, 1, 3, 4, 5, 6, 7, 10})
-"""What programs of root need for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID,
-NET_BIND_SERVICE. What reads other processes' memory, changes the system or opens files past their path is not among them."""
+"""Capabilities of root for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
+SETUID, NET_BIND_SERVICE. Those to read other processes' memory, change the system or open files past their path are
+left out."""
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 TRUNCATE, ALL_FILE_RIGHTS = 1 << 14, (1 << 15) - 2
-"""All rights that ABI 3 knows but the execution of files."""
+"""All rights in ABI 3 except the execution of files."""
 OF_FILES = WRITE_FILE | READ_FILE | TRUNCATE
-"""Those among them that a rule for a file that is no folder may have."""
+"""Those that a rule for a file (not a folder) may grant."""
 SCOPES = 0b11
 """Abstract sockets and signals, from ABI `SCOPES_ABI` on."""
 SCOPES_ABI = 6
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock in this kernel, 0 without it."""
+    """Return the ABI version of Landlock in this kernel; 0 without it."""
     if not sys.platform.startswith("linux"):
         return 0
     try:
@@ -44,8 +45,8 @@ def landlock_abi() -> int:
 
 
 def restrict(rights: int = 0, rules: Iterable[tuple[str, int]] = ()) -> None:
-    """Scope this process and its later children by SCOPES, and leave of the file rights `rights` only those of `rules`: (path, rights
-    below it). A path that is gone, or is a link, has no rule. Needs ABI 6. Raises OSError."""
+    """Scope this process and its later children by SCOPES, and drop the file rights `rights` except those granted by
+    `rules`: (path, rights below it). A path that is missing or a link gets no rule. Needs ABI 6. Raises OSError."""
     ruleset = _syscall(CREATE_RULESET, struct.pack("=3Q", rights, 0, SCOPES), ctypes.c_size_t(24), ctypes.c_uint32(0))
     try:
         for path, granted in rules:
@@ -60,7 +61,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return  # gone, or not to be reached by this user, which then needs no rule
+        return  # missing, or unreachable for this user, who then needs no rule
     try:
         mode = os.fstat(opened).st_mode
         if stat.S_ISLNK(mode):
@@ -78,12 +79,13 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def keep_capabilities(kept: frozenset[int] = OF_FILES_AND_USERS) -> None:
-    """Give up all capabilities of this process but `kept`; no program that it executes regains them. Linux only. Raises OSError."""
+    """Drop all capabilities of this process but `kept`; no program that it executes regains them. Linux only. Raises
+    OSError."""
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None, use_errno=True)
     _check(library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "capabilities")
-    # Where the kernel knows no further ones, or there are none to lose, nothing happens.
+    # Fails without effect for a number that the kernel does not know, or without the right to drop any.
     for number in range(64):
         if number not in kept:
             library.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)

@@ -1,10 +1,10 @@
-"""Memory that a GPU copies at the speed of its bus, because its driver keeps the pages in place.
+"""Locks memory pages so that a GPU copies them at the speed of its bus.
 
-The promise: a range is locked once, whoever asks again; where the driver refuses, copies still work, only slower, and the
-log says so once. The memory itself is the caller's, who unlocks before it is unmapped.
+Promise: a range is locked once, however often it is requested. If the driver refuses, copies still work, only slower,
+and the log says so once. The caller owns the memory and unlocks before it is unmapped.
 
-Pages are locked on a thread that ends then. CUDA keeps a refusal as the last error of the thread that asked, and the next
-kernel that torch launches on that thread would raise it; torch has no call that clears it.
+Each lock runs on a short-lived thread. CUDA keeps a refusal as the last error of the calling thread, the next kernel
+that torch launches there would raise it, and torch has no call that clears it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class PageLocks:
-    """The locked ranges of one mapping. One thread at a time."""
+    """Locked ranges of one mapping. One thread at a time."""
 
     def __init__(self, runtime: Any = None) -> None:
-        """`runtime` has the two calls of CUDA's; 0 is success."""
+        """`runtime` has the two calls of the CUDA runtime; 0 is success."""
         self._runtime = runtime
         self._locked: set[tuple[int, int]] = set()
         self._refused = False
@@ -32,13 +32,14 @@ class PageLocks:
         return sum(end - start for start, end in self._locked)
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Lock the pages of the address ranges [start, end) that are not locked yet: CUDA refuses to lock one twice."""
-        wanted = without(merged(ranges), sorted(self._locked))
-        if not wanted or self._refused:
+        """Lock the pages of the address ranges [start, end) that are not locked yet, because CUDA refuses to lock one
+        twice."""
+        unlocked = without(merged(ranges), sorted(self._locked))
+        if not unlocked or self._refused:
             return
         runtime = self._cuda()
         with ThreadPoolExecutor(1, "page-lock") as thread:
-            thread.submit(self._lock, runtime, wanted).result()
+            thread.submit(self._lock, runtime, unlocked).result()
 
     def _lock(self, runtime: Any, ranges: list[tuple[int, int]]) -> None:
         for start, end in ranges:
@@ -61,30 +62,29 @@ class PageLocks:
 
     def _cuda(self) -> Any:
         if self._runtime is None:
-            self._runtime = _TorchRuntime()
+            import torch
+
+            self._runtime = TorchRuntime(torch.cuda)
         return self._runtime
 
 
-class _TorchRuntime:
-    """The runtime, for the GPU of the thread that makes this object; every other thread begins with the first GPU."""
+class TorchRuntime:
+    """The CUDA runtime for the current GPU of the thread that makes this object; other threads start on the first GPU."""
 
-    def __init__(self) -> None:
-        import torch
-
-        self._torch: Any = torch.cuda
-        self._device = torch.cuda.current_device()
+    def __init__(self, cuda: Any) -> None:
+        self._cuda, self._device = cuda, cuda.current_device()
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> Any:
-        with self._torch.device(self._device):
-            return self._torch.cudart().cudaHostRegister(address, size_bytes, flags)
+        with self._cuda.device(self._device):
+            return self._cuda.cudart().cudaHostRegister(address, size_bytes, flags)
 
     def cudaHostUnregister(self, address: int) -> Any:
-        with self._torch.device(self._device):
-            return self._torch.cudart().cudaHostUnregister(address)
+        with self._cuda.device(self._device):
+            return self._cuda.cudart().cudaHostUnregister(address)
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges in whole pages, sorted, with no page in two of them."""
+    """Return the ranges in whole pages, sorted, without overlap."""
     whole: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         start, end = start - start % mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -96,7 +96,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def without(ranges: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return what is left of sorted `ranges` outside of sorted `taken`."""
+    """Return the parts of sorted `ranges` outside of sorted `taken`."""
     left = []
     for start, end in ranges:
         for first, last in taken:

@@ -1,4 +1,4 @@
-"""The end of a process of Paceline, by itself or with the process that started it, and what others may read of it."""
+"""Ends a process of Paceline, by itself or with its parent, and limits what others may read of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Ask the kernel to send signal `number` to this process when its parent ends; one that has ended counts too. The
-    parent is the *thread* that started this process. Linux only; elsewhere nothing happens."""
+    """Ask the kernel to send signal `number` to this process when its parent ends, or has ended. The parent is the
+    *thread* that started this process. Linux only; elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -23,25 +23,24 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def keep_no_core() -> None:
-    """Let this process and its later children write no core dump, because its memory has secrets."""
+    """Disable core dumps of this process and its later children, because its memory has secrets."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def keep_private() -> None:
-    """Keep other processes of this user, but root's, from reading the environment, memory and descriptors of this process. Its
-    children have to do likewise. Linux only."""
+    """Keep other processes of this user, except root's, from reading the environment, memory and descriptors of this
+    process. Children must call it too. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """End a rank once all its work is done and saved, without the interpreter's finalisation. A thread of gloo drops
-    the last operation's tensors after that operation was reported complete, and takes the GIL for it. When that meets
-    the finalisation, the thread is unwound and the process aborts (`std::terminate` in `ProcessGroupGloo::runLoop`;
-    seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group` does not join the thread while
-    any DTensor keeps the group. A thread that reads weights, which nobody waits for, meets the same end when it drops a
-    tensor over shared memory. Exit handlers do not run."""
+    """End a rank after all its work is done and saved, without the interpreter's finalisation. Exit handlers do not
+    run.
+
+    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL for it. During finalisation this unwinds the thread and aborts the process (`std::terminate` in `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group` does not join the thread while any DTensor keeps the group. A thread that reads weights and is not joined aborts in the same way when it drops a tensor over shared memory.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

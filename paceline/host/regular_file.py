@@ -1,8 +1,9 @@
-"""Reading a file that somebody has named: a regular one alone.
+"""Reads a file that somebody has named, if it is a regular one.
 
-Promise: what is no regular file is refused at once. To open a FIFO would wait for its writer, and a device may never end.
+Promise: any other kind of file is refused at once. Opening a FIFO would wait for its writer, and a device may never
+end.
 
-It is not in paceline/files, because that package imports those of specs and encryption, which open their files with it.
+Not in paceline/files, because that package imports specs and encryption, which open their files with this module.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Return the file for reading. Raises OSError as `open` does, and for a FIFO, a socket or a device."""
+    """Return the file opened for reading. Raises OSError as `open` does, and for a FIFO, a socket or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

@@ -1,8 +1,8 @@
-"""Memory and cores: the memory that this process has, and that it may still take (the host's, or its container's where that is less),
-what becomes of freed memory where the C library is glibc, and the compute threads of processes that share the cores.
+"""Memory and cores: the memory that this process holds and may still allocate (the host's, or less in its container),
+glibc's handling of freed memory, and the compute threads of processes that share the cores.
 
-Linux grants more memory than there is and kills the process that then uses it, so code that is about to take much calls
-this module first.
+Linux grants more memory than there is and kills the process that then uses it, so code that is about to allocate much
+calls this module first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the bytes that can be allocated without a process being killed; caches that the kernel can free are included."""
+    """Return the bytes that can be allocated without a process being killed, with caches that the kernel can free."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -26,10 +26,10 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def process_gauges() -> dict[str, float]:
-    """Return the memory that this process holds, in GB (10⁹ bytes): of the host, and of GPUs where torch has begun to use
-    them. Without the host's where the system does not tell it."""
+    """Return the memory that this process holds, in GB (10⁹ bytes): of the host, if the system reports it, and of GPUs,
+    if torch has begun to use them."""
     gauges = {"memory_gb": resident / 1e9} if (resident := _resident_bytes()) else {}
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may be importing torch
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may have imported torch in part
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
         reserved = sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
         gauges["gpu_memory_gb"] = reserved / 1e9
@@ -62,21 +62,21 @@ LARGE_TENSOR_BYTES = 8 << 20
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process for later use, up to 256 MB at the end of the heap. For services of messages.
-    Otherwise glibc returns every large block at once, and the next message of some hundred kilobytes is written into
-    pages that the kernel has to find and clear first (docs/operate/performance.md, "The exchange")."""
-    _set(32 << 20, 256 << 20)  # the largest threshold that it takes
+    """Keep up to 256 MB of freed memory at the end of the heap for reuse. For services that handle messages: otherwise
+    glibc returns every large block at once, and the next message of some hundred kilobytes needs pages that the
+    kernel has to find and clear first (docs/operate/performance.md, "The exchange")."""
+    _set(32 << 20, 256 << 20)  # the largest threshold that glibc accepts
 
 
 def return_large_tensors() -> None:
-    """Return the memory of every tensor of 8 MB or more to the system when it is freed. For processes that train on
-    CPUs. Otherwise glibc raises that threshold to 32 MB by itself, and activations of changing lengths leave holes in
-    the heap: up to 40 % more than the tensors take (docs/operate/performance.md, "Memory plan")."""
+    """Return the memory of each freed tensor of 8 MB or more to the system. For processes that train on CPUs: otherwise
+    glibc raises that threshold to 32 MB by itself, and activations of changing lengths leave holes in the heap, up
+    to 40 % more than the tensors take (docs/operate/performance.md, "Memory plan")."""
     _set(LARGE_TENSOR_BYTES, LARGE_TENSOR_BYTES)
 
 
 def give_freed_memory_back() -> None:
-    """Return free pages to the system, wherever they lie."""
+    """Return all free pages to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -90,7 +90,7 @@ def _set(mmap_bytes: int, trim_bytes: int) -> None:
 
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""Environment variable from which PyTorch takes its number of compute threads."""
+"""Environment variable for PyTorch's number of compute threads."""
 
 
 def usable_cores() -> int:
@@ -98,12 +98,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_beside(processes: int) -> int:
+def threads_beside(processes: int, cores: int | None = None) -> int:
     """Return the compute threads of one of `processes` equal processes that share this machine's cores, at least 1."""
-    return max(1, usable_cores() // max(1, processes))
+    return max(1, (cores or usable_cores()) // max(1, processes))
 
 
 def thread_variables(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives each of `processes` its share of the cores; empty where `environment` has it
-    already. Without it PyTorch takes every core for each of them."""
+    """Return the variable that gives each of `processes` its share of the cores; empty if `environment` already sets
+    it. Without it, PyTorch in each process uses every core."""
     return {} if THREADS_VARIABLE in environment else {THREADS_VARIABLE: str(threads_beside(processes))}

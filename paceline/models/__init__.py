@@ -1,1 +1,1 @@
-"""Facts about models that every role must know alike, from names and config.json alone."""
+"""Facts about models on which all roles must agree, from names and config.json alone."""

@@ -1,7 +1,7 @@
-"""What a model's config says about its architecture: whether it can be trained here, and how engines divide its weights.
+"""Decides from a model's config whether its architecture can be trained here.
 
-Promise: an architecture whose numbers would be wrong without an error is refused by name, when a run is submitted or its model is
-loaded. The check reads the content of config.json alone, so it needs neither transformers nor weights; docs/use/models.md lists the
+Promise: an architecture that would compute wrong numbers without an error is refused by name, when a run is submitted
+or its model is loaded. The check reads config.json alone, without transformers or weights; docs/use/models.md lists the
 architectures that work.
 """
 
@@ -13,14 +13,15 @@ from typing import Any
 from paceline.errors import InvalidInput
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers that learner and engines compute."""
+"""Kinds of layers that learner and engines support."""
 
 STATEFUL_TYPES = frozenset(
     {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
     | {"mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "recurrent_gemma"}
     | {"rwkv", "xlstm", "zamba", "zamba2", "zaya"}
 )
-"""Model types with recurrent, convolutional or linear-attention layers, also where config.json lists no kinds of layers."""
+"""Model types with recurrent, convolutional or linear-attention layers, even if config.json lists no kinds of layers.
+"""
 
 BIASED_TYPES = frozenset({"bloom", "mpt"})
 """Model types whose attention adds a bias by distance (ALiBi)."""
@@ -44,7 +45,7 @@ def check_architecture(config: Mapping[str, Any], field_and_name: str) -> None:
 
 
 def check_positions(config: Mapping[str, Any], field_and_name: str, longest_tokens: int) -> None:
-    """Raise InvalidInput where a sequence of `longest_tokens` would change the positions of others in its packed row."""
+    """Raise InvalidInput if a sequence of `longest_tokens` would change the positions of others in its packed row."""
     text = _text(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     settings = rope if isinstance(rope, Mapping) else {}
@@ -54,13 +55,13 @@ def check_positions(config: Mapping[str, Any], field_and_name: str, longest_toke
     if kind in LENGTH_DEPENDENT and isinstance(trained, int) and longest_tokens > trained:
         raise InvalidInput(
             f"{field_and_name}: its rotary embedding of type {kind!r} changes for sequences of more than {trained} tokens, "
-            "also for the others in their row, which the sampler does not repeat; set policy.max_total_sequence_length "
+            "also for others in the same packed row, unlike in the sampler; set policy.max_total_sequence_length "
             f"{longest_tokens} to at most {trained}"
         )
 
 
 def _refusal(config: Mapping[str, Any]) -> str:
-    """Return the reason for which the architecture is not supported, or an empty string."""
+    """Return why the architecture is not supported; empty if it is."""
     text = _text(config)
     types = {config.get("model_type"), text.get("model_type")}
     towers = [name for name in MODALITIES if config.get(name)]

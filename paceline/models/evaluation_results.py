@@ -1,7 +1,8 @@
-"""Files of an evaluation: a result with digests, and one line for each sample; and whether results and verdicts belong to a model.
+"""Reads and writes the files of an evaluation (a result with digests, one line per sample), and checks that results and
+verdicts belong to a model.
 
-Promise: a result names the digest of its samples and of itself, and a document that was changed afterwards is refused with its name.
-An evaluation counts for the model files that it measured alone, a verdict for an evaluation that is there.
+Promise: a result holds the digests of its samples and of itself, and a document that was changed later is refused by
+name. An evaluation counts only for the model files that it measured, a verdict only with its evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Metric(BaseModel):
 
 
 class _Result(BaseModel):
-    """What a result has to have."""
+    """Required fields of a result."""
 
     model_config = ConfigDict(strict=True)
     metrics: dict[str, _Metric]
@@ -40,7 +41,7 @@ class _Result(BaseModel):
 
 
 class _Sample(BaseModel):
-    """What a line of the samples has to have."""
+    """Required fields of a line of the samples."""
 
     model_config = ConfigDict(strict=True)
     problem: str
@@ -49,13 +50,13 @@ class _Sample(BaseModel):
 
 
 def digest_of(value: Any) -> str:
-    """Return the SHA-256 of a JSON value in its one form: sorted keys, no white space."""
+    """Return the SHA-256 of a JSON value in canonical form: sorted keys, no white space."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def problem_id(prompt: Any) -> str:
-    """Return the name by which the same problem is found in another evaluation: a digest of its prompt."""
+    """Return the id of a problem across evaluations: a digest of its prompt."""
     return digest_of(prompt)[:16]
 
 
@@ -70,7 +71,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def write_result(folder: Path, result: Json, samples: list[Json]) -> Json:
-    """Write `result` and `samples` to a folder, and return the result with its digests."""
+    """Write `result` and `samples` to a folder; return the result with its digests."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(sample, ensure_ascii=False, allow_nan=False) + "\n" for sample in samples)
     write_whole(folder / SAMPLES, text)
@@ -82,8 +83,8 @@ def write_result(folder: Path, result: Json, samples: list[Json]) -> Json:
 
 
 def read_result(path: Path) -> tuple[Json, list[Json]]:
-    """Return the result in a file or in its folder, and its samples. Raises NotFound, DataError for files that are damaged,
-    of another format, or changed since they were written."""
+    """Return the result in a file or its folder, and its samples. Raises NotFound; DataError for files that are
+    damaged, of another format, or changed since they were written."""
     file = path / RESULT if path.is_dir() else path
     try:
         result = json.loads(read_regular(file))
@@ -95,13 +96,15 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid JSON ({error}); evaluate again") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise DataError(f"{file} is no evaluation of format {FORMAT}; evaluate again with this version")
+        raise DataError(f"{file} is not an evaluation of format {FORMAT}; evaluate again with this version")
     if not _has_own_digest(result):
-        raise DataError(f"{file} was changed after it was written: its digest does not fit; evaluate again")
+        raise DataError(f"{file} was changed after it was written: its digest does not match; evaluate again")
     samples_file = file.parent / SAMPLES
     try:
         if _Result.model_validate(result).digests.get("samples") != hashlib.sha256(samples_text).hexdigest():
-            raise DataError(f"{samples_file} was changed after it was written: its digest does not fit; evaluate again")
+            raise DataError(
+                f"{samples_file} was changed after it was written: its digest does not match; evaluate again"
+            )
         samples = [json.loads(line) for line in samples_text.splitlines()]
         for sample in samples:
             _Sample.model_validate(sample)
@@ -109,14 +112,14 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         named = file if error.title == _Result.__name__ else samples_file
-        raise DataError(f"{named} is no evaluation: {where}: {fault['msg']}; evaluate again") from None
+        raise DataError(f"{named} is not an evaluation: {where}: {fault['msg']}; evaluate again") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{samples_file} is not valid JSON ({error}); evaluate again") from None
     return result, samples
 
 
 def _has_own_digest(document: Document) -> bool:
-    """Return whether a document is as it was written; false for one that has no JSON form."""
+    """Return whether a document matches its digest; false for one without a JSON form."""
     try:
         digest = digest_of({key: value for key, value in document.items() if key != "digest"})
         return bool(document.get("digest", "") == digest)
@@ -125,15 +128,15 @@ def _has_own_digest(document: Document) -> bool:
 
 
 def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verdicts: Mapping[str, Document]) -> None:
-    """Check the results and verdicts of a model, both by the names of their files. Raises DataError, which names the file."""
+    """Check the results and verdicts of a model, both keyed by file name. Raises DataError, which names the file."""
     for name, result in evaluations.items():
         _check_digest(name, result, "an evaluation")
         if result.get("format") != FORMAT:
-            raise DataError(f"{name} is no evaluation of format {FORMAT}; evaluate again with this version")
+            raise DataError(f"{name} is not an evaluation of format {FORMAT}; evaluate again with this version")
         measured = result.get("digests", {}).get("model", "")
         if measured != export_sha256:
             raise DataError(
-                f"{name} measured model files of the digest {measured or 'that is not on record'}, and these have "
+                f"{name} measured model files with the digest {measured or 'that is unknown'}, and these have "
                 f"{export_sha256}; evaluate this folder"
             )
     digests = {result["digest"] for result in evaluations.values()}
@@ -142,21 +145,19 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         if verdict.get("outcome") not in ("passed", "failed", "undecided"):
             raise DataError(f"{name} has the outcome {verdict.get('outcome')!r}; write it again with `paceline gate`")
         if verdict.get("digests", {}).get("candidate") not in digests:
-            raise DataError(
-                f"{name} judges an evaluation that is not among those of this model; give that evaluation too"
-            )
+            raise DataError(f"{name} judges an evaluation that is not among those of this model; add that evaluation")
 
 
 def has_passed(verdicts: Sequence[Document]) -> bool:
-    """Return whether a gate has judged the model, and every one has passed it."""
+    """Return whether at least one gate has judged the model, and every one passed it."""
     return bool(verdicts) and all(verdict["outcome"] == "passed" for verdict in verdicts)
 
 
 def outcome_of(verdicts: Sequence[Document]) -> str:
-    """Return what the gates say, for people: `no verdict`, `passed`, or the first outcome that is not."""
+    """Return the gates' outcome for people: `no verdict`, `passed`, or the first outcome that is not."""
     return next((v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict")
 
 
 def _check_digest(name: str, document: Document, what: str) -> None:
     if not _has_own_digest(document):
-        raise DataError(f"{name} is not {what} as it was written: its digest does not fit; make it anew")
+        raise DataError(f"{name} is not {what} as it was written: its digest does not match; create it again")

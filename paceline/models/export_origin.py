@@ -1,7 +1,7 @@
-"""The run that exported model files, as the files' own manifest says it.
+"""The run that exported model files, according to the files' manifest.
 
-Promise: the manifest is one of the exported files, so a registered folder's statement and signature cover what it says. Folders that
-were converted or come from elsewhere have no origin.
+Promise: the manifest is one of the exported files, so the statement and signature of a registered folder cover it.
+Converted or foreign folders have no origin.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from paceline.files.storage import Folder
 
 
 class Origin(BaseModel):
-    """Where exported weights come from; `run` in the manifest."""
+    """The run that exported the weights; `run` in the manifest."""
 
     model_config = ConfigDict(frozen=True, strict=True)
     run_id: str
     session: int
     """Session of the learner that trained the last step."""
     step: int
-    """Steps that were trained."""
+    """Number of trained steps."""
     chain: str
     """Chain of the run's batches until then; empty for a run on examples."""
     spec_sha256: str
-    """Of the resolved spec's YAML text."""
+    """SHA-256 of the resolved spec's YAML text."""
 
 
 class _Manifest(BaseModel):
@@ -35,7 +35,7 @@ class _Manifest(BaseModel):
 
 
 def origin_of(export: Folder) -> Origin | None:
-    """Return the origin that an exported folder names; None where it names none. Raises DataError for a damaged manifest."""
+    """Return the origin named by an exported folder; None if it names none. Raises DataError for a damaged manifest."""
     if not export.exists(EXPORT_MANIFEST):
         return None
     try:
@@ -48,7 +48,8 @@ def origin_of(export: Folder) -> Origin | None:
 
 
 def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Collection[str]) -> None:
-    """Raise Conflict unless the files come from this run after `step` steps, with `chain` and a spec whose digest is among `specs`."""
+    """Raise Conflict unless the files come from this run after `step` steps, with `chain`, and a spec whose digest is
+    in `specs`."""
     expected = {"run_id": run_id, "step": step, "chain": chain}
     for field, value in expected.items():
         if (named := getattr(origin, field)) != value:
@@ -58,6 +59,6 @@ def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Coll
             )
     if origin.spec_sha256 not in specs:
         raise Conflict(
-            f"the exported files name a spec with the SHA-256 {origin.spec_sha256} ({EXPORT_MANIFEST}), and that of run {run_id} is "
-            "another one; export the model again"
+            f"the exported files name a spec with the SHA-256 {origin.spec_sha256} ({EXPORT_MANIFEST}), which is not that of run "
+            f"{run_id}; export the model again"
         )

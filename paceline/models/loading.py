@@ -1,4 +1,5 @@
-"""Facts about models that every role must know alike: supported LM heads, the type that "auto" stands for, faults and sizes of files."""
+"""Facts about models on which all roles must agree: supported LM heads, the type behind "auto", and sizes and faults of
+files."""
 
 from __future__ import annotations
 
@@ -11,32 +12,35 @@ FOLDERS = {
     "checkpoints", "ckpt", "data", "datasets", "export", "home", "mnt", "model", "models", "out", "output",
     "outputs", "results", "root", "runs", "tmp", "weights",
 }  # fmt: skip
-"""First parts of a name that are folders far more often than organisations."""
+"""Beginnings of names that are usually folders, not organisations."""
 
 
 def hub_remedy(name: str) -> str:
-    """Return the clause for a `name` that gave nothing: a folder of other files, a path, or a hub that cannot be reached."""
+    """Return the remedy for a `name` at which nothing was found: a folder of other files, a path, or an unreachable
+    hub."""
     if Path(name).is_dir():
         return "name the files in that folder (./folder/*.jsonl), or a folder made by `save_to_disk`"
     parts = name.rstrip("/").split("/")
     if Path(name).is_absolute() or parts[0] in (".", "..", "~"):
         return "there is no such folder; check the path"
     if len(parts) > 2 or parts[0].lower() in FOLDERS or (len(parts) > 1 and Path(parts[0]).is_dir()):
-        return f"it looks like a path and was taken for a name on the hub; write ./{name} for a path below the spec's folder"
+        return (
+            f"it looks like a path and was used as a name on the hub; write ./{name} for a path below the spec's folder"
+        )
     return (
-        "it was looked for on the hub; check the name, or name a folder. Without network set HF_HUB_OFFLINE=1, which uses "
-        "what was downloaded before"
+        "it was searched on the hub; check the name, or name a folder. Without network set HF_HUB_OFFLINE=1, which uses "
+        "earlier downloads"
     )
 
 
 FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
-"""Words in torch's errors that are about the files of a model; its other errors are about the device."""
+"""Words in torch's errors that concern a model's files; its other errors concern the device."""
 
 
 def resolved_dtype(precision: str, device_type: str) -> str:
     """Return the name of torch's type for a precision of the spec; "auto" is bfloat16 on CUDA and float32 elsewhere.
 
-    The learner, the engines and the reference must agree: otherwise the importance ratios are wrong without an error.
+    The learner, the engines and the reference must agree, otherwise the importance ratios are wrong without an error.
     """
     if precision == "auto":
         return "bfloat16" if device_type == "cuda" else "float32"
@@ -44,10 +48,10 @@ def resolved_dtype(precision: str, device_type: str) -> str:
 
 
 def check_head(config: Any, name: str) -> None:
-    """Raises InvalidInput for a model whose logits are more than the product of hidden states and a matrix.
+    """Raise InvalidInput if a model's logits are more than the product of hidden states and a matrix.
 
-    `config` is its transformers config, `name` the name from the spec. Log-probabilities from the product alone would be
-    wrong without an error.
+    `config` is its transformers config, `name` the name from the spec. Log-probabilities from the product alone would
+    be wrong without an error.
     """
     text = config.get_text_config()
     for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
@@ -57,10 +61,9 @@ def check_head(config: Any, name: str) -> None:
 
 
 def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput | None:
-    """Return what to raise for an exception that loading model `name`, of the spec's `field`, has raised: InvalidInput for
-    files that are damaged or do not fit together, Unreadable for those that cannot be read now, as from a hub that does
-    not answer. None for an exception that is not about the files, such as one of the device or a lack of memory.
-    """
+    """Return the error to raise for an exception from loading model `name` of the spec's `field`: InvalidInput for
+    files that are damaged or do not match, Unreadable for files that cannot be read now (a hub that does not
+    answer), None for an exception that does not concern the files, such as a lack of memory."""
     if isinstance(error, InvalidInput):
         return error
     is_of_files = any(words in str(error) for words in FILE_WORDS)
@@ -86,7 +89,7 @@ def weights_bytes(model_name: str) -> int:
 
 
 def named_size(model_name: str) -> str:
-    """Return a model's name with the size of its weights, where that is known: `./model (0.99 GB)`."""
+    """Return a model's name with the size of its weights, if known: `./model (0.99 GB)`."""
     size_bytes = weights_bytes(model_name)
     if not size_bytes:
         return model_name

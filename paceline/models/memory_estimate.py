@@ -1,7 +1,7 @@
-"""Estimate of the memory that a run takes, from its spec and the model's sizes alone.
+"""Estimates the memory of a run from its spec and the model's sizes alone. Nothing heavy is imported and nothing is
+loaded.
 
-The figures are those of `docs/operate/performance.md`, "Memory plan", which compares them with measured ones. Nothing heavy is
-imported and nothing is loaded.
+The figures are those of `docs/operate/performance.md`, "Memory plan", which compares them with measurements.
 
 Suffixes: bytes are whole numbers, a GB is 10⁹ bytes.
 """
@@ -19,21 +19,21 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 300_000_000
 """A process on CPUs with torch and transformers, before it loads a model."""
 CONTEXT_BYTES = 1_000_000_000
-"""What CUDA, NCCL and cuBLAS hold on a GPU for each process."""
+"""Memory of CUDA, NCCL and cuBLAS on a GPU for each process."""
 SAMPLER_BYTES = 500_000_000
 """A rollout worker on CPUs, before it loads a model."""
 
 HEAD_COPIES = 3
-"""Tiles of logits, in float32, that exist at one time."""
+"""Tiles of float32 logits that exist at the same time."""
 HEAD_TILE = 16_384
 """Width of a tile (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
-"""Tensors from this size on are returned to the host when they are freed (`paceline.host.resources`)."""
+"""Tensors of at least this size are returned to the host when freed (`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
-"""Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not use
-the place of an aligned block of the same size again (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+"""Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not
+reuse the space of an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
 GATHERED_LAYERS = 2
-"""Layers whose weights FSDP has gathered at one time: the one that computes and the next one."""
+"""Layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
 REMEDIES = (
     "policy.activation_checkpointing=full, policy.optimizer.state_dtype=bfloat16, a smaller policy.train_mb_tokens or "
@@ -47,16 +47,16 @@ class Estimate:
 
     shape: ModelShape
     learner: Mapping[str, int]
-    """Of one rank, without activations; on a GPU, of the GPU."""
+    """Of one rank without activations; on a GPU, the GPU's memory."""
     activations: int
-    """Of a rank's full micro-batch, with the logits of a tile, as far as they do not take the place of gradients."""
+    """Of a rank's full micro-batch, with the logits of a tile, beyond the memory that gradients use later."""
     micro_batch_tokens: int
     sampler: Mapping[str, int] = field(default_factory=dict)
-    """Of one rollout worker with the native engine; empty for vLLM, which takes the share that it is given."""
+    """Of one rollout worker with the native engine; empty for vLLM, which uses a given share."""
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
     offloaded: int = 0
-    """Of the host's memory, for a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
+    """Host memory of a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
 
     @property
     def learner_bytes(self) -> int:
@@ -78,17 +78,17 @@ def estimate(
 ) -> Estimate:
     """Return the memory of a learner's rank and of a rollout worker.
 
-    Of S shards each holds 1/S of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T are
-    trained, with s of `optimizer.state_dtype`. On CPUs rank 0 holds the published version besides, as wide as the
-    sampler's weights. A sampler holds its weights, during a transfer the next ones too,
-    and keys and values of all its sequences.
+    Each of S shards holds 1/S of weights, gradients and moments: 4·P, 4·T and 2·s·T bytes for P parameters of which T
+    are trained, with s bytes of `optimizer.state_dtype`. On CPUs rank 0 also holds the published version, as wide as
+    the sampler's weights. A sampler holds its weights, the next ones during a transfer, and keys and values of all its
+    sequences.
 
     Args:
         spec: the run.
         shape: the model.
-        shards: ranks that divide a copy of the model; None: as `policy.parallel` says, all ranks where it leaves it open.
-        learner_on_gpu: whether the learner computes on GPUs; None: if the spec names some for it.
-        sampler_on_gpu: the same of the rollout workers.
+        shards: ranks that divide a copy of the model; None: as in `policy.parallel`, by default all ranks.
+        learner_on_gpu: whether the learner computes on GPUs; None: if the spec names GPUs for it.
+        sampler_on_gpu: the same for the rollout workers.
     """
     policy = spec.policy
     shards = shards or shards_of(policy, spec.cluster.learner_ranks)
@@ -111,7 +111,7 @@ def estimate(
     if is_sharded:
         learner["gathered"] = _gathered_bytes(shape, compute, on_gpu)
     if spec.samples and not on_gpu and spec.weights.channel == "collective":
-        learner["published"] = generation * trained  # the next one is gathered when there are no gradients
+        learner["published"] = generation * trained  # the next one is gathered while there are no gradients
     whole = tokens_of_update(spec)
     tokens = max(min(policy.row_tokens, whole), policy.max_total_sequence_length)
     if not on_gpu:
@@ -128,16 +128,17 @@ def estimate(
             * key_value_bytes(shape, generation),
         }
     at_the_head = _activation_bytes(policy, shape, tokens, compute)
-    # Gradients of the embedding beside those of earlier micro-batches: the head's at first, the lookup's when all is done.
+    # Gradients of the embedding in addition to earlier micro-batches': the head's at the start, the lookup's at the
+    # end.
     embedding = 0 if is_sharded or lora.enabled else compute * shape.embedding
-    if whole <= tokens:  # the gradients of the only micro-batch grow while its activations are freed
+    if whole <= tokens:  # gradients of a single micro-batch grow while its activations are freed
         at_the_head -= min(at_the_head, learner.get("gradients", 0) - embedding)
     activations = max(at_the_head + embedding, (2 if shape.tied else 1) * embedding)
     return Estimate(shape, learner, activations, tokens, sampler, on_gpu, sampler_on_gpu, offloaded=offloaded)
 
 
 def shards_of(policy: PolicySection, ranks: int) -> int:
-    """Return the ranks that divide one copy of the model, as `policy.parallel` says; all where it leaves it open."""
+    """Return the number of ranks that divide one copy of the model, as in `policy.parallel`; by default all."""
     replicate, shard = policy.parallel.replicate, policy.parallel.shard
     if shard != "auto":
         return shard
@@ -145,7 +146,7 @@ def shards_of(policy: PolicySection, ranks: int) -> int:
 
 
 def tokens_of_update(spec: RunSpec) -> int:
-    """Return the most tokens that a rank trains in one update."""
+    """Return the largest number of tokens that a rank trains in one update."""
     policy = spec.policy
     sequences = (
         spec.examples.num_examples_per_step
@@ -158,17 +159,17 @@ def tokens_of_update(spec: RunSpec) -> int:
 
 
 def _activation_bytes(policy: PolicySection, shape: ModelShape, tokens: int, compute: int) -> int:
-    """Return the bytes that the backward pass needs of a micro-batch of `tokens`, with a tile of logits.
+    """Return the bytes for the backward pass of a micro-batch of `tokens`, with a tile of logits.
 
-    `compute` are the bytes of a number in the forward pass.
+    `compute` is the width of a number in the forward pass, in bytes.
     """
     layer, hidden = _saved_bytes(policy, shape, compute), compute * shape.hidden
-    # The backward pass of a layer, in bytes of a token: arrays of the MLP's width beside what it has saved.
+    # backward pass of a layer, in bytes per token: arrays of the MLP's width in addition to the saved ones
     if policy.activation_checkpointing == "none":
         kept, backward = shape.layers * layer, 6 * compute * shape.mlp
-    else:  # one layer is computed again, and its saved arrays are freed on the way
+    else:  # one layer is recomputed, and its saved arrays are freed along the way
         kept, backward = shape.layers * hidden, layer + 3 * compute * shape.mlp
-    if policy.activation_checkpointing == "selective":  # beside a layer's input the results of its products
+    if policy.activation_checkpointing == "selective":  # results of the products, in addition to the layer's input
         products = 2 * shape.hidden + _heads_width(shape) + 2 * shape.mlp
         kept += shape.layers * compute * (products + shape.experts_per_token * shape.hidden)
     kept += 3 * 4 * shape.hidden  # the last hidden states, those that predict, and their gradient
@@ -189,7 +190,7 @@ def _heads_width(shape: ModelShape) -> int:
 
 
 def _saved_bytes(policy: PolicySection, shape: ModelShape, compute: int) -> int:
-    """Return the bytes of a token that one layer keeps for its backward pass; counted by hooks on what autograd saves."""
+    """Return the bytes per token that one layer keeps for its backward pass; measured with autograd's hooks."""
     heads = _heads_width(shape)
     experts = 2 * shape.experts_per_token * shape.hidden
     if compute == DTYPE_BYTES["float32"]:
@@ -221,7 +222,7 @@ def _size_of_value_model(spec: RunSpec, shape: ModelShape) -> int:
 
 
 def _gathered_bytes(shape: ModelShape, compute: int, on_gpu: bool) -> int:
-    """Return the bytes of gathered weights and of gradients before they are divided; on CPUs all weights stay gathered."""
+    """Return the bytes of gathered weights and of gradients before they are sharded; on CPUs all weights stay gathered."""
     unit = max(shape.layer_parameters, shape.embedding)
     weights = GATHERED_LAYERS * shape.layer_parameters + shape.embedding if on_gpu else shape.parameters
     return compute * weights + (compute + 4) * unit
@@ -237,7 +238,7 @@ def _bytes_of(precision: str, on_gpu: bool) -> int:
 
 
 def shortage(spec: RunSpec, free_bytes: int) -> str:
-    """Return a warning with numbers when the processes of the run on CPUs take more than `free_bytes`; else, and for a model
+    """Return a warning with numbers if the run's processes on CPUs take more than `free_bytes`; else, and for a model
     whose config.json is not on this machine, an empty text."""
     shape = read_shape(spec.policy.model_name)
     if shape is None:
@@ -251,7 +252,7 @@ def shortage(spec: RunSpec, free_bytes: int) -> str:
 
 
 def sentence(needed: Estimate, spec: RunSpec) -> str:
-    """Return the estimate in words."""
+    """Return the estimate as text."""
     roles = [
         f"{_count(spec.cluster.learner_ranks, 'learner rank')} with {gigabytes(needed.learner_bytes)}, of which "
         f"{gigabytes(needed.activations)} in a full micro-batch of {needed.micro_batch_tokens:,} tokens"

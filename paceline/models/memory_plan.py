@@ -1,8 +1,8 @@
-"""The memory plan of a run: what each of its devices has to hold, what makes it fit, and what `auto` stands for by it.
+"""The memory plan of a run: the load of each device, remedies if it does not fit, and the values that replace `auto`.
 
-All of it follows from the spec, the model's sizes and the room on the devices, without looking at this machine. The estimate
-is `paceline/models/memory_estimate.py`; measured ones are in docs/operate/performance.md, "Memory plan". `auto` is replaced when a run is
-submitted, so the spec that is stored has none left.
+The plan follows from the spec, the model's sizes and the memory of the devices, without inspecting this machine. The
+estimate is `paceline/models/memory_estimate.py`; docs/operate/performance.md, "Memory plan", has measurements. `auto` is
+replaced when a run is submitted, so a stored spec has none.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from paceline.spec import RunSpec
 from paceline.spec.keys import with_keys
 
 GPUS_PER_HOST = 8
-"""GPUs of a host, where a learner has more ranks than that."""
+"""GPUs of a host, for a learner with more ranks than that."""
 VLLM_SHARE = 0.92
-"""Part of a GPU that vLLM 0.32 and 0.33 take by default."""
+"""Share of a GPU that vLLM 0.32 and 0.33 use by default."""
 SHARE_KEY = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VLLM_WORKSPACE_BYTES = 3_000_000_000
-"""What vLLM takes beside weights and KV cache: CUDA graphs, activations of a step, its processes' contexts."""
+"""vLLM's memory in addition to weights and KV cache: CUDA graphs, activations of a step, contexts of its processes."""
 LEAST_MB_TOKENS = 1_024
 HOST = "the host"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a run may take."""
+    """Memory available to a run."""
 
     gpu_bytes: int | None = None
-    """Of one GPU; None: not known."""
+    """Of one GPU; None: unknown."""
     host_bytes: int | None = None
-    """Free on the host of a run on CPUs; None: not known."""
+    """Free on the host of a run on CPUs; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one device has to hold."""
+    """Memory that a run needs on one device."""
 
     device: str
     parts: Mapping[str, int]
@@ -62,7 +62,7 @@ class Load:
 
     @property
     def fits(self) -> bool:
-        """Return whether the parts have room, also where the room is not known."""
+        """Return whether the parts fit; true if the room is unknown."""
         return self.room_bytes is None or self.bytes <= self.room_bytes
 
 
@@ -74,11 +74,11 @@ class Plan:
     mesh: MeshShape
     loads: tuple[Load, ...]
     cached_tokens: int | None = None
-    """Tokens whose keys and values one vLLM engine has room for; None for the native engine, or without a known room."""
+    """Tokens whose keys and values fit in one vLLM engine; None for the native engine, or if the room is unknown."""
 
     @property
     def learner_fits(self) -> bool:
-        """Return whether the devices of the learner hold their load."""
+        """Return whether the load fits on the learner's devices."""
         return all(load.fits for load in self.loads if "learner" in load.device or load.device == HOST)
 
     @property
@@ -87,17 +87,17 @@ class Plan:
 
 
 def on_gpus(spec: RunSpec) -> tuple[bool, bool]:
-    """Return whether the learner and the rollout workers compute on GPUs: where the spec names some, or gives the size of
-    those elsewhere."""
+    """Return whether the learner and the rollout workers compute on GPUs: the spec names some, or gives the size of
+    GPUs elsewhere."""
     cluster = spec.cluster
     elsewhere = cluster.gpu_gb is not None and not (cluster.learner_gpus or cluster.rollout_gpus)
     return bool(cluster.learner_gpus) or elsewhere, bool(cluster.rollout_gpus) or elsewhere
 
 
 def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
-    """Return what each kind of device holds. `auto` settings count as they are without a plan (`planned` replaces them).
+    """Return the load of each kind of device. `auto` settings count with their defaults (`planned` replaces them).
 
-    Raises InvalidInput when policy.parallel does not make the number of ranks.
+    Raises InvalidInput if policy.parallel does not match the number of ranks.
     """
     room = with_gpu_size(spec, room)
     learner_on_gpu, sampler_on_gpu = on_gpus(spec)
@@ -137,8 +137,8 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
 
 
 def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int], int | None, int | None]:
-    """Return the parts of one engine on its device, the tokens that vLLM's cache has room for, and the bytes of a GPU that it
-    takes as its own."""
+    """Return the parts of one engine on its device, the tokens that fit in vLLM's cache, and the bytes of vLLM's share
+    of a GPU."""
     if spec.policy.generation.backend != "vllm":
         return dict(needed.sampler), None, None
     generation = spec.policy.generation
@@ -152,20 +152,20 @@ def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int]
         "weights": width * shape.parameters // divided,
         "workspace": VLLM_WORKSPACE_BYTES if needed.sampler_on_gpu else CONTEXT_BYTES,
     }
-    one = token * spec.policy.max_total_sequence_length
+    longest = token * spec.policy.max_total_sequence_length
     share = None
     if config.kv_cache_memory_bytes is not None or not needed.sampler_on_gpu:
         cache = config.kv_cache_memory_bytes or 1 << 30
     elif room.gpu_bytes is None:
-        cache = one
+        cache = longest
     else:
         share = int((config.gpu_memory_utilization or VLLM_SHARE) * room.gpu_bytes)
-        cache = max(share - sum(fixed.values()), one)  # it does not start with less than the longest sequence
+        cache = max(share - sum(fixed.values()), longest)  # vLLM does not start with less than the longest sequence
     return {**fixed, "keys and values": cache}, cache // token, share
 
 
 def with_gpu_size(spec: RunSpec, room: Room) -> Room:
-    """Return the room with the size of GPUs that the spec gives."""
+    """Return the room with the spec's size of GPUs."""
     if spec.cluster.gpu_gb is None:
         return room
     return Room(int(spec.cluster.gpu_gb * 1e9), room.host_bytes)
@@ -184,8 +184,7 @@ MOST_RANKS = 1_024
 
 
 def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
-    """Return keys, with their values, that make the run fit: one alone where one is enough, else several together; empty
-    where nothing tried is enough."""
+    """Return keys with values that make the run fit: a single one if that is enough, else several; empty if none help."""
 
     def fits(changed: Mapping[str, Any]) -> bool:
         try:
@@ -210,7 +209,7 @@ def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
 
 
 def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
-    """Return a sentence on the first device that cannot hold its load, with what makes it fit; empty when all do."""
+    """Return a sentence about the first device whose load does not fit, with a remedy; empty if all fit."""
     made = plan(spec, shape, room)
     full = next((load for load in made.loads if not load.fits), None)
     if full is None:
@@ -221,14 +220,14 @@ def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
         f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
         f"{gigabytes(full.parts[largest])} {largest}"
     )
-    found = remedies(spec, shape, room)
-    if not found:
+    settings = remedies(spec, shape, room)
+    if not settings:
         return f"{text}; no setting alone makes it fit: take more or larger GPUs, or a smaller model"
-    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in found.items())}"
+    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in settings.items())}"
 
 
 def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
-    """Yield settings that take less memory than those of the spec, the cheapest first."""
+    """Yield settings that take less memory than the spec's, cheapest first."""
     policy, cluster = spec.policy, spec.cluster
     generation = policy.generation
     if generation.backend == "vllm" and spec.samples:
@@ -282,18 +281,18 @@ def _text(value: Any) -> str:
 
 
 LEAST_SHARE = 0.3
-"""vLLM's share of a GPU that it has together with the learner, while room for the learner is sought."""
+"""vLLM's share of a GPU shared with the learner, while the learner's settings are chosen."""
 SPARE_SHARE = 0.05
-"""Part of such a GPU that neither gets: the estimate may be wrong by as much."""
+"""Share of such a GPU that stays free, as a margin for the estimate's error."""
 AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
-"""Micro-batches among which `auto` chooses; larger ones make a GPU no faster."""
+"""Micro-batches from which `auto` chooses; larger ones make a GPU no faster."""
 USUAL_TOKENS = 8_192
-"""Micro-batch that `auto` makes room for before it keeps more activations."""
+"""Micro-batch that must fit before `auto` keeps more activations."""
 log = logging.getLogger(__name__)
 
 
 def is_open(spec: RunSpec) -> bool:
-    """Return whether the spec leaves a choice to the plan."""
+    """Return whether the plan has a setting to choose."""
     generation = spec.policy.generation
     shares = generation.backend == "vllm" and _lacks_share(spec)
     return shares or "auto" in (
@@ -305,16 +304,16 @@ def is_open(spec: RunSpec) -> bool:
 
 
 def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing and
-    policy.train_mb_tokens, and with vLLM's share of a GPU that it has together with the learner; and a sentence for each key
-    that was replaced.
+    """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing
+    and policy.train_mb_tokens, and with vLLM's share of a GPU shared with the learner; and a sentence for each
+    replaced key.
 
-    Chosen is the first of none, selective and full with which the usual 8,192 tokens fit (as many as the longest sequence
-    has, if that is more), then the largest power of two of tokens that still fits. Where the model's sizes or the room are
-    not known, they become full and 8,192. `has_vllm` says whether it is installed where the run samples.
+    The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
+    if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are unknown,
+    it is full and 8,192. `has_vllm`: vLLM is installed where the run samples.
     """
     room = with_gpu_size(spec, room)
-    spec, said = with_engine(spec, has_vllm=has_vllm)
+    spec, notes = with_engine(spec, has_vllm=has_vllm)
     shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
     if shares:
         spec = with_keys(spec, {SHARE_KEY: LEAST_SHARE})
@@ -323,19 +322,19 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
         learner = plan(spec, shape, room).estimate.learner_bytes
         share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
         spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
-        chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: what the learner leaves on a GPU that both have")
-    return spec, said + chosen
+        chosen.append(f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: the rest of a GPU shared with the learner")
+    return spec, notes + chosen
 
 
 def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
-    """Return the spec with an engine and its number of sequences in the place of `auto`, and a sentence where it was chosen for
+    """Return the spec with an engine and its batch size in place of `auto`, and a sentence if the engine was chosen for
     GPUs."""
-    spec, said = _with_backend(spec, has_vllm)
+    spec, notes = _with_backend(spec, has_vllm)
     generation = spec.policy.generation
     if generation.max_batch_size == "auto":
         size = generation.batch_size(on_gpu=on_gpus(spec)[1])
         spec = with_keys(spec, {"policy.generation.max_batch_size": size})
-    return spec, said
+    return spec, notes
 
 
 def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
@@ -345,11 +344,11 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     is_set = generation.vllm_cfg != type(generation.vllm_cfg)() or bool(generation.vllm_kwargs)
     wants = is_set or (spec.samples and on_gpus(spec)[1])
     backend = "vllm" if wants and (has_vllm or is_set) else "native"
-    said = []
+    notes = []
     if wants and spec.samples:
         why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
-        said = [f"policy.generation.backend is {backend}: auto, {why}"]
-    return with_keys(spec, {"policy.generation.backend": backend}), said
+        notes = [f"policy.generation.backend is {backend}: auto, {why}"]
+    return with_keys(spec, {"policy.generation.backend": backend}), notes
 
 
 def _lacks_share(spec: RunSpec) -> bool:
@@ -364,22 +363,22 @@ def _lacks_share(spec: RunSpec) -> bool:
 
 
 def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in what the learner's passes keep and how large they are."""
+    """Return the spec without `auto` in activation checkpointing and micro-batch size."""
     policy = spec.policy
     is_auto = policy.activation_checkpointing == "auto", policy.train_mb_tokens == "auto"
     if not any(is_auto):
         return spec, []
     longest = policy.max_total_sequence_length
-    known = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
+    room_bytes = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
     kinds = ["none", *(() if policy.compile else ("selective",)), "full"]
     if policy.lora_cfg.enabled and policy.lora_cfg.dropout:
         kinds = ["none"]
     usual = max(USUAL_TOKENS, longest)
-    if shape is None or known is None:
+    if shape is None or room_bytes is None:
         why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
         chosen, tokens = kinds[-1], usual
     else:
-        why = f"{gigabytes(known)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
+        why = f"{gigabytes(room_bytes)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
 
         def fits(kind: str, tokens: int) -> bool:
             tried = {
@@ -396,18 +395,18 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         changed["policy.activation_checkpointing"] = chosen
     if is_auto[1]:
         changed["policy.train_mb_tokens"] = tokens
-    said = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
-    return with_keys(spec, changed), said
+    notes = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
+    return with_keys(spec, changed), notes
 
 
 def checked_plan(spec: RunSpec) -> RunSpec:
-    """Return the spec to submit: where this machine has the model's config.json, without `auto`.
+    """Return the spec to submit, without `auto` if this machine has the model's config.json.
 
-    Raises SpecError when a GPU of cluster.gpu_gb cannot hold its load.
+    Raises SpecError if the load of a GPU of cluster.gpu_gb does not fit.
     """
     shape = read_shape(spec.policy.model_name)
     if shape is None:
-        return with_engine(spec)[0]  # the coordinator, which may have it, decides on the rest
+        return with_engine(spec)[0]  # the coordinator, which may have it, decides the rest
     spec, chosen = planned(spec, shape, Room())
     for line in chosen:
         log.info("%s", line)

@@ -1,8 +1,8 @@
-"""The one place that decides whether files hold the weights of the model that their config describes, for every role.
+"""The one place that decides, for every role, whether files hold the weights of the model that their config describes.
 
-Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, left over, of another shape,
-stored in a type that only a quantization's scales give a meaning, or NaN. transformers draws a missing tensor at random and goes
-on, so `from_pretrained` is called here alone.
+Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, unused, of another
+shape, NaN, or stored in a type that has a meaning only with the scales of a quantization. Only this module calls
+`from_pretrained`, because transformers initializes a missing tensor at random and continues.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCORE = "score.weight"
-"""Head of one score, which a reward model begins without."""
+"""Head with one score; a reward model may start without it."""
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
-"""Tensors that no forward pass here needs: layers for speculative decoding, the value head beside a policy, and constants that
-older checkpoints store."""
+"""Tensors that no forward pass here needs: layers for speculative decoding, a policy's value head, and constants stored
+by older checkpoints."""
 LM_HEADS = ("lm_head.", "embed_out.")
 
 
 def load_pretrained(
     kind: Any, name: str, field: str, *, dtype: torch.dtype, source: str | None = None, **options: Any
 ) -> Any:
-    """Return the model `name` as transformers' auto class `kind` loads it in `dtype`, on the CPU. `field` is the spec's key, for
-    messages; `source` is the folder with its weights, where the caller has it already.
+    """Return the model `name`, loaded by transformers' auto class `kind` in `dtype` on the CPU. `field` is the spec's
+    key, for messages; `source` is the folder of its weights, if the caller has it.
 
-    Raises InvalidInput where the files are not the weights of this model, and what transformers raises.
+    Raises InvalidInput if the files are not the weights of this model, and any error of transformers.
     """
     what = f"{field} {name!r}"
     source = source or model_source(name, field, weights=True)
     is_quantized = check_model(kind, source, field, what, **options)
-    model, found = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options)
-    if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub with an adapter beside it
+    model, report = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options)
+    if getattr(model, "_hf_peft_config_loaded", False):  # a model on the hub with an adapter beside it
         raise InvalidInput(f"{what} has a LoRA adapter beside its weights; merge it with `paceline convert`")
-    _refuse_unfit(type(model).__name__, source, what, found["missing_keys"], _used(found["unexpected_keys"]))
+    _refuse_unfit(type(model).__name__, source, what, report["missing_keys"], _used(report["unexpected_keys"]))
     if not is_quantized:
         check_finite(model, what)
     return model
 
 
 def check_model(kind: Any, source: str, field: str, what: str = "", **options: Any) -> bool:
-    """Raise InvalidInput where the folder `source` has not the weights of the model that its config describes, from the headers of
-    its files alone; return whether they are quantized, so that only transformers can tell whether they fit.
+    """Raise InvalidInput unless the folder `source` has the weights of the model in its config, judged by the headers
+    of its files; return whether they are quantized, in which case only transformers can judge.
 
-    `kind` is an auto class, or a class of transformers. Raises Unreadable for files that are not there.
+    `kind` is an auto class, or a class of transformers. Raises Unreadable for missing files.
     """
     from transformers import AutoConfig
 
@@ -71,7 +71,7 @@ def check_model(kind: Any, source: str, field: str, what: str = "", **options: A
 
 
 def skeleton(kind: Any, config: Any, **options: Any) -> Any:
-    """Return the modules that `config` describes, of the class `kind`, on the meta device; tied weights are one object."""
+    """Return the modules that `config` describes, of class `kind`, on the meta device; tied weights are one object."""
     import torch
     from transformers import initialization
 
@@ -83,10 +83,10 @@ def skeleton(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def check_weights(model: Any, files: WeightFiles, what: str, *, begins: bool = False) -> None:
-    """Raise InvalidInput where `files` are not the weights of `model`, a `skeleton`, which stays as it is.
+    """Raise InvalidInput unless `files` are the weights of `model`, a `skeleton`, which is not changed.
 
-    With `begins` the model is a reward model that begins from a language model: its head may be missing, and the LM head is
-    left over. Files that are refused are closed.
+    With `begins` the model is a reward model that starts from a language model: its head may be missing, and the LM
+    head is ignored. Refused files are closed.
     """
     with contextlib.ExitStack() as refused:
         refused.push(files)
@@ -121,8 +121,8 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite. One sum shows it at the speed of memory; only a sum that is not finite needs a
-    check of each element."""
+    """Return whether every element is finite. The sum decides at the speed of memory; elements are checked only if it
+    is not finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
@@ -139,7 +139,7 @@ def check_finite(model: nn.Module, what: str) -> None:
 
 @dataclass(frozen=True)
 class _Header:
-    """A tensor of which nothing is read: its slices are on the meta device."""
+    """A tensor whose content is not read: its slices are on the meta device."""
 
     tensor: StoredTensor
 
@@ -156,8 +156,8 @@ class _Header:
 
 
 def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any = None) -> Any:
-    """Fill `model` on `device` by transformers' own mapping of the files' names and layouts, and return what it found. `view` is
-    the model as the files name it (None: itself)."""
+    """Fill `model` on `device` by transformers' mapping of the files' names and layouts; return its report. `view` is
+    the model under the files' names (None: itself)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -175,7 +175,7 @@ def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any
 
 @contextlib.contextmanager
 def _without_progress() -> Iterator[None]:
-    """Show no bar for what takes no time."""
+    """Disable progress bars, because the block takes no time."""
     from transformers.utils import logging
 
     bars: Any = logging
@@ -189,8 +189,8 @@ def _without_progress() -> Iterator[None]:
 
 
 def _compared(model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str) -> tuple[set[str], set[str]]:
-    """Return the names of the model's tensors that the files lack, and of those that it lacks. Raise InvalidInput for another
-    shape."""
+    """Return the model's tensors that the files lack, and the files' tensors that the model lacks. Raise InvalidInput
+    for wrong shapes."""
     tied = tied_names(model)
     filled = copy.deepcopy(model)
     with _without_progress():
@@ -198,8 +198,8 @@ def _compared(model: Any, tensors: Mapping[str, StoredTensor], place: str, what:
     missing = set(info.missing_keys)
     for name, found, expected in sorted(info.mismatched_keys, key=str):
         raise InvalidInput(
-            f"{what}: tensor {name!r} in {place} has shape {tuple(found)}, config.json makes it {tuple(expected)}; the two are "
-            "not of one model"
+            f"{what}: tensor {name!r} in {place} has shape {tuple(found)}, but config.json makes it {tuple(expected)}; use the "
+            "config.json of these files"
         )
     for name, error in sorted(info.conversion_errors.items()):
         raise InvalidInput(f"{what}: tensor {name!r} cannot be made from {place}: {str(error).strip()[-300:]}")
@@ -214,7 +214,7 @@ def _used(names: Iterable[str]) -> set[str]:
 
 
 def _stored_name(model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of a parameter in the files, which a base model's have without its prefix."""
+    """Return a parameter's name in the files; those of a base model lack its prefix."""
     names = (name, name.removeprefix(f"{model.base_model_prefix}."))
     return next((found for found in names if found in tensors), None)
 
@@ -224,29 +224,29 @@ def _refuse_scaled(tensors: Mapping[str, StoredTensor], place: str, what: str) -
         if tensor.dtype.startswith("F8") or (name.endswith("weight") and tensor.dtype not in PLAIN_TYPES):
             raise InvalidInput(
                 f"{what}: tensor {name!r} in {place} has type {tensor.dtype}, and config.json has no quantization_config that "
-                "says what its values mean; copy the config of these files, or take the model in a 16-bit or 32-bit type"
+                "says what its values mean; copy the config of these files, or use the model in a 16-bit or 32-bit type"
             )
 
 
 def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise InvalidInput for a tensor that the files lack, or that the model has no use for."""
+    """Raise InvalidInput for missing and for unexpected tensors."""
     lacking, extra = sorted(missing), sorted(unexpected)
     if not lacking and not extra:
         return
     faults = [f"lacks tensor {_shown(lacking)} of a {kind}"] if lacking else []
     faults += [f"has {_shown(extra)}, which a {kind} of this config.json does not have"] if extra else []
-    remedy = "copy the files again, or take those of a whole model of this architecture"
+    remedy = "copy the files again, or use those of a whole model of this architecture"
     if extra and (prefix := _wrapper(lacking, extra)):
-        remedy = f"names begin with {prefix!r}, as those of a wrapped model do: save the model within the wrapper"
+        remedy = f"names begin with {prefix!r}, as in a wrapped model: save the model inside the wrapper"
     elif extra:
-        remedy = "take the config.json that belongs to these files, or the files of a whole model of this architecture"
+        remedy = "use the config.json that belongs to these files, or the files of a whole model of this architecture"
     raise InvalidInput(f"{what}: {place} {', and '.join(faults)}; {remedy}")
 
 
 def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
-    """Return the prefix that a wrapper gave to the names, if it gave one to a missing tensor's."""
-    found = (name.removesuffix(wanted) for wanted in lacking[-1:] for name in extra if name.endswith(wanted))
-    return next((prefix for prefix in found if prefix.endswith(".")), None)
+    """Return the prefix of a wrapper in the names of unexpected tensors, if one would be a missing tensor without it."""
+    prefixes = (name.removesuffix(missing) for missing in lacking[-1:] for name in extra if name.endswith(missing))
+    return next((prefix for prefix in prefixes if prefix.endswith(".")), None)
 
 
 def _shown(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Registered models: their names (`NAME`, `NAME:VERSION`, `NAME@ALIAS`), and the calls of ModelService as methods."""
+"""Names of registered models (`NAME`, `NAME:VERSION`, `NAME@ALIAS`), and the calls of ModelService as methods."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 REFERENCE = re.compile(rf"(?P<name>{NAME.pattern})(?::(?P<version>[1-9]\d{{0,8}})|@(?P<alias>{ALIAS.pattern}))?")
 CHAMPION = "champion"
-"""Alias of the version that is in use, where nobody names another alias."""
+"""Default alias: the version in use."""
 
 
 class Reference(NamedTuple):
-    """A model, with one of its versions or an alias, or neither."""
+    """A model, alone or with a version or an alias."""
 
     name: str
     version: int = 0
@@ -32,14 +32,14 @@ class Reference(NamedTuple):
 
 
 def read_reference(text: str) -> Reference:
-    """Return the model that a text names. Raises InvalidInput."""
-    found = REFERENCE.fullmatch(text)
-    if found is None:
+    """Return the reference in a text. Raises InvalidInput."""
+    match = REFERENCE.fullmatch(text)
+    if match is None:
         raise InvalidInput(
-            f"{text[:80]!r} is no registered model; write NAME, NAME:VERSION or NAME@ALIAS, such as arithmetic@{CHAMPION}. "
+            f"{text[:80]!r} is not a registered model; write NAME, NAME:VERSION or NAME@ALIAS, such as arithmetic@{CHAMPION}. "
             "Names have up to 64 letters, digits, dots, hyphens and underscores"
         )
-    return Reference(found["name"], int(found["version"] or 0), found["alias"] or "")
+    return Reference(match["name"], int(match["version"] or 0), match["alias"] or "")
 
 
 def check_name(name: str) -> None:
@@ -71,7 +71,7 @@ class Models:
         self._call = call
 
     def register(self, model: RegisteredModel) -> RegisteredModel:
-        """Record the next version of a model. Raises InvalidInput, Conflict, NotFound, NotPermitted."""
+        """Register the next version of a model. Raises InvalidInput, Conflict, NotFound, NotPermitted."""
         from paceline.v1.registry_pb2 import RegisterRequest
 
         found: RegisteredModel = self._call("Register", RegisterRequest(run_id=model.run_id, model=model)).model
@@ -90,15 +90,15 @@ class Models:
             request.page_token = page.next_page_token
 
     def show(self, reference: Reference) -> ShowResponse:
-        """Return a version and the changes of the model's aliases. Raises NotFound."""
+        """Return a version and the history of the model's aliases. Raises NotFound."""
         from paceline.v1.registry_pb2 import ShowRequest
 
         found: ShowResponse = self._call("Show", ShowRequest(**reference._asdict()))
         return found
 
     def promote(self, name: str, version: int, *, alias: str = "", override: str = "") -> RegisteredModel:
-        """Give an alias (default `champion`) to a version. Raises NotFound; Conflict for a version that did not pass its gate,
-        without the reason `override`."""
+        """Point an alias (default `champion`) at a version. Raises NotFound; Conflict for a version that did not pass
+        its gate, unless `override` gives a reason."""
         from paceline.v1.registry_pb2 import PromoteRequest
 
         request = PromoteRequest(name=name, version=version, alias=alias, override=override)
@@ -106,7 +106,7 @@ class Models:
         return found
 
     def roll_back(self, name: str, version: int, reason: str, *, alias: str = "") -> RegisteredModel:
-        """Give the alias of `version` back to the version that had it before, and return that one. Raises NotFound, Conflict."""
+        """Point the alias of `version` at the version that had it before; return that one. Raises NotFound, Conflict."""
         from paceline.v1.registry_pb2 import RollbackRequest
 
         request = RollbackRequest(name=name, version=version, alias=alias, reason=reason)

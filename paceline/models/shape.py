@@ -1,4 +1,4 @@
-"""Sizes of a transformer from its config.json alone, of the mesh of the learner's ranks, and of the work of training. Nothing is loaded."""
+"""Computes a transformer's sizes from its config.json, the mesh of the learner's ranks, and the FLOPs of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelShape:
     layers: int
     hidden: int
     mlp: int
-    """Width of the MLP, of all experts that a token passes through together."""
+    """Width of the MLP; of all experts that a token passes through together."""
     attention: int
     """Width of the queries of all heads."""
     key_value: int
@@ -27,24 +27,24 @@ class ModelShape:
     vocabulary: int
     parameters: int
     adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers of the model below its head; times the rank it is a LoRA adapter's size."""
+    """Σ (inputs + outputs) of all linear layers below the head; times the rank, the size of a LoRA adapter."""
     layer_parameters: int
     """Parameters of one decoder layer."""
     tied: bool = True
-    """Whether the head is the embedding."""
+    """True if the head is the embedding."""
     experts_per_token: int = 0
-    """Experts that a token passes through; 0 where the MLP is dense."""
+    """Experts that a token passes through; 0 for a dense MLP."""
     heads: int = 1
     key_value_heads: int = 1
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding; a head that is not tied to it has as many."""
+        """Parameters of the embedding; an untied head has as many."""
         return self.vocabulary * self.hidden
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes in a model's config.json; None where it has other keys than the usual ones."""
+    """Return the sizes in a model's config.json; None if it has unusual keys."""
     text = config.get("text_config") or config
     try:
         layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -81,14 +81,14 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def read_shape(model_name: str) -> ModelShape | None:
-    """Return the sizes of a model in a local folder or in the hub's cache on this machine; None where there is none, or where
-    its config.json has other keys than the usual ones."""
+    """Return the sizes of a model in a local folder or this machine's hub cache; None if there is none, or its
+    config.json has unusual keys."""
     config = read_config(model_name)
     return None if config is None else shape_of(config)
 
 
 def read_config(model_name: str) -> dict[str, Any] | None:
-    """Return the config.json of a local folder, or of the hub's cache on this machine; None where there is none."""
+    """Return the config.json of a local folder or of this machine's hub cache; None if there is none."""
     path: Path | None = Path(model_name).expanduser() / "config.json"
     if path is not None and not path.is_file():
         path = _cached_config(model_name)
@@ -104,15 +104,15 @@ def _cached_config(model_name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(model_name, "config.json")
-    except Exception:  # a name that the hub would not accept, or no such package: there is no estimate then
+    except Exception:  # a name that the hub would refuse, or a missing package: no estimate then
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 STATE_BYTES = 16
-"""Bytes of a parameter with its gradient and its moments, all in float32."""
+"""Bytes of a parameter with its gradient and moments, all in float32."""
 HOST_SHARE = 0.7
-"""Part of a host's GPU memory that the state may take for `auto` to make replicas; the rest is for activations."""
+"""Share of a host's GPU memory that the state may fill for `auto` to make replicas; the rest is for activations."""
 
 
 class MeshShape(NamedTuple):
@@ -123,10 +123,10 @@ class MeshShape(NamedTuple):
 
 
 def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
-    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks, but on several hosts makes a
-    replica of each where `fits_host` says that the ranks of one hold it.
+    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks, but makes a replica of
+    each of several hosts if `fits_host` says that the model fits one.
 
-    Raises InvalidInput when the sizes do not make the number of ranks.
+    Raises InvalidInput if the sizes do not match the number of ranks.
     """
     replicate, shard = parallel.replicate, parallel.shard
     if replicate == "auto" and shard == "auto":
@@ -145,7 +145,7 @@ def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Cal
 
 
 def state_room(ranks: int, gpu_bytes: int) -> int:
-    """Return the bytes that the state of a replica may take on a host whose `ranks` GPUs have `gpu_bytes` each."""
+    """Return the bytes for the state of a replica on a host whose `ranks` GPUs have `gpu_bytes` each."""
     return int(HOST_SHARE * ranks * gpu_bytes)
 
 
@@ -159,15 +159,16 @@ DENSE_BFLOAT16_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Products in bfloat16, without sparsity, of GPUs whose names contain the key; NVIDIA's data sheets."""
+"""Dense bfloat16 peak of GPUs whose names contain the key; NVIDIA's data sheets."""
 
 
 def training_flops(
     shape: ModelShape, runs: Iterable[tuple[int, int]], predicted: int, *, frozen_base: bool = False
 ) -> float:
-    """Return the operations of one forward and backward pass, as for the model FLOPs utilisation of PaLM (Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B): 2 for each weight and token forward, 4 backward, with LoRA 2, and the products of causal
-    attention. Recomputed activations and frozen policies do not count, so the utilisation falls where time is spent on them.
+    """Return the FLOPs of one forward and backward pass, as for the model FLOPs utilisation of PaLM (Chowdhery et al.
+    2022, arXiv 2204.02311, appendix B): per weight and token 2 forward and 4 backward (2 with LoRA), and the
+    products of causal attention. Recomputed activations and frozen policies do not count, so they lower the
+    utilisation.
 
     Args:
         shape: the model.
@@ -179,12 +180,13 @@ def training_flops(
     passes = 4 if frozen_base else 6
     total = 0.0
     for count, length in runs:
-        # Scores and values: 2 products of 2·width operations for each pair, half of which are masked; thrice with backward.
+        # Scores and values: 2 products of 2·width operations for each pair, half of which are masked; three times with
+        # backward.
         attention = 6 * shape.attention * length * length
         total += count * shape.layers * (passes * layer * length + attention)
     return total + passes * shape.embedding * predicted
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the most operations of a GPU in a second; None for one that is not known."""
+    """Return the peak FLOP/s of a GPU; None for an unknown one."""
     return next((peak for name, peak in DENSE_BFLOAT16_FLOPS.items() if name in device_name), None)

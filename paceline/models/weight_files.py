@@ -1,7 +1,7 @@
-"""The safetensors files of a model, of which each rank reads only its rows, from a local disk or an fsspec URL.
+"""Reads a model's safetensors files from a local disk or an fsspec URL; each rank reads only its rows.
 
-Promise: a header is believed only where it agrees with the size of its file, so a damaged or truncated file is an error that
-names it; a slice costs host memory for its bytes alone, because it is read by ranges and never mapped.
+Promise: a header is trusted only if it matches the size of its file, so a damaged or truncated file raises an error
+that names it. A slice costs host memory only for its bytes, because files are read by ranges and never mapped.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
 COMPARED_BYTES = 32 << 20
-"""Bytes of each of two tensors that a comparison holds."""
+"""Bytes of each of two tensors compared at a time."""
 FILES_SHOWN = 3
 REMOTE_PART_BYTES = 32 << 20
-"""Bytes of one request to an object store; the requests of a slice travel side by side."""
+"""Bytes of one request to an object store; the requests of a slice run in parallel."""
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""Names of torch's types by those in the files."""
+"""Torch's type names by those in the files."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type for a type's name in the files."""
+    """Return torch's type for a type name in the files."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -49,12 +49,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class WeightFiles:
-    """All tensors of a model, by their names in its files; a context manager that closes them."""
+    """All tensors of a model by name; a context manager that closes the files."""
 
     def __init__(self, paths: dict[str, list[str]], what: str) -> None:
-        """`paths` gives the names that each file must have; none: the file has all, whatever they are. `what` names the
-        model in messages. Raises InvalidInput for a damaged file or one that lacks a tensor, Unreadable where it cannot be
-        read now."""
+        """`paths` gives the tensors that each file must have; none: any. `what` names the model in messages. Raises
+        InvalidInput for a damaged file or one that lacks a tensor, Unreadable for one that cannot be read now."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[RangedFile] = []
         self._what = what
@@ -80,9 +79,9 @@ class WeightFiles:
         return first if len(self._files) == 1 else os.path.dirname(first)
 
     def holds_only(self, dtype: torch.dtype) -> bool:
-        """Return whether all floating-point tensors have this type, so that reading them as such loses nothing."""
-        found = {torch_dtype(tensor.dtype) for tensor in self.tensors.values()}
-        return {stored for stored in found if stored.is_floating_point} <= {dtype}
+        """Return whether all floating-point tensors have this type, so that converting them to it loses nothing."""
+        dtypes = {torch_dtype(tensor.dtype) for tensor in self.tensors.values()}
+        return {stored for stored in dtypes if stored.is_floating_point} <= {dtype}
 
     def __enter__(self) -> Self:
         return self
@@ -95,8 +94,8 @@ class WeightFiles:
 def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
     """Return the safetensors of the model `name`, whose other files are at `source`.
 
-    A hub model's are fetched into the hub's cache. Raises as `WeightFiles` does; InvalidInput where a single file and an index
-    of several are both there, or the weights are pickled; Unreadable where there are none.
+    A hub model's files are fetched into the hub's cache. Raises as `WeightFiles`; InvalidInput for pickled weights, or
+    if a single file and an index both exist; Unreadable if there are no weights.
     """
     what = f"{field} {name!r}"
     index = Path(_located(source, INDEX) or "")
@@ -125,7 +124,7 @@ def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
 
 
 def _without_safetensors(source: str, what: str) -> PacelineError:
-    """Return the error for a model without weights, or with others than safetensors."""
+    """Return the error for a model without weights, or with pickled ones."""
     found = [path.name for path in sorted(Path(source).glob("*")) if path.suffix in WEIGHT_SUFFIXES]
     if not found:
         return Unreadable(f"{what} has no weights ({SINGLE}, or {INDEX} and its files); copy them there")
@@ -136,7 +135,7 @@ def _without_safetensors(source: str, what: str) -> PacelineError:
 
 
 def same_bits(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tensors have one type, one shape and the same bits; a few rows at a time are in memory."""
+    """Return whether two tensors have the same type, shape and bits; only a few rows are in memory at a time."""
     import torch
 
     if (first.dtype, first.shape) != (second.dtype, second.shape):
@@ -153,10 +152,10 @@ def same_bits(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 class RangedFile:
-    """A file that is read by ranges of bytes, from several threads at once."""
+    """Reads ranges of bytes of a file, from several threads at once."""
 
-    def __init__(self, path: str, what: str) -> None:
-        self.path, self._what = path, what
+    def __init__(self, path: str, what: str, part_bytes: int = REMOTE_PART_BYTES) -> None:
+        self.path, self._what, self._part_bytes = path, what, part_bytes
         self._descriptor = -1
         try:
             if is_url(path):
@@ -172,7 +171,7 @@ class RangedFile:
             raise self._unreadable(error) from error
 
     def read(self, start: int, num_bytes: int) -> Tensor:
-        """Return [num_bytes] uint8. Raises Unreadable; InvalidInput where the file ends before."""
+        """Return [num_bytes] uint8. Raises Unreadable; InvalidInput if the file ends early."""
         import torch
 
         raw = torch.empty(num_bytes, dtype=torch.uint8)
@@ -188,7 +187,7 @@ class RangedFile:
         return raw
 
     def damaged(self, reason: str) -> InvalidInput:
-        """Return the error for a file with other content than a safetensors file has."""
+        """Return the error for a file that is not valid safetensors."""
         return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
 
     def close(self) -> None:
@@ -206,8 +205,8 @@ class RangedFile:
         return filled
 
     def _fetch(self, target: memoryview, start: int) -> int:
-        starts = list(range(start, start + len(target), REMOTE_PART_BYTES))
-        ends = [min(begin + REMOTE_PART_BYTES, start + len(target)) for begin in starts]
+        starts = list(range(start, start + len(target), self._part_bytes))
+        ends = [min(begin + self._part_bytes, start + len(target)) for begin in starts]
         filled = 0
         for part in self._store.cat_ranges([self._key] * len(starts), starts, ends, on_error="raise"):
             target[filled : filled + len(part)] = part
@@ -220,14 +219,14 @@ class RangedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, with the part of safetensors' slices that transformers uses: nothing is read before it is indexed."""
+    """A tensor in a file, with the slices that transformers uses; nothing is read before it is indexed."""
 
     file: RangedFile
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -240,7 +239,7 @@ class StoredTensor:
         return self.dtype
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
-        """Return a slice in the file's type: rows are a range of bytes, what is left out of other axes is read with them."""
+        """Return a slice in the file's type. Rows are one range of bytes; other axes are read whole and cut."""
         slices: tuple[slice, ...] = () if isinstance(index, EllipsisType) else index
         dtype = torch_dtype(self.dtype)
         begin, end, _ = slices[0].indices(self.shape[0]) if slices else (0, self.shape[0] if self.shape else 1, 1)
@@ -252,10 +251,10 @@ class StoredTensor:
 
 
 def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors that a file's header lists. Raises InvalidInput where it disagrees with the file."""
+    """Yield the tensors in a file's header. Raises InvalidInput if it contradicts the file."""
     length = int.from_bytes(file.read(0, min(8, file.size_bytes)).numpy().tobytes(), "little")
     if file.size_bytes < 8 or length > min(file.size_bytes - 8, MAX_HEADER_BYTES):
-        raise file.damaged(f"{file.size_bytes} bytes cannot hold its header")
+        raise file.damaged(f"{file.size_bytes} bytes are too few for its header")
     try:
         header: dict[str, Any] = json.loads(file.read(8, length).numpy().tobytes())
         header.pop("__metadata__", None)
@@ -270,9 +269,9 @@ def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
         if dtype not in DTYPES:
             raise InvalidInput(f"{file.path}: tensor {name!r} has type {dtype!r}, which cannot be read here")
         if end - begin != math.prod(shape) * torch_dtype(dtype).itemsize or begin < 0 or min(shape, default=0) < 0:
-            raise file.damaged(f"tensor {name!r} has bytes {begin} to {end}, its shape {shape} takes another number")
+            raise file.damaged(f"tensor {name!r} has bytes {begin} to {end}, which does not match its shape {shape}")
         if data + end > file.size_bytes:
-            raise file.damaged(f"it has {file.size_bytes} bytes, tensor {name!r} ends at byte {data + end}")
+            raise file.damaged(f"it has {file.size_bytes} bytes, but tensor {name!r} ends at byte {data + end}")
         yield name, StoredTensor(file, name, dtype, shape, data + begin)
 
 
@@ -293,8 +292,7 @@ def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
 
 
 def _located(source: str, file: str) -> str | None:
-    """Return the path of a file in a local folder, or in the hub's cache, into which it is fetched; None where the model
-    has no such file."""
+    """Return the path of a file in a local folder, or in the hub's cache after fetching it; None if the model lacks it."""
     from transformers.utils.hub import cached_file
 
     path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
@@ -302,7 +300,6 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return what `from_pretrained` takes for config and the like, and the weights. Raises as `model_source` and
-    `WeightFiles` do."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source` and `WeightFiles`."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

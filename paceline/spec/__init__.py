@@ -1,8 +1,8 @@
 """`RunSpec`: everything that defines one training job, validated before anything starts.
 
-Strict on purpose: an unknown key is an error that says what was meant, and settings that contradict each other are
-refused with both values. Names follow NeMo RL wherever it has a key for the same thing. Defaults live here and
-nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
+An unknown key is an error that suggests the intended one, and contradictory settings are refused with both values.
+Names follow NeMo RL if it has a key for the same thing. Defaults live here and nowhere else. `paceline.spec.reading`
+reads the YAML and the dotted overrides.
 """
 
 from paceline.spec.run import RunSpec

@@ -1,15 +1,16 @@
-"""Read YAML of a stranger within bounds: size, depth, number of values, length of a value, no anchors, no aliases, and
-time.
+"""Parses untrusted YAML with limits on size, depth, number of values, length of a value and time; anchors and aliases
+are refused.
 
-An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (a user's
-file may have them: they are resolved where it is read). libyaml reads the characters, Python builds the values: a
-thread that reads a large text lets other threads run after each value.
+An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (those in a
+user's file are resolved where it is read). libyaml reads the characters and Python builds the values, so a thread that
+reads a large text lets other threads run after each value.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -29,13 +30,13 @@ MAX_NODES = 20_000
 MAX_SCALAR = 1 << 16
 """Characters of one value."""
 MAX_NUMBER = 1000
-"""Characters of a number: YAML has notations whose reading time grows with the square of their length."""
+"""Characters of a number: the time to read some YAML notations is quadratic in their length."""
 MAX_READ_S = 10.0
-"""Seconds for one text. Within the other bounds it takes tenths of a second, but the machine may be busy."""
+"""Seconds for one text. Within the other limits it takes tenths of a second, but the machine may be busy."""
 
 
 class PythonEvents(Reader, Scanner, Parser):
-    """Substitute for `CParser` where PyYAML was built without libyaml."""
+    """Replaces `CParser` if PyYAML was built without libyaml."""
 
     def __init__(self, text: str):
         Reader.__init__(self, text)
@@ -43,18 +44,18 @@ class PythonEvents(Reader, Scanner, Parser):
         Parser.__init__(self)
 
 
-def _events() -> Any:
+def events_class() -> Any:
     try:
         return importlib.import_module("yaml.cyaml").CParser
     except ImportError:
         return PythonEvents
 
 
-Events: Any = _events()
+Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """The safe loader, value by value."""
+    """The safe loader, with a Python step for each value."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
@@ -64,12 +65,12 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
 
 
 class BoundedLoader(StepwiseLoader):
-    """Loader that raises SpecError for a value beyond the bounds, before it is built."""
+    """Loader that raises SpecError for a value beyond the limits, before it is built."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, clock: Callable[[], float]):
         super().__init__(text)
         self._depth = self._nodes = 0
-        self._until_s = time.monotonic() + MAX_READ_S
+        self._clock, self._until_s = clock, clock() + MAX_READ_S
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Count levels and values before they are built."""
@@ -103,7 +104,7 @@ class BoundedLoader(StepwiseLoader):
         return super().construct_object(node, deep)
 
     def _check_time(self, place: str) -> None:
-        if time.monotonic() > self._until_s:
+        if self._clock() > self._until_s:
             raise SpecError(
                 f"reading the spec took longer than {MAX_READ_S:g} s (it got to {place}); shorten it, or submit it again "
                 "when the coordinator's machine has less to do"
@@ -111,11 +112,11 @@ class BoundedLoader(StepwiseLoader):
 
 
 def excess(value: Any) -> str:
-    """Return how a value that was read without bounds exceeds those on levels and on keys and values, where each alias stands for all
-    of its tree; empty for one that does not."""
-    left, nodes = [(value, 1)], 0
-    while left:
-        each, depth = left.pop()
+    """Return how a value that was read without limits exceeds those on levels, keys and values, with each alias counted
+    as its whole tree; empty if it does not."""
+    waiting, nodes = [(value, 1)], 0
+    while waiting:
+        each, depth = waiting.pop()
         nodes += 1
         if nodes > MAX_NODES:
             return f"has more than {MAX_NODES} keys and values, with its aliases written out"
@@ -123,22 +124,22 @@ def excess(value: Any) -> str:
             return f"is nested more than {MAX_DEPTH} levels deep"
         parts = [*each, *each.values()] if isinstance(each, dict) else each
         if isinstance(parts, list | tuple | set):
-            left += [(part, depth + 1) for part in parts]
+            waiting += [(part, depth + 1) for part in parts]
     return ""
 
 
-def load(text: str) -> Any:
-    """Return the contents of the YAML `text`. Raises SpecError: not YAML, or beyond the bounds."""
+def load(text: str, clock: Callable[[], float] = time.monotonic) -> Any:
+    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML, or beyond the limits."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
         raise SpecError(f"the spec has {size} bytes, {MAX_BYTES} are allowed; keep data in files")
     loader = None
     try:
-        loader = BoundedLoader(text)
+        loader = BoundedLoader(text, clock)
         return loader.get_single_data()
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
-    except (ValueError, OverflowError) as error:  # a number or a date that Python cannot hold
+    except (ValueError, OverflowError) as error:  # a number or a date that Python cannot represent
         raise SpecError(f"the spec has a value that cannot be read: {error}") from None
     finally:
         if loader is not None:

@@ -1,8 +1,8 @@
-"""Sentences about keys of the spec: what is wrong with a value, the key that was meant, what a key is for.
+"""Explains faults of a spec's keys and values, suggests the intended key, and describes all keys.
 
-A fault is one line: the dotted key as it was typed, the value, and the remedy. For an unknown key the dictionary of other libraries'
-names answers first, then spelling, then a key of that name elsewhere; a wrong guess costs more than none. Pages of the documentation
-are made from the spec's classes and from the dictionary.
+A fault is one line: the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the
+dictionary of other libraries' names, then by spelling, then by its last parts elsewhere; a wrong suggestion is worse
+than none. Pages of the documentation are made from the spec's classes and the dictionary.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section that are looked into."""
+"""Levels of an unknown section that are searched."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
-    """Return one line per fault of a spec of that algorithm, at most FAULTS_SHOWN."""
+    """Return one line per fault of a spec for that algorithm, at most FAULTS_SHOWN."""
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
         lines += [line for line in _explain_one(item, str(algorithm)) if line not in lines]
-    left = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
-    more = [f"and {left} more faults"] if left > 0 else []
+    hidden = len(items) - FAULTS_SHOWN + max(0, len(lines) - FAULTS_SHOWN)
+    more = [f"and {hidden} more faults"] if hidden > 0 else []
     return "\n".join([*lines[:FAULTS_SHOWN], *more])
 
 
 def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") -> list[str]:
-    """Return the lines for a key that no section has; `value` is what stands there."""
+    """Return the lines for an unknown key with this `value`."""
     head = _typed(location)
     typed = _leaves(head, value)
-    found = {path: look_up(_without_indices(path)) for path in typed}
-    if any(found.values()) and not _misspelt_section(location, value):
+    entries = {path: look_up(_without_indices(path)) for path in typed}
+    if any(entries.values()) and not _misspelt_section(location, value):
         answers = {
-            path: _foreign(path, entry, algorithm) if entry else _own(location, path) for path, entry in found.items()
+            path: _foreign(path, entry, algorithm) if entry else _own(location, path) for path, entry in entries.items()
         }
         return [f"{path}: unknown key; {answer}" for path, answer in _once(answers).items()]
     path = typed[0] if len(typed) == 1 else head
@@ -61,13 +61,13 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     typed = typed if union is None else _typed(union)
     if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
-    if union is not None:  # one fault for each of its members: say what the key takes, once
+    if union is not None:  # pydantic reports one fault for each member of the union
         return [f"{typed}: has to be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
 
 
 def _union_above(location: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the position of the key of which pydantic names a union's member (`data.train.str`); None for others."""
+    """Return the location of the key if pydantic names a member of its union (`data.train.str`); else None."""
     for length in range(1, len(location)):
         key = keys().get(dotted(location[:length]))
         if key is not None and key.section is None and isinstance(location[length], str):
@@ -82,7 +82,7 @@ def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[st
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
-    """Return the clause for a name of another library, with our key for the algorithm, or for the one that `path` names."""
+    """Return the clause for another library's name, with our key for `algorithm`, or for the algorithm in `path`."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
@@ -98,16 +98,16 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
 
 def _own(location: tuple[Any, ...], path: str) -> str:
     section = dotted(location[:-1])
-    known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
-    known = known or keys_of("")
-    guesses = nearest(str(location[-1]), known) or _elsewhere(_without_indices(path))
+    names = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
+    names = names or keys_of("")
+    guesses = nearest(str(location[-1]), names) or _elsewhere(_without_indices(path))
     if guesses:
         return f"did you mean {_listed([repr(guess) for guess in guesses])}?"
-    return f"known keys: {', '.join(known)}"
+    return f"known keys: {', '.join(names)}"
 
 
 def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
-    """Return whether the key is near a section of ours that has all keys of `value`."""
+    """Return whether the key resembles one of our sections, and that section has all keys of `value`."""
     above = dotted(location[:-1])
     sections = [f"{above}.{near}" if above else near for near in nearest(str(location[-1]), keys_of(above))]
     below = [str(name) for name in value] if isinstance(value, dict) else []
@@ -115,13 +115,13 @@ def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Return the keys elsewhere in the spec that end as `path` does, in as many parts as possible."""
+    """Return the keys elsewhere in the spec that share the most last parts with `path`."""
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])
-        found = [known for known in keys() if known == ending or known.endswith(f".{ending}")]
-        if found:
-            return found if len(found) <= MAX_GUESSES else []
+        matches = [key for key in keys() if key == ending or key.endswith(f".{ending}")]
+        if matches:
+            return matches if len(matches) <= MAX_GUESSES else []
     return []
 
 
@@ -129,16 +129,16 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
     """Return the dotted names below an unknown key, at most FAULTS_SHOWN + 1."""
     if not isinstance(value, dict) or not value or levels == 0:
         return [path]
-    found: list[str] = []
+    leaves: list[str] = []
     for name, below in value.items():
-        if len(found) > FAULTS_SHOWN:
+        if len(leaves) > FAULTS_SHOWN:
             break
-        found += _leaves(f"{path}.{_part(name)}", below, levels - 1)
-    return found[: FAULTS_SHOWN + 1]
+        leaves += _leaves(f"{path}.{_part(name)}", below, levels - 1)
+    return leaves[: FAULTS_SHOWN + 1]
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return the answers with each text once, for the first path that has it and the number of others."""
+    """Return each distinct answer once, keyed by its first path and the number of others."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
@@ -182,7 +182,7 @@ _SIGNS = {
 
 
 def value_fault(key: str, item: Any) -> str:
-    """Return the clause for one of pydantic's faults at our dotted `key`, such as "has to be an integer"."""
+    """Return the clause for a pydantic fault at our dotted `key`, such as "has to be an integer"."""
     kind, value, context = str(item["type"]), item["input"], item.get("ctx", {})
     hint = _foreign_value(key, value)
     if key == "rewards" or key == f"rewards.{ITEM}":
@@ -207,7 +207,7 @@ def _with(clause: str, hint: str) -> str:
 
 
 def _foreign_value(key: str, value: Any) -> str:
-    """Return what to write for a value of another library; empty for a value that none has."""
+    """Return the replacement for another library's value; empty if there is none."""
     found = values().get(key, {})
     if not isinstance(value, str | int | float | None) or value not in found:
         return ""
@@ -216,7 +216,7 @@ def _foreign_value(key: str, value: Any) -> str:
 
 
 def _guess(key: str, value: Any) -> str:
-    """Return the choice that a misspelt one means, also one of a preset (`algorithm: dapo`)."""
+    """Return the suggestion for a misspelt choice, or for a preset (`algorithm: dapo`)."""
     if not isinstance(value, str):
         return ""
     if key == "algorithm" and value in _literals("loss_fn.preset"):
@@ -272,18 +272,18 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""More candidates than these are no guess."""
+"""With more candidates than these, none is suggested."""
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the names that `word` may mean, the best first; empty if none is near enough.
+def nearest(word: str, candidates: Iterable[str]) -> list[str]:
+    """Return the names that `word` may mean, best first; empty if none is close.
 
-    Near is: the same but for case and punctuation; few typing errors for its length; or all words of `word` occur, in their
-    order, among those of the name (`max_step` in `max_num_steps`).
+    A name is close if it differs only in case and punctuation, or by few typing errors for its length, or if it has all
+    parts of `word` in order (`max_step` in `max_num_steps`).
     """
     if len(word) > MAX_LETTERS:
         return []
-    names = list(known)
+    names = list(candidates)
     same = [name for name in names if _letters(name) == _letters(word)]
     if same:
         return same[:1]
@@ -297,20 +297,18 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def typing_errors(word: str) -> int:
-    """Return the typing errors at which a word of this length is still recognisable: none in three letters, one up to seven,
-    then one for each four."""
+    """Return the typing errors allowed for a word's length: none up to 3 letters, one up to 7, then one for each 4."""
     return 0 if len(word) <= 3 else max(1, len(word) // 4)
 
 
-def distance(one: str, other: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with their neighbour that turn `one` into `other`
-    (optimal string alignment)."""
+def distance(word: str, other: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap between two words (optimal string alignment)."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
+    for i, letter in enumerate(word, start=1):
         row = [i]
         for j, against in enumerate(other, start=1):
             best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != against))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
+            if i > 1 and j > 1 and letter == other[j - 2] and word[i - 2] == against:
                 best = min(best, before[j - 2] + 1)
             row.append(best)
         before, last = last, row
@@ -325,3 +323,76 @@ def _words_within(word: str, name: str) -> bool:
     """Return whether each part of `word` is a part of `name`, in order, with or without a plural s."""
     parts = iter(part.rstrip("s") for part in name.lower().split("_"))
     return all(part.rstrip("s") in parts for part in word.lower().split("_"))
+
+
+COLUMNS = 120
+
+CONFIGURATION = """\
+# Configuration
+
+Every key of a spec, with its type, its default and one sentence. `paceline spec --explain KEY` prints the same, and
+`paceline spec FILE` checks a spec and prints it with all defaults. This page is generated from the classes in
+`paceline/spec/` by `python -m paceline.services.cli.reference`.
+
+A spec is a YAML file of sections. Each key can be overridden on the command line by its dotted name:
+`paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
+
+After a key follows its name in NeMo RL and in TRL, if there is one. Units may differ:
+[foreign_names.md](foreign_names.md) says how, for more names and libraries.
+"""
+NAMES = """\
+# Names of other libraries
+
+The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unknown key is answered from this list, and
+`paceline import` uses it ([migration.md](migration.md)). This page is generated from `paceline/spec/foreign/` by
+`python -m paceline.services.cli.reference`. `.*` stands for every key below.
+"""
+
+
+def configuration() -> str:
+    """Return the page with every key of the spec."""
+    sections = {path: key for path, key in keys().items() if key.section is not None}
+    top = [key for path, key in keys().items() if "." not in path and key.section is None]
+    parts = [CONFIGURATION, "## Top level", _items(top)]
+    for path, section in sections.items():
+        below = [key for name, key in keys().items() if _directly_below(name, path) and key.section is None]
+        parts += [f"## {path}", _wrapped(section.description), _items(below)]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def foreign_names() -> str:
+    """Return the page with every name of the dictionary, by library."""
+    parts = [NAMES]
+    for library in TABLES:
+        entries = list(table(library).values())
+        title = entries[0].library or "Words of many libraries"
+        named = [_entry(entry) for entry in entries if entry.key]
+        without = [_entry(entry) for entry in entries if not entry.key]
+        parts += [f"## {title}", "\n".join(named), f"### {title}: no counterpart", "\n".join(without)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _directly_below(name: str, section: str) -> bool:
+    rest = name.removeprefix(f"{section}.").removeprefix("N.")
+    return name.startswith(f"{section}.") and "." not in rest
+
+
+def _items(found: list[Key]) -> str:
+    return "\n".join(_item(key) for key in found)
+
+
+def _item(key: Key) -> str:
+    default = "required" if key.default_text == "required" else f"default `{key.default_text}`"
+    names = "".join(f" {library}: `{name}`." for library, name in shown_names().get(key.path, {}).items())
+    return _wrapped(f"- `{key.path}` ({key.type_text}; {default}): {key.description}{names}", "  ")
+
+
+def _entry(entry: ForeignName) -> str:
+    if not entry.key:
+        return _wrapped(f"- `{entry.name}`: {entry.none}", "  ")
+    note = entry.note or entry.place
+    return _wrapped(f"- `{entry.name}`: `{entry.key}`{'; ' if note else ''}{note}", "  ")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.spec.run import RunSpec
 
 ITEM = "N"
-"""Part of a dotted key that stands for the index of a list item: `rewards.N.weight`."""
+"""Part of a dotted key that stands for a list index: `rewards.N.weight`."""
 
 _PLAIN = {
     int: "integer",
@@ -41,7 +41,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The sentence under the field; of a section without one, its class's."""
+        """The field's sentence; for a section without one, its class's."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
         return " ".join(text.split())
 
@@ -54,7 +54,7 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default as YAML; "required" where there is none, empty for a section."""
+        """The default as YAML; "required" if there is none, empty for a section."""
         if self.field.is_required():
             return "required"
         if self.section is not None:
@@ -77,7 +77,7 @@ def keys_of(section: str) -> list[str]:
 
 
 def dotted(location: tuple[Any, ...]) -> str:
-    """Return the dotted name of a position, with ITEM in place of indices."""
+    """Return the dotted name of a location, with ITEM in place of indices."""
     return ".".join(ITEM if isinstance(part, int) else str(part) for part in location)
 
 

@@ -1,11 +1,11 @@
-"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.faults`.
+"""Reads a `RunSpec` from YAML and dotted overrides; `paceline.spec.faults` explains faults.
 
-`load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
-are relative to that file, and folders that the run makes to the working directory; the resolved spec holds absolute
-ones, so that every service reads the same.
+`load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` does the work of `paceline submit`. Relative paths in a file
+are relative to that file, folders that the run makes to the working directory. The resolved spec holds absolute paths,
+so that every service reads the same.
 
-A whole configuration of another library that is taken for a spec is answered with `paceline import`. Whatever has to know all files
-of user code that a spec names (bundles, permitted folders, checks before a start) asks here.
+For another library's configuration in place of a spec, the error suggests `paceline import`. Bundles, permitted folders
+and checks before a start use `code_paths` for all files of user code in a spec.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MODEL_FIELDS = (
 """Models and tokenizers: folders, fsspec URLs, names on the hub, or `run:ID`."""
 PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
-"""Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
+"""Folders that a run makes, relative to the directory in which the spec is loaded."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
     """Return the spec in YAML file `path` with `overrides` ("section.key=value") applied.
 
-    Raises SpecError: no such file, not YAML, unknown key (with the nearest known one), wrong type, contradiction.
+    Raises SpecError for a missing file, invalid YAML, an unknown key (with the nearest), a wrong type, a contradiction.
     """
     tree = read_tree(path)
     for override in overrides:
@@ -60,7 +60,7 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """Return the sections of YAML file `path` as written. Raises SpecError: no such file, not YAML, too large."""
+    """Return the sections of YAML file `path` unchanged. Raises SpecError if it is missing, not YAML or too large."""
     path = Path(path)
     try:
         with open_regular(path) as file:
@@ -69,7 +69,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"cannot read the spec {str(path)[:200]!r}: {reason}; check the path") from None
     if len(content) > bounded_yaml.MAX_BYTES:
-        raise SpecError(f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in files of their own")
+        raise SpecError(f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in separate files")
     try:
         tree = yaml.safe_load(content.decode())
     except UnicodeDecodeError as error:
@@ -81,7 +81,9 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if excess := bounded_yaml.excess(tree):
         raise SpecError(f"{path} {excess}")
     if not isinstance(tree, dict):
-        raise SpecError(f"{path} holds {type(tree).__name__}, a spec is a mapping of sections{hint_by_suffix(path)}")
+        raise SpecError(
+            f"{path} holds {type(tree).__name__}, but a spec is a mapping of sections{hint_by_suffix(path)}"
+        )
     return tree
 
 
@@ -95,26 +97,25 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
 
 
 def submitted_spec(text: str) -> RunSpec:
-    """Return the spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
+    """Return the spec in YAML `text` from a client, within the limits of `bounded_yaml`. Raises SpecError."""
     spec = parse_spec(_mapping(bounded_yaml.load(text)))
     _check_paths(spec)
     return spec
 
 
 def _check_paths(spec: RunSpec) -> None:
-    """Raises SpecError for a path that no file system takes."""
+    """Raise SpecError for a path that no file system accepts."""
     paths = {f"{section}.{key}": getattr(getattr(spec, section), key) for section, key in PATH_FIELDS}
     paths |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(spec.rewards)}
     for name, value in paths.items():
         for path in value if isinstance(value, tuple) else (value,):
             if path is None or (len(path) <= MAX_PATH and path.isprintable()):
                 continue
-            raise SpecError(f"{name} is {path[:80]!r}: not a path of {MAX_PATH} printable characters at most")
+            raise SpecError(f"{name} is {path[:80]!r}, not a path of at most {MAX_PATH} printable characters")
 
 
 def spec_from_yaml(text: str) -> RunSpec:
-    """Return the spec in YAML `text` of a run that was accepted, as the ledger holds it and as it travels to
-    the workers. Raises SpecError."""
+    """Return the spec in YAML `text` of an accepted run, from the ledger or a message to workers. Raises SpecError."""
     return parse_spec(_tree_of(text))
 
 
@@ -123,20 +124,20 @@ def _tree_of(text: str) -> dict[str, Any]:
         tree = yaml.load(text, bounded_yaml.StepwiseLoader)
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
-    except (ValueError, OverflowError, RecursionError) as error:  # what Python cannot hold
+    except (ValueError, OverflowError, RecursionError) as error:  # a value that Python cannot represent
         raise SpecError(f"the spec has a value that cannot be read: {error}") from None
     return _mapping(tree)
 
 
 def _mapping(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise SpecError(f"the spec is {type(tree).__name__}, it has to be a mapping of sections")
+        raise SpecError(f"the spec is {type(tree).__name__}, but it has to be a mapping of sections")
     return tree
 
 
 def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
-    """Return the spec of a run that was accepted, perhaps by another version, and a warning for the keys, and the kinds of trackers,
-    that this version does not know. The ledger keeps them. Raises SpecError for a spec that cannot be read without them."""
+    """Return the spec of a run accepted by any version, and a warning about the keys and the kinds of trackers that
+    this version does not know; the ledger keeps them. Raises SpecError if the spec is invalid without them."""
     try:
         return spec_from_yaml(text), []
     except SpecError:
@@ -145,11 +146,11 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
         if not unknown:
             raise
     keys = ", ".join(unknown)
-    return parse_spec(tree), [f"this version does not know {keys} of the run's spec and goes on without"]
+    return parse_spec(tree), [f"this version does not know {keys} of the run's spec and ignores them"]
 
 
 def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
-    """Call `spec_from_ledger` for the record of that run. Raises SpecError that names the run and the remedy."""
+    """Return `spec_from_ledger` for a run. The SpecError names the run and the remedy."""
     try:
         return spec_from_ledger(text)
     except SpecError as error:
@@ -161,17 +162,17 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
-    """Remove from `tree` the keys that no field has, and trackers of a kind that there is not; return them, dotted."""
+    """Remove from `tree` unknown keys and unknown kinds of trackers; return them, dotted."""
     try:
         RunSpec.model_validate(tree)
     except ValidationError as error:
         removed = []
-        # From the last to the first, so that positions in lists stay.
+        # last to first, so that list indices stay valid
         for item in reversed(error.errors()):
             if item["loc"][:2] == ("logger", "trackers") and item["loc"][3:] == ("kind",):
                 item = {"type": "extra_forbidden", "loc": item["loc"][:3]}
             if item["type"] == "extra_forbidden":
-                with contextlib.suppress(KeyError, IndexError, TypeError):  # a position that the tree does not have
+                with contextlib.suppress(KeyError, IndexError, TypeError):  # a location that the tree does not have
                     node: Any = tree
                     for part in item["loc"][:-1]:
                         node = node[part]
@@ -183,14 +184,14 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 def spec_to_yaml(spec: RunSpec) -> str:
     """Return the resolved spec, defaults included."""
-    # libyaml's where it exists: the plain one takes seconds for a megabyte and blocks other threads meanwhile.
+    # libyaml if available: the Python one takes seconds for a megabyte and blocks other threads.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
     return text
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in `tree`; the value is read as YAML, list items by index. Raises SpecError."""
+    """Set `a.b.c=value` in `tree`; the value is parsed as YAML, list items are addressed by index. Raises SpecError."""
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
         raise SpecError(f"override {override!r} has to look like section.key=value")
@@ -224,7 +225,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _below_value(override: str, key: str) -> SpecError:
-    """Return the error for an override below a plain value, which is a section in another library."""
+    """Return the error for an override below a plain value that is a section in another library."""
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
@@ -263,7 +264,7 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _path_errors(value: str) -> Iterator[None]:
-    """Raise SpecError for what no file system takes as a path, or has no home directory for."""
+    """Raise SpecError for a path that no file system accepts, or whose home directory is unknown."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -285,7 +286,7 @@ def _absolute_code(code: Any, base: Path) -> Any:
 
 
 def _absolute(value: str, base: Path) -> str:
-    """Return a path relative to `base` as an absolute one, and any other string (a name on the hub) unchanged."""
+    """Return a path relative to `base` as an absolute one; any other string (a name on the hub) unchanged."""
     with _path_errors(value):
         is_glob = glob.has_magic(value) and "://" not in value and any(glob.iglob(str(base / value)))
         if value.startswith(("./", "../", "~")) or (base / value).exists() or is_glob:
@@ -294,7 +295,7 @@ def _absolute(value: str, base: Path) -> str:
 
 
 def _absolute_output(value: str) -> str:
-    """Return a folder relative to the working directory as an absolute path, and a URL unchanged."""
+    """Return a folder relative to the working directory as an absolute path; a URL unchanged."""
     with _path_errors(value):
         return value if not value or "://" in value else os.path.abspath(Path(value).expanduser())
 
@@ -310,32 +311,32 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
 
 
 COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-rl"}
-"""Name of the library for `paceline import`, by the table of its names."""
+"""Library's name for `paceline import`, by the table of its names."""
 SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
-"""Libraries whose configurations are no YAML, by the file's suffix."""
+"""Libraries whose configurations are not YAML, by file suffix."""
 MIN_KEYS = 3
-"""Keys of a library, and not ours, from which on the file is taken for a configuration of it."""
+"""Keys of a library that are not ours, from which a file counts as its configuration."""
 MAX_KEYS = 1000
 COMMON_PREFIX = "actor_rollout_ref."
-"""Beginning of names that the tables may leave out."""
+"""Prefix that the tables may leave out."""
 
 
 def import_hint(path: Path, tree: dict[str, Any]) -> str:
-    """Return the sentence that names `paceline import`; empty for a spec of ours, mistakes included."""
+    """Return the sentence that suggests `paceline import`; empty for a spec of ours, even with mistakes."""
     foreign = [name for name in islice(_walk("", tree), MAX_KEYS) if name not in keys()]
-    found = {
+    counts = {
         library: sum(not table(library).keys().isdisjoint((name, name.removeprefix(COMMON_PREFIX))) for name in foreign)
         for library in COMMANDS
     }
-    library = max(found, key=lambda each: found[each])
-    if found[library] < MIN_KEYS:
+    library = max(counts, key=lambda each: counts[each])
+    if counts[library] < MIN_KEYS:
         return ""
     whose = next(iter(table(library).values())).library
-    return f"{path} has {found[library]} keys of {whose}: `paceline import {COMMANDS[library]} {path}` writes a spec from it"
+    return f"{path} has {counts[library]} keys of {whose}: `paceline import {COMMANDS[library]} {path}` writes a spec from it"
 
 
 def hint_by_suffix(path: Path) -> str:
-    """Return the sentence for a file that is no YAML by its suffix; empty for others."""
+    """Return the sentence for a file that is not YAML by its suffix; empty for others."""
     library = SUFFIXES.get(path.suffix)
     return f"; `paceline import {library} {path}` writes a spec from it" if library else ""
 
@@ -349,7 +350,7 @@ def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
 
 
 def code_paths(spec: RunSpec) -> dict[str, str]:
-    """Return each `file:name` of a spec by its field. Built-in functions have no file."""
+    """Return each `file:name` of a spec by field. Built-in functions have no file."""
     named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
     environment = spec.environment
     for name, each in environment.classes.items():

@@ -1,6 +1,6 @@
-"""`RunSpec`: one training job, and the rules that no section can check alone.
+"""`RunSpec`: one training job, and the rules that span several sections.
 
-`evaluation`: how `paceline eval` asks a model, and the groups of problems that it reports. Runs do not read it.
+`evaluation` sets how `paceline eval` queries a model, and the groups of problems that it reports. Runs do not read it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ CONTINUATION_NAMES = frozenset({"letter", "choice"})
 
 
 class EvaluationSection(Section):
-    """Form of an evaluation outside of runs. `paceline eval` alone reads it."""
+    """Form of an evaluation outside of runs. Only `paceline eval` reads it."""
 
     method: Literal["sample", "choose", "prefer"] = "sample"
     """`sample`: the model writes completions, which the reward functions score. `choose`: the answer is the one of
-    `data.choices` whose continuation has the highest log-probability, and a second one counts that per character; the reward
-    functions read its letter. `prefer`: the reward functions score `data.chosen_key` and `data.rejected_key`, and the metric
-    is how often the chosen one is above; --model is the reward model."""
+    `data.choices` whose continuation has the highest log-probability (a second metric divides that by characters),
+    and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
+    `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
     continuation: str = " {choice}"
-    """Text after the prompt of which `choose` takes the log-probability: `{choice}` is the answer's text, `{letter}` its letter."""
+    """Text whose log-probability `choose` takes after the prompt: `{choice}` is the answer, `{letter}` its letter."""
     group_by: tuple[str, ...] = ()
-    """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the best and
-    the worst one, which `paceline gate --max` can bound."""
+    """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
+    best and the worst one, which `paceline gate --max` can bound."""
 
     @field_validator("continuation")
     @classmethod
@@ -64,7 +64,7 @@ Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation", "
 
 
 class RunSpec(Section):
-    """One training job. Submitted once, checked whole, written beside the run as it was resolved."""
+    """One training job: submitted once, checked as a whole, and written beside the run in resolved form."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
     """Name for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
@@ -97,12 +97,12 @@ class RunSpec(Section):
     logger: LoggerSection = LoggerSection()
     cluster: ClusterSection = ClusterSection()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Place in the coordinator's queue: of the runs that wait, the one of the highest priority starts first, of equal ones
-    the oldest. A run of a higher priority than the one that trains takes its place: that run writes a checkpoint, and
-    goes on later."""
+    """Priority in the coordinator's queue: of the waiting runs, the one with the highest priority starts first, among
+    equal ones the oldest. A run with a higher priority than the running one replaces it: that run writes a
+    checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours of training after which the run ends in good order, with its last steps trained, checkpoint and export
-    written; waiting in the queue and pauses do not count. None: it trains max_num_steps."""
+    """Hours of training after which the run ends as completed: its last steps are trained, checkpoint and export
+    written. Waiting in the queue and pauses do not count. None: it trains max_num_steps."""
 
     @property
     def algorithm_section(self) -> AlgorithmSection:
@@ -117,13 +117,13 @@ class RunSpec(Section):
 
     @property
     def examples(self) -> ExamplesSection | None:
-        """The section of an algorithm that trains on a data set's examples; None for one that samples."""
+        """The section of an algorithm that trains on examples of a data set; None for one that samples."""
         section = self.algorithm_section
         return section if isinstance(section, ExamplesSection) else None
 
     @property
     def trains_traces(self) -> bool:
-        """Return whether the run trains on recorded completions, by the policy loss."""
+        """Return whether the run trains on recorded completions with the policy loss."""
         return self.algorithm_section.uses_policy_loss
 
     @property
@@ -137,7 +137,7 @@ class RunSpec(Section):
         return (self.examples or self.grpo).max_num_epochs
 
     def with_steps_of_epochs(self, num_rows: int) -> RunSpec:
-        """Return the spec with the run's steps, where its epochs over `num_rows` rows end before max_num_steps. Raises
+        """Return the spec with fewer steps if its epochs over `num_rows` rows end before max_num_steps. Raises
         SpecError for settings that need more steps."""
         section = self.examples or self.grpo
         if section.max_num_epochs is None:
@@ -162,17 +162,17 @@ class RunSpec(Section):
 
     @property
     def has_scoring_head(self) -> bool:
-        """Return whether the trained model returns scores in place of tokens."""
+        """Return whether the trained model returns scores instead of tokens."""
         return self.algorithm_section.scoring_head
 
     @property
     def frozen_policy(self) -> PolicySection | None:
-        """The model that the policy is compared with: a teacher, or the policy as it was; None without one."""
+        """The model with which the policy is compared: a teacher, or the initial policy; None without one."""
         return self.algorithm_section.frozen_policy(self.policy, self.loss_fn)
 
     @property
     def value_policy(self) -> PolicySection | None:
-        """The model that the value model starts from; None without one."""
+        """The model from which the value model starts; None without one."""
         name = self.value.model_name or self.policy.model_name
         return self.policy.model_copy(update={"model_name": name}) if self.uses_value_model else None
 
@@ -183,13 +183,12 @@ class RunSpec(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether `frozen_policy` is another model than the policy."""
+        """Return whether `frozen_policy` is a different model from the policy."""
         return self.algorithm_section.has_teacher
 
     @property
     def pool_serves_reference(self) -> bool:
-        """Return whether the reward pool runs `frozen_policy`, so that the learner gets its log-probabilities with
-        the batch."""
+        """Return whether the reward pool runs `frozen_policy`, which then sends log-probabilities with the batch."""
         return self.algorithm_section.pool_serves_reference(self.loss_fn)
 
     @property
@@ -204,13 +203,13 @@ class RunSpec(Section):
 
     @property
     def prompts_have_tools(self) -> bool:
-        """Return whether the chat template gets the tools of a sampled prompt's row; an environment has its own."""
+        """Return whether the chat template gets the tools in a sampled prompt's row; an environment has its own tools."""
         return self.samples and not self.environment.is_used
 
     @property
     def rewards_decide_advantages(self) -> bool:
-        """Return whether a group of completions with equal rewards has no advantage: not where completions are not compared
-        with their group, nor with a KL in the reward."""
+        """Return whether a group whose rewards are equal has no advantage: false if completions are not compared with
+        their group, or a KL is part of the reward."""
         return self.grpo.advantage not in WITHOUT_GROUP and not self.loss_fn.use_kl_in_reward
 
     @property
@@ -232,7 +231,7 @@ class RunSpec(Section):
         )
 
     def _without_filter(self) -> str:
-        """Return a warning if groups of equal rewards are to be dropped whose advantages are not 0."""
+        """Return a warning if groups of equal rewards are to be dropped although their advantages are not 0."""
         if self.rewards_decide_advantages or not self.grpo.use_dynamic_sampling:
             return ""
         return (
@@ -241,7 +240,7 @@ class RunSpec(Section):
         )
 
     def _unread(self) -> str:
-        """Return a warning that names the sections that are set and that the algorithm does not read."""
+        """Return a warning that names the set sections that the algorithm does not read."""
         of_samples = ("rewards", "grpo", "async_grpo", "loss_fn", "value")
         read = {self.algorithm, *(of_samples if self.samples else ["loss_fn"] if self.trains_traces else [])}
         names = [name for name in (*of_samples, *get_args(Algorithm)) if name not in read]
@@ -250,7 +249,7 @@ class RunSpec(Section):
         if not ignored:
             return ""
         return (
-            f"algorithm {self.algorithm} does not read {', '.join(ignored)}, which the spec sets; remove what is not meant, or set "
+            f"algorithm {self.algorithm} does not read {', '.join(ignored)}, which the spec sets; remove them, or set "
             "another algorithm"
         )
 
@@ -265,7 +264,7 @@ class RunSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _reward_by_environment(cls, values: Any) -> Any:
-        """Let the environment's own reward be the only one where the spec names none."""
+        """Make the environment's own reward the only one if the spec names none."""
         if not isinstance(values, dict) or values.get("rewards"):
             return values
         section = values.get("environment")
@@ -329,7 +328,7 @@ class RunSpec(Section):
             )
 
     def _check_best_metric(self) -> None:
-        """Raise ValueError where a checkpoint would have no value of the metric, because it could never be the best."""
+        """Raise ValueError if a checkpoint would lack the metric's value, because it could never be the best."""
         save, metric = self.checkpointing, self.checkpointing.metric_name
         if metric is None or not metric.startswith("val:"):
             return
@@ -384,8 +383,8 @@ class RunSpec(Section):
             return
         if self.has_scoring_head:
             raise ValueError(
-                f"policy.lora_cfg.enabled true with algorithm {self.algorithm}: the score head is new and would stay as it was "
-                "drawn; train the reward model whole"
+                f"policy.lora_cfg.enabled true with algorithm {self.algorithm}: the score head is new and would keep its random "
+                "values; train the reward model whole"
             )
         if self.syncs_reference:
             raise ValueError(

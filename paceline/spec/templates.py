@@ -1,6 +1,6 @@
-"""Texts with the names of columns in braces. Pure.
+"""Fills texts that have names of columns in braces. Pure.
 
-Promise: a value is put in once and never read as a template again, so a value that holds `{answer}` stays as it is.
+Promise: an inserted value is never read as a template again, so a value that holds `{answer}` stays unchanged.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def placeholders(template: str) -> set[str]:
-    """Return the names in braces: `{prompt}` is `prompt`. Other braces are text."""
+    """Return the names in braces: `prompt` for `{prompt}`. Other braces are text."""
     return set(PLACEHOLDER.findall(template))
 
 
 def fill(template: str, values: Mapping[str, Any], write: Callable[[Any], str] = str) -> str:
-    """Return the template with the values in place of their names, as `write` writes them; names without a value stay."""
+    """Return the template with each name replaced by its value, formatted by `write`; names without a value stay."""
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
@@ -28,5 +28,5 @@ def fill(template: str, values: Mapping[str, Any], write: Callable[[Any], str] =
 
 
 def as_lines(value: Any) -> str:
-    """Return text as it is, and each entry of a list on its own line."""
+    """Return text unchanged, and a list with each entry on its own line."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,1 +1,1 @@
-"""Certificates: identities, a certificate authority, the folder that a process reads them from, and channels that use them."""
+"""Certificates: identities, a certificate authority, the folder of a process, and channels that use them."""

@@ -1,10 +1,10 @@
 """A certificate authority in a folder, and the certificates that it issues.
 
     FOLDER/ca.crt, ca.key          the authority; its key stays with the operator
-    FOLDER/NAME/tls.crt, tls.key   a certificate; with ca.crt beside it this folder is what a process gets (`--tls-dir`)
+    FOLDER/NAME/tls.crt, tls.key   a certificate; with ca.crt this folder is what a process gets (`--tls-dir`)
 
-Keys are on the curve P-256 and have mode 0600. A file appears whole under its name, or not at all. Promise: an authority is never
-written over, and a renewed certificate has the name, role and hosts of the one before.
+Keys are on the curve P-256 and have mode 0600. A file appears whole or not at all. Promise: an authority is never
+overwritten, and a renewed certificate keeps its name, role and hosts.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.tls.certificates import ROLES, WORKER, WORKER_HOST, Certificate, read_certificate
 
 CERTIFICATE, KEY, AUTHORITY, AUTHORITY_KEY = "tls.crt", "tls.key", "ca.crt", "ca.key"
-"""Names of the files: those of cert-manager's secrets."""
+"""File names as in cert-manager's secrets."""
 AUTHORITY_DAYS, CERTIFICATE_DAYS = 3650.0, 30.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
-"""Hosts of every certificate: on this host a process may be reached by loopback."""
+"""Hosts of every certificate, because on its own host a process may be reached by loopback."""
 SKEW = timedelta(minutes=5)
-"""A certificate begins this long before it is issued, because clocks of hosts differ."""
+"""Certificates are valid from this long before they are issued, because clocks of hosts differ."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 
 
 def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
-    """Make an authority in a folder. Raises Conflict where one is."""
+    """Make an authority in a folder. Raises Conflict if it has one."""
     for name in (AUTHORITY, AUTHORITY_KEY):
         if (folder / name).exists():
-            raise Conflict(f"{folder / name} is there already; certificates of another authority need another folder")
+            raise Conflict(
+                f"{folder / name} already exists; use another folder for the certificates of another authority"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    # The number keeps two authorities apart, which verifiers find by their names.
+    # The number distinguishes authorities, which verifiers find by name.
     subject = _name(f"paceline {x509.random_serial_number() & 0xFFFFFFFF:08x}")
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     certificate = (
@@ -60,25 +62,26 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
 
 
 def issue(folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS) -> Path:
-    """Issue a certificate with a new key and return its folder. `hosts` are the DNS names and IP addresses by which others reach
-    the process, beside those of this host. Raises InvalidInput, NotFound without an authority, Conflict for a name that is taken."""
+    """Issue a certificate with a new key and return its folder. `hosts` are the DNS names and IP addresses at which
+    others reach the process, in addition to those of this host. Raises InvalidInput, NotFound without an authority,
+    Conflict for a name that is in use."""
     if not NAME.fullmatch(name):
         raise InvalidInput(f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     if (folder / name / CERTIFICATE).exists():
-        raise Conflict(f"{folder / name} has a certificate already; `paceline certs renew {folder} {name}` renews it")
+        raise Conflict(f"{folder / name} already has a certificate; `paceline certs renew {folder} {name}` renews it")
     return _issue(folder, name, role, hosts, days)
 
 
 def renew(folder: Path, name: str, days: float | None = None) -> Path:
-    """Issue a certificate anew, with another key, and return its folder; without `days` for as long as the one before. Raises
-    NotFound, InvalidInput."""
+    """Renew a certificate with a new key and return its folder; `days` defaults to those before. Raises NotFound,
+    InvalidInput."""
     path = folder / name / CERTIFICATE
     if not path.is_file():
         raise NotFound(f"{path} is not there; `paceline certs issue {folder} {name} --role ROLE` makes it")
     before = read_certificate(path.read_bytes())
     lasted_days = (before.ends - before.begins - SKEW) / timedelta(days=1)
     if len(before.organizations) != 1:
-        raise InvalidInput(f"{path} gives {len(before.organizations)} roles; it has to be one")
+        raise InvalidInput(f"{path} gives {len(before.organizations)} roles; issue a certificate with one")
     return _issue(folder, name, before.organizations[0], before.hosts, days or lasted_days)
 
 
@@ -90,7 +93,7 @@ def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
 
 def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float) -> Path:
     if role not in ROLES:
-        raise InvalidInput(f"{role[:80]!r} is no role; it has to be one of {', '.join(ROLES)}")
+        raise InvalidInput(f"{role[:80]!r} is not a role; use one of {', '.join(ROLES)}")
     authority, authority_key = _authority(folder)
     common = (*LOCAL, WORKER_HOST) if role == WORKER else LOCAL
     names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys((*common, *hosts))])
@@ -114,12 +117,12 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
             f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, its authority only until "
             f"{authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
         )
-    own = folder / name
-    own.mkdir(exist_ok=True)
-    _write(own / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
-    _write(own / KEY, _pem_of_key(key), 0o600)
-    _write(own / CERTIFICATE, certificate.public_bytes(Encoding.PEM), 0o644)
-    return own
+    issued_folder = folder / name
+    issued_folder.mkdir(exist_ok=True)
+    _write(issued_folder / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
+    _write(issued_folder / KEY, _pem_of_key(key), 0o600)
+    _write(issued_folder / CERTIFICATE, certificate.public_bytes(Encoding.PEM), 0o644)
+    return issued_folder
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
@@ -173,7 +176,7 @@ def _pem_of_key(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file; it has its mode from the beginning."""
+    """Replace a file, which has its mode from the start."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

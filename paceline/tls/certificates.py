@@ -1,8 +1,8 @@
-"""The content of certificates: whom one names, for what addresses and how long it is valid.
+"""Reads certificates: the holder, its role, the addresses and the time of validity.
 
-A certificate names a process or a person by its common name and gives the role as its organization (`CN=rollout-0, O=worker`), as
-certificates of cert-manager do with `subject.organizations`. Nothing here decides whether a certificate is to be trusted: TLS has
-verified the chain before.
+A certificate names a process or a person by its common name and gives the role as its organization (`CN=rollout-0,
+O=worker`), as cert-manager's certificates do with `subject.organizations`. Nothing here decides whether to trust a
+certificate, because TLS has already verified the chain.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 ROLES = ("viewer", "submitter", "operator", "worker", "scraper", "coordinator")
-"""Roles that a certificate can give. A coordinator's certificate gives it no right at another service."""
+"""Roles that a certificate can give. A coordinator's certificate gives no right at another service."""
 WORKER = "worker"
 WORKER_HOST = "worker.paceline.internal"
-"""Name in every worker's certificate, by which other workers verify it: pods have addresses that no certificate lists."""
+"""Name in every worker's certificate by which other workers verify it, because addresses of pods are not listed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Certificate:
     """Common name; empty without one."""
     organizations: tuple[str, ...]
     hosts: tuple[str, ...]
-    """DNS names and IP addresses that it is valid for."""
+    """DNS names and IP addresses for which it is valid."""
     issuer: str
     """Common name of its issuer."""
     begins: datetime
@@ -48,7 +48,7 @@ class Certificate:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds for which it is still valid; negative once it has expired."""
+        """Return the seconds until it expires; negative afterwards."""
         return (self.ends - datetime.now(UTC)).total_seconds()
 
     @property
@@ -58,44 +58,44 @@ class Certificate:
 
 
 def identity_of(pem: bytes | str) -> Identity:
-    """Return the name and the role that the first certificate of a PEM text gives. Raises InvalidInput for a text that is no
-    certificate, and for a certificate without a common name or without exactly one organization that is a role."""
+    """Return the name and the role in the first certificate of a PEM text. Raises InvalidInput for any other text, and
+    for a certificate without a common name or with other than exactly one organization, which is a role."""
     certificate = read_certificate(pem)
     if not certificate.name:
         raise InvalidInput("the certificate has no common name (CN), which is the name of its holder")
     if len(certificate.organizations) != 1 or certificate.organizations[0] not in ROLES:
         has = ", ".join(certificate.organizations)[:200] or "none"
         raise InvalidInput(
-            f"the certificate of {certificate.name[:64]!r} has the organizations (O): {has}; it has to have one, its role: "
+            f"the certificate of {certificate.name[:64]!r} has the organizations (O): {has}; it must have one, its role: "
             f"{', '.join(ROLES)}"
         )
     return Identity(certificate.name, certificate.organizations[0])
 
 
 def read_certificate(pem: bytes | str) -> Certificate:
-    """Return what the first certificate of a PEM text says. Raises InvalidInput for a text that has none."""
+    """Return the first certificate of a PEM text. Raises InvalidInput for a text that has none."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.x509.oid import NameOID
 
     try:
-        found = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
+        certificate = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
         return Certificate(
-            name=_first(found.subject, NameOID.COMMON_NAME),
+            name=_first(certificate.subject, NameOID.COMMON_NAME),
             organizations=tuple(
-                str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+                str(part.value) for part in certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
             ),
-            hosts=_hosts(found),
-            issuer=_first(found.issuer, NameOID.COMMON_NAME),
-            begins=found.not_valid_before_utc,
-            ends=found.not_valid_after_utc,
-            serial=found.serial_number,
+            hosts=_hosts(certificate),
+            issuer=_first(certificate.issuer, NameOID.COMMON_NAME),
+            begins=certificate.not_valid_before_utc,
+            ends=certificate.not_valid_after_utc,
+            serial=certificate.serial_number,
         )
-    except (  # some parts are decoded when they are asked for
+    except (  # some parts are decoded on access
         *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),
         *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
     ) as error:
-        raise InvalidInput(f"this is no certificate in PEM format: {error}") from None
+        raise InvalidInput(f"this is not a certificate in PEM format: {error}") from None
 
 
 def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""gRPC channels that verify the server and present this process's certificate, or are plain where there is no folder.
+"""gRPC channels that verify the server and present this process's certificate; without a folder they are plain.
 
-A channel keeps the certificate that it was opened with. So `RenewedChannel` opens another one for the calls that begin after the
-files have changed; calls under way end on the old one.
+A channel keeps the certificate with which it was opened, so `RenewedChannel` opens another one for calls that begin
+after the files have changed; calls under way end on the old one.
 
-Of a TLS connection that failed gRPC reports only that there is none. So `why_no_channel` makes a second one by Python's ssl, whose
-errors name the cause. Promise: it sends nothing but a handshake, and takes `LIMIT_S` at most.
+gRPC does not report why a TLS connection failed, so `why_no_channel` makes a second one with Python's ssl, whose errors
+name the cause. Promise: it sends nothing but a handshake, and takes at most `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     import grpc
 
 MAX_OLD = 2
-"""Channels with earlier certificates whose calls may still be under way; the one before them is closed."""
+"""Largest number of channels with earlier certificates whose calls may still be under way; older ones are closed."""
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel. The server has to have a certificate of the authority for the host that was dialled."""
+    """Return the credentials of a channel. The server must have a certificate from the authority for the dialled host."""
     import grpc
 
     return grpc.ssl_channel_credentials(material.authority, material.key or None, material.certificate or None)
 
 
 def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None = None) -> grpc.Channel:
-    """Return a channel with the certificates of now. Raises InvalidInput for a folder that cannot be read."""
+    """Return a channel with the current certificates. Raises InvalidInput for a folder that cannot be read."""
     import grpc
 
     folder = folder or tls_folder()
@@ -47,7 +47,7 @@ def open_plain_or_tls(address: str, options: Any = (), folder: TlsFolder | None 
 
 
 def open_aio_channel(address: str, options: Any = (), folder: TlsFolder | None = None) -> grpc.aio.Channel:
-    """Return a channel for asyncio with the certificates of now. Raises InvalidInput for a folder that cannot be read."""
+    """Return an asyncio channel with the current certificates. Raises InvalidInput for a folder that cannot be read."""
     import grpc
 
     folder = folder or tls_folder()
@@ -60,14 +60,14 @@ class RenewedChannel:
     """The part of a channel that stubs use; each call begins on a channel with the newest certificates."""
 
     def __init__(self, opened: Callable[[], Any], folder: TlsFolder | None = None):
-        """`opened` opens a channel, of either kind. Raises InvalidInput for a folder that cannot be read."""
+        """`opened` opens a channel of either kind. Raises InvalidInput for a folder that cannot be read."""
         self._opened, self._folder = opened, folder or tls_folder()
         self._material = self._folder.read() if self._folder is not None else None
         self._channels = [opened()]
         self._is_closed, self._lock = False, threading.Lock()
 
     def close(self, *grace: float | None) -> Any:
-        """End all running calls. Of asyncio's channels, return the awaitable of the newest; the others end with their last call."""
+        """End all running calls. Return an asyncio channel's awaitable; older channels end with their last call."""
         self._is_closed = True
         *old, newest = self._channels
         for channel in old:
@@ -76,12 +76,12 @@ class RenewedChannel:
 
     @staticmethod
     def _end(channel: Any) -> None:
-        """Close a channel; one of asyncio, whose `close` is to be awaited, closes when nothing refers to it."""
+        """Close a channel. An asyncio channel, whose `close` is a coroutine, closes when it is no longer referenced."""
         if not inspect.iscoroutinefunction(channel.close):
             channel.close()
 
     def _method(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that is made once for each channel."""
+        """Return a call that is created once for each channel."""
         newest = self._channels[-1]
         call = getattr(newest, kind)(*method, **how)
 
@@ -114,8 +114,7 @@ LIMIT_S = 3.0
 
 
 def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
-    """Return why TLS, or its absence, keeps this process from the gRPC server at "host:port"; empty where it does not, also
-    where nothing listens there. Blocks."""
+    """Return how TLS, or its lack, bars this process from the gRPC server at "host:port"; else empty. Blocks."""
     host, _, port = address.rpartition(":")
     folder = folder or tls_folder()
     try:
@@ -138,14 +137,14 @@ def _fault_without_tls(address: str, connection: socket.socket) -> str:
     context.set_alpn_protocols(["h2"])
     try:
         with context.wrap_socket(connection):
-            return f"the server at {address} speaks TLS; give the folder with its authority's ca.crt as --tls-dir"
+            return f"the server at {address} uses TLS; give the folder with its authority's ca.crt as --tls-dir"
     except OSError:
         return ""
 
 
 def _fault(address: str, host: str, connection: socket.socket, material: Material, path: Path) -> str:
-    if material.certificate and (own := read_certificate(material.certificate)).left_s < 0:
-        return f"this process's certificate {path / 'tls.crt'} has expired on {own.ends:%Y-%m-%d %H:%M} UTC; renew it"
+    if material.certificate and (presented := read_certificate(material.certificate)).left_s < 0:
+        return f"this process's certificate {path / 'tls.crt'} has expired on {presented.ends:%Y-%m-%d %H:%M} UTC; renew it"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = ResetSafeSocket
     context.load_verify_locations(cadata=material.authority.decode())
@@ -160,20 +159,20 @@ def _fault(address: str, host: str, connection: socket.socket, material: Materia
         return f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, host, path)}"
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"):
-            return f"the server at {address} speaks no TLS; start it with --tls-dir, or leave out --tls-dir here"
+            return f"the server at {address} does not use TLS; start it with --tls-dir, or leave out --tls-dir here"
     except ConnectionResetError:
         pass
     except TimeoutError:
         return ""
     if not material.certificate:
         return (
-            f"the server at {address} takes connections with a client certificate alone, and {path} has no tls.crt; name the "
+            f"the server at {address} requires a client certificate, and {path} has no tls.crt; name the "
             "coordinator's --people-port, or issue a certificate"
         )
-    own = read_certificate(material.certificate)
+    presented = read_certificate(material.certificate)
     return (
-        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by {own.issuer!r}; it has to "
-        "be of the authority that the server trusts"
+        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {presented.name!r}, issued by {presented.issuer!r}; use one "
+        "of the authority that the server trusts"
     )
 
 
@@ -182,4 +181,4 @@ def _remedy(error: ssl.SSLCertVerificationError, host: str, path: Path) -> str:
         return f"issue it with --host {host}"
     if error.verify_code in (9, 10):  # not valid yet, expired
         return "renew it on the server's host, and compare the clocks"
-    return f"it has to be of the authority in {path / 'ca.crt'}"
+    return f"use one of the authority in {path / 'ca.crt'}"

@@ -1,10 +1,10 @@
-"""The folder that a process reads its certificate, key and authority from, anew whenever they change.
+"""The folder from which a process reads its certificate, key and authority, again whenever they change.
 
-    ca.crt             certificates of the authorities that are trusted
+    ca.crt             certificates of the trusted authorities
     tls.crt, tls.key   the process's certificate with its chain, and the key; a person with a token has neither
 
-cert-manager's secrets have these names. Files may be replaced at any time, one after the other: until key and certificate fit each
-other the process goes on with those that it read before, and says so. Any thread.
+cert-manager's secrets have these names. Files may be replaced at any time, one after the other: until key and
+certificate match, the process keeps those that it read before, and logs a warning. Safe to use from any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.files.whole_file import file_stamp
 from paceline.rate_limited_log import RateLimitedLog
 
 VARIABLE = "PACELINE_TLS_DIR"
-"""Environment variable with the folder, which stands for `--tls-dir`; without it nothing is encrypted."""
+"""Environment variable with the folder, an alternative to `--tls-dir`; without either nothing is encrypted."""
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 MAX_FILE_BYTES = 1 << 20
 TROUBLE_LOG_S = 60.0
@@ -50,7 +50,7 @@ class TlsFolder:
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
 
     def read(self) -> Material:
-        """Return the newest certificates that fit each other. Raises InvalidInput while there never were any."""
+        """Return the newest matching certificates. Raises InvalidInput if there were none yet."""
         with self._lock:
             stamp = tuple(file_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
             if self._read is None or stamp != self._stamp:
@@ -73,7 +73,7 @@ class TlsFolder:
         certificate, key = self._content(CERTIFICATE), self._content(KEY)
         if (certificate is None) != (key is None):
             present, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
-            raise InvalidInput(f"{self.path} has {present} and no {missing}; it has to have both or none")
+            raise InvalidInput(f"{self.path} has {present} and no {missing}; put both there, or none")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             context.load_verify_locations(cadata=authority.decode())
@@ -85,7 +85,7 @@ class TlsFolder:
             context.load_cert_chain(self.path / CERTIFICATE, self.path / KEY, password=_refuse_password)
         except (ssl.SSLError, ValueError, OSError) as error:
             raise InvalidInput(
-                f"{self.path / CERTIFICATE} and {self.path / KEY} do not fit each other, or are no PEM files: {error}"
+                f"{self.path / CERTIFICATE} and {self.path / KEY} do not match, or are not PEM files: {error}"
             ) from None
         return Material(authority, certificate, key)
 
@@ -115,8 +115,8 @@ def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
 
 
 class ResetSafeSocket(ssl.SSLSocket):
-    """`SSLContext.wrap_socket` raises without closing what it has made where the peer has reset the connection before; this closes it.
-    For `SSLContext.sslsocket_class`."""
+    """`SSLContext.sslsocket_class` that closes itself: `wrap_socket` leaves it open if the peer has reset the
+    connection."""
 
     def __del__(self) -> None:
         self.close()

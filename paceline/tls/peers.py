@@ -1,7 +1,8 @@
-"""TLS between two workers: both present a certificate of the authority with the role `worker`.
+"""TLS between two workers: each presents a certificate of the authority with the role `worker`.
 
-Host names are not compared: an agent has the addresses of its host's networks, which a certificate need not list, and what it
-sends is verified by digests from the control plane. A peer without a worker's certificate learns nothing and is told nothing.
+Host names are not compared, because a relay uses addresses of its host's networks that a certificate need not list, and
+its data are verified by digests from the control plane. A peer without a worker's certificate gets neither data nor a
+reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder
 
 
 class PeerTls:
-    """Contexts from the newest certificates of `folder`. Any thread. Raises InvalidInput for a folder without a certificate."""
+    """Contexts from the newest certificates of `folder`, for any thread. Raises InvalidInput without a certificate."""
 
     def __init__(self, folder: TlsFolder) -> None:
         self._folder = folder
@@ -55,7 +56,7 @@ class PeerTls:
 
 
 def check_worker(connection: ssl.SSLSocket) -> None:
-    """Check that the verified certificate of the other side is a worker's. Raises Unavailable."""
+    """Raise Unavailable unless the verified certificate of the other side is a worker's."""
     der = connection.getpeercert(binary_form=True)
     if not der:
         raise Unavailable("the other side has no certificate")
@@ -65,5 +66,5 @@ def check_worker(connection: ssl.SSLSocket) -> None:
         raise Unavailable(str(error)) from None
     if identity.role != WORKER:
         raise Unavailable(
-            f"the certificate of {identity.name!r} gives the role {identity.role}, and weights travel between workers alone"
+            f"the certificate of {identity.name!r} gives the role {identity.role}, and only workers may exchange weights"
         )

@@ -189,7 +189,7 @@ async def test_what_cannot_be_called_is_an_observation() -> None:
     world = World(Counter, broken, unknown, add(1) + broken, "Done.")
     rows = await world.run()
     contents = [m["content"] for m in world.messages(rows) if m["role"] == "tool"]
-    assert contents[0].startswith("The tool call could not be read: the call is no JSON")
+    assert contents[0].startswith("The tool call could not be read: the call is not valid JSON")
     assert "remove" in contents[1]
     assert contents[2].startswith("1\n\nThe tool call could not be read:")
     assert (rows.samples[0].ending, rows.samples[0].reward) == ("done", 1.0)

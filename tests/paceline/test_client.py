@@ -1,4 +1,4 @@
-"""The client against a real coordinator process: submit, look, watch over a broken stream, steer."""
+"""The client against a real coordinator process: submit, list, watch over a broken stream, control."""
 
 from __future__ import annotations
 
@@ -6,24 +6,42 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
-from paceline.client import Client, state_name
+from paceline.calls.backoff import to_metadata
+from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import load_spec
+from paceline.v1.reward_pb2 import ScoreRequest, ScoreResponse
+from paceline.v1.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
+from paceline.v1.run_pb2 import GetRequest, GetResponse, Run
+from paceline.v1.run_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
 
 DEADLINE_S = 60.0
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+MANY = [f"many-{number}" for number in range(250)]
+"""Runs that ended before the coordinator started: more than two of its pages of 100."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A coordinator without workers: runs start and wait."""
-    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=lambda line: None)
+    directory = tmp_path_factory.mktemp("runs")
+    ledger = Ledger(directory / "ledger.sqlite")
+    with ledger.transaction():
+        for name in MANY:
+            ledger.add_run(name, "{}", str(directory / name), 3)
+            ledger.update_run(name, state="cancelled")
+    ledger.close()
+    cluster = LocalCluster(directory, ClusterSection(), say=lambda line: None)
     try:
         cluster.start_coordinator()
         yield cluster
@@ -33,8 +51,13 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[Client]:
+    """A client of a coordinator without open runs."""
     with Client(cluster.address, timeout_s=DEADLINE_S) as client:
         yield client
+    with Client(cluster.address, wait_s=DEADLINE_S) as other:
+        for run in other.runs():
+            if state_name(run) not in ENDED_STATES:
+                other.cancel(run.run_id)
 
 
 @pytest.fixture
@@ -61,41 +84,27 @@ def test_data_are_prepared_where_a_run_is_submitted(client: Client, spec_path: P
     run = client.submit(spec_path, [*overrides, "grpo.max_num_epochs=4"])
     assert run.max_num_steps == 2, "an epoch has the one row that stayed"
     assert run.bundle
-    hard = ["data.preparation.pass_rate=[0.1,0.9]", "data.preparation.pass_rate_of=[sums-1]"]
-    assert client.submit(spec_path, hard).run_id == "sums-2", "prompts that no run has tried stay"
+    hard = ["data.preparation.pass_rate=[0.1,0.9]", f"data.preparation.pass_rate_of=[{run.run_id}]"]
+    assert client.submit(spec_path, hard).max_num_steps == 3, "prompts that no run has tried stay"
     with pytest.raises(NotFound, match="no-run"):
         client.submit(spec_path, [hard[0], "data.preparation.pass_rate_of=[no-run]"])
 
 
 def test_a_submitted_run_is_listed_and_starts(client: Client, spec_path: Path) -> None:
+    before = len(client.runs())
     run = client.submit(spec_path, ["grpo.max_num_steps=5"])
-    assert (run.run_id, run.max_num_steps, run.step) == ("sums-1", 5, 0)
-    assert [r.run_id for r in client.runs()] == ["sums-1"]
-    events = client.watch("sums-1")
+    assert (run.run_id, run.max_num_steps, run.step) == (f"sums-{before + 1}", 5, 0)
+    assert [r.run_id for r in client.runs()][before:] == [run.run_id]
+    events = client.watch(run.run_id)
     assert [(e.sequence, e.kind, e.content["state"]) for e in (next(events), next(events))] == [
         (1, "state", "queued"),
         (2, "state", "running"),
     ]
-    assert state_name(client.get("sums-1")) == "running"
+    assert state_name(client.get(run.run_id)) == "running"
 
 
-def test_runs_of_many_pages_are_one_list(tmp_path: Path) -> None:
-    """More than two of the coordinator's pages of 100."""
-    (tmp_path / "runs").mkdir()
-    ledger = Ledger(tmp_path / "runs" / "ledger.sqlite")
-    names = [f"sums-{number}" for number in range(250)]
-    with ledger.transaction():
-        for name in names:
-            ledger.add_run(name, "{}", str(tmp_path / "runs" / name), 3)
-            ledger.update_run(name, state="cancelled")
-    ledger.close()
-    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=lambda line: None)
-    try:
-        cluster.start_coordinator()
-        with Client(cluster.address, timeout_s=DEADLINE_S) as client:
-            assert [run.run_id for run in client.runs()] == names
-    finally:
-        cluster.stop()
+def test_runs_of_many_pages_are_one_list(client: Client) -> None:
+    assert [run.run_id for run in client.runs()][: len(MANY)] == MANY
 
 
 def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> None:
@@ -110,25 +119,27 @@ def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> No
 
 
 def test_a_bad_spec_is_refused_before_it_is_sent(client: Client, spec_path: Path) -> None:
+    before = len(client.runs())
     with pytest.raises(SpecError, match="did you mean 'max_num_steps'"):
         client.submit(spec_path, ["grpo.max_num_step=5"])
     with pytest.raises(InvalidInput, match="overrides go with a spec's file"):
         client.submit(load_spec(spec_path), ["grpo.max_num_steps=5"])
-    assert client.runs() == []
+    assert len(client.runs()) == before
 
 
 def test_bad_data_is_refused_by_the_coordinator(client: Client, spec_path: Path) -> None:
+    before = len(client.runs())
     (spec_path.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": 7}\n')
     with pytest.raises(InvalidInput, match=r"train\.jsonl, line 2: column 'prompt' has to be text"):
         client.submit(spec_path)
-    assert client.runs() == []
+    assert len(client.runs()) == before
 
 
 def test_a_run_that_is_not_there_is_not_found(client: Client) -> None:
-    with pytest.raises(NotFound, match="no run 'sums-9'"):
-        client.get("sums-9")
-    with pytest.raises(NotFound, match="no run 'sums-9'"):
-        next(client.watch("sums-9"))
+    with pytest.raises(NotFound, match="no run 'sums-999'"):
+        client.get("sums-999")
+    with pytest.raises(NotFound, match="no run 'sums-999'"):
+        next(client.watch("sums-999"))
 
 
 def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> None:
@@ -146,8 +157,10 @@ def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> N
     assert [e.content["state"] for e in events] == ["paused", "running", "cancelled"]
 
 
-def test_watch_goes_on_after_the_coordinator_was_killed(cluster: LocalCluster, client: Client, spec_path: Path) -> None:
-    """Each event comes once, in order, and the stream ends with the run."""
+def test_watches_go_on_after_the_coordinator_was_killed(cluster: LocalCluster, client: Client, spec_path: Path) -> None:
+    """Each event comes once, in order, and the stream ends with the run. A patient client may begin before it is back."""
+    ended_id = client.submit(spec_path).run_id
+    client.cancel(ended_id)
     run_id = client.submit(spec_path).run_id
     events = client.watch(run_id)
     seen = [next(events), next(events)]
@@ -155,22 +168,14 @@ def test_watch_goes_on_after_the_coordinator_was_killed(cluster: LocalCluster, c
     rest: list[tuple[int, str]] = []
     reader = threading.Thread(target=lambda: rest.extend((e.sequence, e.content["state"]) for e in events))
     reader.start()
+    with Client(cluster.address, wait_s=DEADLINE_S) as patient:
+        assert [event.content["state"] for event in patient.watch(ended_id)][-1] == "cancelled"
+        assert state_name(patient.get(ended_id)) == "cancelled"
     cancel_once_back(cluster, run_id)
     reader.join(DEADLINE_S)
     assert not reader.is_alive()
     assert [e.sequence for e in seen] == [1, 2]
     assert rest == [(3, "cancelled")]
-
-
-def test_a_patient_client_watches_from_before_the_coordinator_is_back(
-    cluster: LocalCluster, client: Client, spec_path: Path
-) -> None:
-    run_id = client.submit(spec_path).run_id
-    client.cancel(run_id)
-    assert cluster.kill("coordinator")
-    with Client(cluster.address, wait_s=DEADLINE_S) as patient:
-        assert [event.content["state"] for event in patient.watch(run_id)][-1] == "cancelled"
-        assert state_name(patient.get(run_id)) == "cancelled"
 
 
 def cancel_once_back(cluster: LocalCluster, run_id: str) -> None:
@@ -209,7 +214,7 @@ def test_closing_the_client_ends_a_watch_in_another_thread(client: Client, spec_
         client.runs()
 
 
-def test_nobody_there_is_said_with_the_remedy() -> None:
+def test_a_missing_coordinator_is_an_error_with_the_remedy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -221,7 +226,7 @@ def test_nobody_there_is_said_with_the_remedy() -> None:
                 next(client.watch("sums-1"))
 
 
-def test_without_workers_there_is_nobody_to_ask(client: Client) -> None:
+def test_without_workers_calls_to_them_are_unavailable(client: Client) -> None:
     assert client.members() == []
     with pytest.raises(Unavailable, match="no rollout worker with an address"):
         client.generate("1+1=")
@@ -229,27 +234,52 @@ def test_without_workers_there_is_nobody_to_ask(client: Client) -> None:
         client.score(["1+1="], ["2"])
 
 
+class FullServer(RunServiceServicer, RewardServiceServicer):  # type: ignore[misc]
+    """Refuses calls for want of room, once for each of its retry hints."""
+
+    def __init__(self) -> None:
+        self.hints_s: list[float] = []
+
+    def _refuse_while_full(self, context: grpc.ServicerContext) -> None:
+        if self.hints_s:
+            context.set_trailing_metadata(to_metadata(self.hints_s.pop(0)))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+    def Get(self, request: GetRequest, context: grpc.ServicerContext) -> GetResponse:
+        self._refuse_while_full(context)
+        return GetResponse(run=Run(run_id=request.run_id))
+
+    def Score(self, request: ScoreRequest, context: grpc.ServicerContext) -> ScoreResponse:
+        self._refuse_while_full(context)
+        return ScoreResponse()
+
+
+@pytest.fixture
+def full_server() -> Iterator[tuple[FullServer, str]]:
+    servicer, server = FullServer(), grpc.server(ThreadPoolExecutor(2))
+    add_RunServiceServicer_to_server(servicer, server)
+    add_RewardServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait(DEADLINE_S)
+
+
 def test_a_call_that_there_is_no_room_for_is_made_again_when_the_answer_says(
-    monkeypatch: pytest.MonkeyPatch,
+    full_server: tuple[FullServer, str],
 ) -> None:
-    errors = [Busy("full", 0.01), Busy("full", 0.02)]
-
-    def call_once(*_: object) -> str:
-        if errors:
-            raise errors.pop(0)
-        return "done"
-
-    with Client("127.0.0.1:1") as client:
-        monkeypatch.setattr(client, "_call_once", call_once)
-        assert client._call(lambda: "never") == "done"
-        assert not errors
-        errors += [Busy("full", 60.0)]
+    server, address = full_server
+    with Client(address) as client:
+        server.hints_s += [0.01, 0.02]
+        assert client.get("sums-1").run_id == "sums-1"
+        assert not server.hints_s
+        server.hints_s += [60.0]
         with pytest.raises(Busy) as later:
-            client._call(lambda: "never")
+            client.get("sums-1")
         assert later.value.retry_after_s == 60.0, "longer than the client waits: it is raised at once"
-        errors += [Busy("full", 0.01)]
+        server.hints_s += [0.01]
         with pytest.raises(Busy):
-            client._call(lambda: "never", "a worker")
+            client.score(["1+1="], ["2"], worker=address)
 
 
 def test_wait_has_a_deadline(client: Client, spec_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Combination of several functions' rewards, with numbers worked out by hand."""
+"""Combined rewards of several functions, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_point_is_a_constant() -> None:
         ({"gate_min": math.nan}, "gate_min nan"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(change: dict[str, Any], match: str) -> None:
+def test_contradictory_rewards_are_refused(change: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         functions(change)
 
@@ -66,7 +66,7 @@ def test_without_gates_the_rewards_are_untouched() -> None:
     assert gated(rewards_CF, functions({}, {})) is rewards_CF
 
 
-def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
+def test_a_total_is_the_weighted_sum_of_the_functions_that_apply() -> None:
     chosen = functions({"weight": 2.0}, {"weight": 0.5})
     found = totals(np.array([[1.0, 1.0], [1.0, NAN], [NAN, NAN]], np.float32), chosen, 0)
     assert found[:2].tolist() == [2.5, 2.0]
@@ -74,7 +74,7 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
     assert totals(np.array([[3e38, 3e38]], np.float32), functions({"weight": 9.0}, {}), 0).tolist() == [math.inf]
 
 
-def test_weighted_rewards_skip_what_does_not_apply() -> None:
+def test_weighted_rewards_skip_functions_that_do_not_apply() -> None:
     rewards_CF = np.array([[1, 0.5], [NAN, 0.5], [1, NAN], [NAN, NAN]], np.float32)
     totals_C = weighted_rewards(rewards_CF, [2.0, -1.0])
     np.testing.assert_array_equal(totals_C, [1.5, -0.5, 2.0, NAN])

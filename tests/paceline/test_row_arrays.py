@@ -1,4 +1,4 @@
-"""Rows of episodes on the wire: what comes back is what was sent, and what cannot be true is refused."""
+"""Transcripts of episodes on the wire: decoded as they were sent, and refused if they contradict themselves."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ def test_the_digest_covers_mask_prompts_samples_and_turns() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "fault"),
     [
-        ("prompt_lengths", np.array([2, 2, 3], np.int32), "prompt_lengths sum to 7"),
-        ("prompt_lengths", np.array([4, 2, 0], np.int32), "at least 0"),
+        ("prompt_lengths", np.array([2, 2, 3], np.int32), "prompt_lengths have sum 7"),
+        ("prompt_lengths", np.array([4, 2, 0], np.int32), "minimum 0"),
         ("prompt_lengths", np.array([6], np.int32), "1 prompt_lengths"),
-        ("row_samples", np.array([0, 1, 0], np.int32), "row_samples has to rise"),
+        ("row_samples", np.array([0, 1, 0], np.int32), "row_samples do not rise"),
         ("row_samples", np.array([0, 0, 2], np.int32), "below 2"),
         ("num_samples", np.array([0], np.int32), "num_samples is"),
         ("sampled", np.ones(7, bool), "logprobs|do not cover"),
         ("sampled", np.ones(6, bool), "sampled has 6 values"),
         ("logprobs", -np.ones(7, np.float32), "were not sampled have to be 0"),
         ("turns", np.array([[0, 0, 2]], np.int32), "1, 3. with 4 turn_rewards"),
-        ("turns", np.array([[0, 0, 2], [0, 3, 5], [1, 0, 1], [2, 0, 2]], np.int32), "not within a row"),
+        ("turns", np.array([[0, 0, 2], [0, 3, 5], [1, 0, 1], [2, 0, 2]], np.int32), "not within its transcript"),
         ("turns", np.array([[0, 3, 4], [0, 0, 2], [1, 0, 1], [2, 0, 2]], np.int32), "is not after"),
-        ("turns", np.array([[0, 0, 1], [0, 3, 4], [1, 0, 1], [2, 0, 2]], np.int32), "its turns are not"),
+        ("turns", np.array([[0, 0, 1], [0, 3, 4], [1, 0, 1], [2, 0, 2]], np.int32), "its turns do not cover"),
         ("turn_rewards", np.full(4, np.inf, np.float32), "infinite"),
         ("spans", np.array([[0, 1, 3, 0, 4], [1, 1, 4, 0, 1], [2, 1, 3, 0, 2]], np.int64), "do not cover"),
         ("truncated", np.zeros(2, bool), "truncated has 2 values"),
     ],
 )
-def test_what_cannot_be_true_is_a_wire_error(name: str, value: np.ndarray, fault: str) -> None:
+def test_contradictory_arrays_are_a_wire_error(name: str, value: np.ndarray, fault: str) -> None:
     arrays = safetensors.numpy.load(frame_of(episode_group()))
     with pytest.raises(WireError, match=fault):
         decode_group(7, safetensors.numpy.save(arrays | {name: value}), [1.0, 0.0])

@@ -1,4 +1,4 @@
-"""Values that travel come back as they were, and values that do not fit are a WireError."""
+"""Values are decoded as they were sent; values that do not match are a WireError."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_group_comes_back_as_it_was() -> None:
     assert learners.rewards_CF.shape == (3, 1)
 
 
-def test_what_the_reference_says_comes_back_to_each_completion() -> None:
+def test_reference_logprobs_return_to_their_completions() -> None:
     completions = (
         completion(3, VersionSpan(1, 4, 0, 3)),
         completion(0),
@@ -154,7 +154,7 @@ def test_rewards_are_rows_of_completions() -> None:
 def test_a_header_is_parsed_or_refused() -> None:
     header = pb.ExchangeRequest(request_id=7).SerializeToString()
     assert parse_message(pb.ExchangeRequest, header).request_id == 7
-    with pytest.raises(WireError, match="frame of 3 bytes is no ExchangeRequest"):
+    with pytest.raises(WireError, match="frame of 3 bytes is not of type ExchangeRequest"):
         parse_message(pb.ExchangeRequest, b"\xff\xff\xff")
 
 

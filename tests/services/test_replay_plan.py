@@ -30,7 +30,7 @@ def test_keys_of_another_version_are_left_out_and_said(trained: World) -> None:
     plan = plan_replay(trained.ledger, trained.run_id, 0)
     assert plan.spec == trained.spec
     assert (plan.start, plan.end, plan.ranks) == (0, 1, 1)
-    assert plan.warnings == ("this version does not know telepathy of the run's spec and goes on without",)
+    assert plan.warnings == ("this version does not know telepathy of the run's spec and ignores them",)
 
 
 def test_a_spec_that_cannot_be_read_names_its_run_and_what_helps(trained: World) -> None:

@@ -1,8 +1,7 @@
-"""The dictionary of other libraries' names, and the look-up of a name that a user typed.
+"""The dictionary of other libraries' names, and its lookup by the name that a user typed.
 
-The tables are `trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` beside this file, one entry for each name at the
-place where its library has it, and `common.yaml` for words of many; `values.yaml` holds values by our key. A test keeps every key that they name among those of
-the spec.
+`trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` have one entry for each name, at its path in the library,
+`common.yaml` has words of several libraries, and `values.yaml` values by our key. A test checks every key in them.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from paceline.spec.keys import keys
 
 Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
-"""In the order of precedence: NeMo RL first, because its sections have the names of ours."""
+"""By precedence: NeMo RL first, because its sections are named like ours."""
 MIN_SUFFIX = 5
-"""Letters of the end of a name that stands for the whole one (`rollout.n`); shorter ones mean too many things."""
+"""Shortest suffix of a name that matches the whole name (`rollout.n`); shorter ones are ambiguous."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Mark in reference.yaml of a name that is our key; for TRL, whose names have no sections, its last part."""
+"""Mark in reference.yaml of a name that equals our key; for TRL, whose names have no sections, the key's last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
 """Keys of `grpo` by their names in the sections of EXAMPLES."""
 
@@ -37,44 +36,44 @@ class ForeignName:
     """One entry of the dictionary."""
 
     library: str
-    """Library as a person calls it: `NeMo RL`; empty for a common word."""
+    """Library's display name, `NeMo RL`; empty for a common word."""
     name: str
-    """Dotted name there; with `.*` every key below it."""
+    """Dotted name in the library; with `.*` every key below it."""
     key: str = ""
-    """Our dotted key (`rewards.N.weight`); empty where there is no counterpart."""
+    """Our dotted key (`rewards.N.weight`); empty without a counterpart."""
     note: str = ""
-    """Difference of the two, as a clause."""
+    """Difference between the two, as a clause."""
     none: str = ""
-    """Reason why there is no counterpart, as a clause after "because"."""
+    """Reason for the lack of a counterpart, as a clause after "because"."""
     place: str = ""
-    """Place of the same keys in a spec, as a clause; for a whole section."""
+    """Section of our spec with the same keys, as a clause; for a whole section."""
     values: Mapping[Any, Any] | None = None
-    """Values there and ours, where they differ."""
+    """Their values and ours, if they differ."""
     rule: Rule = ""
-    """Way in which `paceline import` carries the value over: as it is, computed from several, or by hand."""
+    """Conversion by `paceline import`: unchanged, computed from several values, or by hand."""
 
 
 @cache
 def table(library: str) -> dict[str, ForeignName]:
     """Return the entries of one of TABLES by name."""
     tree = _read(f"{library}.yaml")
-    found = {}
+    entries = {}
     for name, entry in tree["names"].items():
         fields = {"key": entry} if isinstance(entry, str) else entry
-        found[name] = ForeignName(tree["library"], name, **fields)
-    return found
+        entries[name] = ForeignName(tree["library"], name, **fields)
+    return entries
 
 
 @cache
 def values() -> dict[str, dict[Any, Any]]:
-    """Return for each of our keys the values of other libraries, and ours or a clause."""
+    """Return, for each of our keys, other libraries' values with ours or a clause."""
     found: dict[str, dict[Any, Any]] = _read("values.yaml")
     return found
 
 
 @cache
 def shown_names() -> dict[str, dict[str, str]]:
-    """Return for each of our keys its name in NeMo RL and TRL, by library; without an entry where a library has none."""
+    """Return, for each of our keys, its name in NeMo RL and TRL, by library; no entry if a library has none."""
     tree: dict[str, list[str | None]] = _read("reference.yaml")
     return {
         key: {
@@ -87,7 +86,7 @@ def shown_names() -> dict[str, dict[str, str]]:
 
 
 def key_for(key: str, algorithm: str) -> str:
-    """Return our `key` in the section of an algorithm, where `grpo` and `loss_fn` stand for it; empty if it has none."""
+    """Return our `key` (of `grpo` or `loss_fn`) in the section of an algorithm; empty if it has none."""
     section, _, name = key.partition(".")
     if algorithm in EXAMPLES and section == "grpo":
         key = f"{algorithm}.{RENAMED.get(name, name)}"
@@ -101,8 +100,8 @@ def key_for(key: str, algorithm: str) -> str:
 def look_up(path: str) -> ForeignName | None:
     """Return the entry for the dotted name that was typed; None if no library has it.
 
-    In this order: the name as it is; the longest section with `.*` above it; its last parts, because people write a name
-    below the section where they expect it (`grpo.num_iterations`).
+    Searched are, in this order: the whole name; the longest section with `.*` above it; its last parts, because people
+    write a name below the section in which they expect it (`grpo.num_iterations`).
     """
     for library in TABLES:
         if path in table(library):
@@ -123,7 +122,7 @@ def _is_mapping(key: str) -> bool:
 
 
 def _by_suffix(suffix: str) -> ForeignName | None:
-    """Return the entry whose name is `suffix`, or ends with it in one library, means one thing and is no key of ours."""
+    """Return the unambiguous entry of one library that is `suffix`, or ends with it, and is not our own key."""
     for library in TABLES:
         if suffix in table(library):
             return table(library)[suffix]
@@ -132,13 +131,13 @@ def _by_suffix(suffix: str) -> ForeignName | None:
     last = suffix.rpartition(".")[2]
     if any(path.rpartition(".")[2] == last for path in keys()):
         return None
-    found = {
+    entries = {
         entry.key or entry.none: entry
         for library in TABLES
         for name, entry in table(library).items()
         if name.endswith(f".{suffix}")
     }
-    return next(iter(found.values())) if len(found) == 1 else None
+    return next(iter(entries.values())) if len(entries) == 1 else None
 
 
 def _read(name: str) -> Any:

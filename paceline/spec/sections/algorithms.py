@@ -1,6 +1,6 @@
-"""The algorithms, a section each, and `async_grpo`: groups or examples, the number of steps, evaluation, and the reference.
+"""The algorithms, a section each, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
 
-Properties of an algorithm are declared by its section, so that no other module depends on its name.
+Properties of an algorithm are declared in its section, so that no other module depends on its name.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ NO_LIMIT_OF_STEPS = 1_000_000_000
 
 
 class AlgorithmSection(Section):
-    """The settings of one algorithm. The defaults here are those of an algorithm without a reference."""
+    """Settings of one algorithm. The defaults are those of an algorithm without a reference."""
 
     samples: ClassVar[bool]
-    """True if it trains on rollouts, false if on a data set's examples."""
+    """True if it trains on rollouts, false if on examples of a data set."""
     scoring_head: ClassVar[bool] = False
-    """True if the model has a scoring head in place of the LM head."""
+    """True if the model has a scoring head instead of the LM head."""
     compares_policies: ClassVar[bool] = True
-    """True if its loss compares the policy with another one, so that both must compute without dropout."""
+    """True if its loss compares the policy with another model, so that both must compute without dropout."""
     uses_policy_loss: ClassVar[bool] = False
-    """True if it trains on a data set's examples by the policy loss, whose settings are `loss_fn`'s."""
+    """True if it trains on examples of a data set with the policy loss, whose settings are `loss_fn`'s."""
     has_teacher: ClassVar[bool] = False
-    """True if `frozen_policy` is another model than the policy."""
+    """True if `frozen_policy` is a different model from the policy."""
     reference: ClassVar[Literal["never", "with_penalty", "always"]] = "never"
-    """Whether the policy before training is its `frozen_policy`: where `loss_fn` has a KL penalty, or always."""
+    """Condition for the policy before training to be its `frozen_policy`: a KL penalty in `loss_fn`, or none (always).
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _leave_the_end_to_epochs(cls, values: Any) -> Any:
-        """Set no limit of steps where max_num_epochs is set and max_num_steps is not."""
+        """Set no limit of steps if max_num_epochs is set and max_num_steps is not."""
         has_epochs = "max_num_epochs" in cls.model_fields and isinstance(values, dict)
         if has_epochs and values.get("max_num_epochs") is not None:
             return {"max_num_steps": NO_LIMIT_OF_STEPS, **values}
@@ -44,7 +45,7 @@ class AlgorithmSection(Section):
 
     @property
     def uses_value_model(self) -> bool:
-        """Return whether the learner trains a value model beside the policy."""
+        """Return whether the learner also trains a value model."""
         return False
 
     @property
@@ -53,14 +54,12 @@ class AlgorithmSection(Section):
         return bool(getattr(self, "precompute", False))
 
     def frozen_policy(self, policy: PolicySection, loss_fn: LossSection) -> PolicySection | None:
-        """Return the model that the policy is compared with: a teacher, or the policy before training; None without
-        one."""
+        """Return the model compared with the policy: a teacher, or the policy before training; None without one."""
         has_penalty = self.reference == "with_penalty" and loss_fn.reference_policy_kl_penalty > 0
         return policy if has_penalty or self.reference == "always" else None
 
     def pool_serves_reference(self, loss_fn: LossSection) -> bool:
-        """Return whether the reward pool runs `frozen_policy`, so that the learner gets its log-probabilities with
-        the batch."""
+        """Return whether the reward pool runs `frozen_policy`, which then sends log-probabilities with the batch."""
         return False
 
 
@@ -72,11 +71,11 @@ WITHOUT_GROUP = ("gae", "reinforce_pp")
 """Advantages that do not compare the completions of a group."""
 
 WITH_GROUP_BASELINE = ("trl", "nemo", "dr_grpo", "rloo")
-"""Advantages that need nothing but the rewards of the group."""
+"""Advantages that depend on the rewards of the group alone."""
 
 
 class GrpoSection(AlgorithmSection):
-    """Making of groups and number of training steps (`algorithm: grpo`)."""
+    """Groups and the number of training steps (`algorithm: grpo`)."""
 
     samples: ClassVar[bool] = True
     reference: ClassVar = "with_penalty"
@@ -84,16 +83,16 @@ class GrpoSection(AlgorithmSection):
     num_prompts_per_step: PositiveInt = 32
     """Groups in the batch of one step."""
     num_generations_per_prompt: PositiveInt = 8
-    """Completions of each prompt; the advantage is relative to this group (`gae` and `reinforce_pp`: need no group)."""
+    """Completions of each prompt; the advantage is relative to this group (`gae` and `reinforce_pp` need no group)."""
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
-    """Passes over the training data after which the run ends, if max_num_steps does not end it before; the number of steps
-    is resolved when the run is submitted. Where max_num_steps is not set, the epochs alone decide."""
+    """Passes over the training data after which the run ends, unless max_num_steps ends it first; the number of steps
+    is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
     advantage: AdvantageName = "trl"
     """Advantage preset: `trl` group mean and sample std, `nemo` leave-one-out, `dr_grpo` no std, `rloo`; `trl_batch`
-    std of the batch, `gdpo` each reward normalised by itself, `reinforce_pp` and `reinforce_pp_baseline`; `gae` from a
-    value model (`value`)."""
+    std of the batch, `gdpo` each reward normalised separately, `reinforce_pp` and `reinforce_pp_baseline`; `gae`
+    from a value model (`value`)."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it."""
     advantage_clip_high: float | None = None
@@ -101,26 +100,26 @@ class GrpoSection(AlgorithmSection):
     overlong_filtering: bool = False
     """A completion cut off at its token limit trains nothing; its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups whose rewards give no completion an advantage, as where all are equal, and admit others in their place."""
+    """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
     max_generation_batches: PositiveInt = 10
-    """Pause when this many batches' worth of groups in a row were dropped without one that could train; two batches'
-    worth are enough for failures of one cause."""
+    """Pause when this many batches of groups in a row were dropped without one that could train; for failures with a
+    single cause two batches are enough."""
     max_generation_failures: PositiveInt = 3
-    """Attempts at generating a group that may fail by an unforeseen error before it is dropped; those that a worker, the
-    network or the coordinator ended do not count, and a prompt that is too long or that the template refuses is dropped
-    at once."""
+    """Attempts at generating a group that may fail with an unforeseen error before it is dropped; those ended by a
+    worker, the network or the coordinator do not count, and a prompt that is too long or that the template refuses
+    is dropped at once."""
     max_score_failures: PositiveInt = 3
-    """Attempts at scoring a group that may fail by the fault of its data or of a reward function before it is
-    dropped; those that fail because a service could not be reached do not count, and a failure that every attempt would
-    repeat (a column that is missing) drops it at once."""
+    """Attempts at scoring a group that may fail because of its data or a reward function before it is dropped; those
+    that fail because a service is unreachable do not count, and a failure that every attempt would repeat (a missing
+    column) drops it at once."""
     val_period: NonNegativeInt = 0
-    """Evaluate every this many steps; 0 evaluates only where val_at_start and val_at_end say so."""
+    """Evaluate every this many steps; 0 evaluates only as val_at_start and val_at_end say."""
     val_at_start: bool = False
     """Evaluate version 0 before training."""
     val_at_end: bool = False
     """Evaluate the final version."""
     max_val_samples: PositiveInt = 256
-    """Prompts of the validation set that one evaluation uses, from its start."""
+    """Prompts of one evaluation, from the start of the validation set."""
     val_samples_per_prompt: PositiveInt = 1
     """Completions of each prompt in an evaluation: rewards are means over them, and functions with values 0 and 1 also
     get pass@k."""
@@ -129,7 +128,7 @@ class GrpoSection(AlgorithmSection):
 
     @property
     def uses_value_model(self) -> bool:
-        """Return whether the learner trains a value model beside the policy (PPO)."""
+        """Return whether the learner also trains a value model (PPO)."""
         return self.advantage == "gae"
 
     def pool_serves_reference(self, loss_fn: LossSection) -> bool:
@@ -144,24 +143,24 @@ class GrpoSection(AlgorithmSection):
         if (low or 0.0) > 0 or (high or 0.0) < 0:
             raise ValueError(
                 f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions without a reward or a "
-                "difference would train; take bounds around 0"
+                "difference would train; use bounds around 0"
             )
         if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
             raise ValueError(
-                f"num_generations_per_prompt 1 with advantage {self.advantage!r}: a completion alone has nothing to be "
-                f"compared with; take 2 or more, or advantage {' or '.join(WITHOUT_GROUP)}"
+                f"num_generations_per_prompt 1 with advantage {self.advantage!r}: a single completion cannot be compared; "
+                f"use 2 or more, or advantage {' or '.join(WITHOUT_GROUP)}"
             )
         return self
 
 
 class AsyncGrpoSection(Section):
-    """Bound on how far generation may run ahead of training."""
+    """Limits how far generation may run ahead of training."""
 
     max_trajectory_age_steps: NonNegativeInt = 1
-    """η: age in steps that leases and batches aim for; 0 is synchronous, on-policy GRPO. `in_order` trains no older token,
-    `ready_first` trains late groups up to `hard_max_age`."""
+    """η: largest age in steps for leases and batches; 0 is synchronous, on-policy GRPO. `in_order` trains no older
+    token, `ready_first` trains late groups up to `hard_max_age`."""
     order: Literal["ready_first", "in_order"] = "ready_first"
-    """`ready_first` trains what is complete, oldest first; `in_order` gives every lease a slot in its step."""
+    """`ready_first` trains complete groups, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0
     """Seconds that a batch waits for a live group that would pass the age limit (`ready_first`)."""
     hard_max_age: NonNegativeInt | None = None
@@ -169,12 +168,12 @@ class AsyncGrpoSection(Section):
     in_flight_weight_updates: bool = True
     """Change weights between two decode steps of running sequences; false waits for them to finish."""
     recompute_kv_cache_after_weight_updates: bool | PositiveInt = True
-    """Recompute the KV cache of running sequences with the new weights: true at every update of an engine, a number once keys and
-    values are from so many updates before, false never."""
+    """Recompute the KV cache of running sequences with the new weights: true at every update of an engine, a number
+    once keys and values are that many updates old, false never."""
 
     @property
     def recompute_after_updates(self) -> int | None:
-        """Return the updates after which keys and values of running sequences are computed again; None: never."""
+        """Return the number of updates after which the KV cache of running sequences is recomputed; None: never."""
         after = self.recompute_kv_cache_after_weight_updates
         return int(after) or None
 
@@ -188,8 +187,7 @@ ExampleForm = Literal["demonstration", "preference", "labeled_completion", "trac
 
 
 class ExamplesSection(AlgorithmSection):
-    """Settings of every algorithm that reads examples: their number, the number of steps, and the evaluation on
-    held-out examples."""
+    """Settings of every algorithm that trains on examples: number of examples and steps, evaluation on held-out ones."""
 
     samples: ClassVar[bool] = False
     example_form: ClassVar[ExampleForm]
@@ -200,28 +198,28 @@ class ExamplesSection(AlgorithmSection):
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
-    """Passes over the training data after which the run ends, if max_num_steps does not end it before; the number of steps
-    is resolved when the run is submitted. Where max_num_steps is not set, the epochs alone decide."""
+    """Passes over the training data after which the run ends, unless max_num_steps ends it first; the number of steps
+    is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
     num_examples_per_step: PositiveInt = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42
     """Seed of the order of the data and of a new head."""
     val_period: NonNegativeInt = 0
-    """Measure the held-out examples every this many steps; 0: only where val_at_start and val_at_end say so."""
+    """Evaluate on held-out examples every this many steps; 0: only as val_at_start and val_at_end say."""
     val_at_start: bool = False
-    """Measure them before training."""
+    """Evaluate before training."""
     val_at_end: bool = False
-    """Measure them after the last step."""
+    """Evaluate after the last step."""
     max_val_samples: PositiveInt = 256
-    """Examples of the validation set that one measurement uses, from its start."""
+    """Examples of one evaluation, from the start of the validation set."""
 
     @property
     def validates(self) -> bool:
-        """Return whether held-out examples are measured at all."""
+        """Return whether the run evaluates on held-out examples."""
         return bool(self.val_period or self.val_at_start or self.val_at_end)
 
     def val_due(self, trained_steps: int) -> bool:
-        """Return whether they are measured after this many trained steps."""
+        """Return whether an evaluation is due after this many trained steps."""
         if trained_steps == 0:
             return self.val_at_start
         if trained_steps == self.max_num_steps and self.val_at_end:
@@ -248,11 +246,11 @@ class DpoSection(ExamplesSection):
     reference: ClassVar = "always"
 
     reference_policy_kl_penalty: PositiveFloat = 0.05
-    """β: weight that holds the policy to the reference."""
+    """β: weight that keeps the policy near the reference."""
     preference_loss: Literal["sigmoid", "conservative", "robust", "hinge", "ipo"] = "sigmoid"
     """Function of the difference of the two log-ratios (docs/use/objectives.md)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """ε: the chance that a label is flipped (`conservative`, `robust`)."""
+    """ε: probability that a label is flipped (`conservative`, `robust`)."""
     preference_loss_weight: PositiveFloat = 1.0
     """Factor of the preference loss."""
     sft_loss_weight: NonNegativeFloat = 0.0
@@ -281,13 +279,13 @@ class KtoSection(ExamplesSection):
     reference: ClassVar = "always"
 
     reference_policy_kl_penalty: PositiveFloat = 0.1
-    """β: weight that holds the policy to the reference."""
+    """β: weight that keeps the policy near the reference."""
     desirable_weight: PositiveFloat = 1.0
     """Factor of the good completions' loss."""
     undesirable_weight: PositiveFloat = 1.0
     """Factor of the bad completions' loss."""
     precompute: bool = False
-    """Compute the reference once, for all examples that the run will read, before training; then it needs no memory."""
+    """Compute the reference once, for all examples of the run, before training; then it needs no memory."""
 
     @model_validator(mode="after")
     def _check(self) -> KtoSection:
@@ -305,7 +303,7 @@ class OrpoSection(ExamplesSection):
     example_form: ClassVar[ExampleForm] = "preference"
 
     odds_ratio_weight: PositiveFloat = 0.1
-    """β (λ in the paper): factor of the odds-ratio term beside the chosen completions' likelihood."""
+    """β (λ in the paper): factor of the odds-ratio term, which is added to the chosen completions' likelihood."""
 
 
 class RmSection(ExamplesSection):
@@ -315,12 +313,12 @@ class RmSection(ExamplesSection):
     scoring_head: ClassVar[bool] = True
 
     centring: NonNegativeFloat = 0.01
-    """Factor of (r_chosen + r_rejected)², which keeps scores around 0."""
+    """Factor of (r_chosen + r_rejected)², which keeps scores near 0."""
 
 
 class OfflineGrpoSection(ExamplesSection):
-    """GRPO on traces (`algorithm: offline_grpo`): an example is a prompt with all its recorded completions. Its loss is
-    `loss_fn`'s, at the temperature `policy.generation.temperature`."""
+    """GRPO on traces (`algorithm: offline_grpo`): an example is a prompt with all its recorded completions. The loss is
+    that of `loss_fn`, at the temperature `policy.generation.temperature`."""
 
     example_form: ClassVar[ExampleForm] = "traces"
     uses_policy_loss: ClassVar[bool] = True
@@ -331,12 +329,12 @@ class OfflineGrpoSection(ExamplesSection):
     reward_keys: tuple[str, ...] = ()
     """Columns whose sum is the reward; empty: `final_reward`, or all reward functions of TRL's completions."""
     min_reward_threshold: float | None = None
-    """Traces with a smaller reward are left out, before they are compared."""
+    """Leave out traces with a smaller reward before they are compared."""
     max_traces_per_group: PositiveInt = Field(default=64, ge=2)
-    """A prompt with more traces is several examples of at most so many."""
+    """Divide a prompt with more traces into several examples of at most this many."""
 
     def check_with(self, loss_fn: LossSection) -> None:
-        """Raise ValueError for settings of the loss that traces have no values for."""
+        """Raise ValueError for loss settings that need values which traces lack."""
         refused = {
             "proximal_policy": ("exact", "traces have no ages"),
             "use_kl_in_reward": (False, "advantages are those of the recorded rewards"),
@@ -363,14 +361,14 @@ class DistillationSection(AlgorithmSection):
     teacher_model_name: str | None = None
     """The teacher, with the student's tokenizer: a local folder, an fsspec URL, a name on the hub, or `run:ID`."""
     teacher_pool: Literal["learner", "reward"] = "learner"
-    """Processes that run it: the learner, each rank of which holds a shard; or the reward workers, each of which
-    holds all of it and adds its log-probabilities of the sampled tokens to the group's rewards."""
+    """Processes that run it: the learner, each rank with a shard; or the reward workers, each with the whole model,
+    which add its log-probabilities of the sampled tokens to the group's rewards."""
     kl_type: Literal["reverse", "forward", "mixed"] = "reverse"
     """KL(student‖teacher), KL(teacher‖student), or both."""
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the forward KL (`mixed`)."""
     max_forward_ratio: PositiveFloat = 10.0
-    """Upper bound of the teacher's probability over the student's in the forward KL: it bounds the variance."""
+    """Upper bound of the teacher's probability over the student's in the forward KL, to limit the variance."""
 
     @field_validator("kl_type", mode="before")
     @classmethod
@@ -378,7 +376,7 @@ class DistillationSection(AlgorithmSection):
         if kind in WHOLE_DISTRIBUTIONS:
             raise ValueError(
                 f"{kind!r} compares whole distributions at every token, and only the teacher's log-probability of the "
-                "sampled token is asked for; use reverse, forward or mixed"
+                "sampled token is available; use reverse, forward or mixed"
             )
         return kind
 
@@ -391,13 +389,13 @@ class DistillationSection(AlgorithmSection):
         return self.teacher_pool == "reward"
 
     def check_with(self, grpo: GrpoSection, loss_fn: LossSection) -> None:
-        """Raise ValueError for settings that contradict the use of a teacher."""
+        """Raise ValueError for settings that contradict a teacher."""
         if self.teacher_model_name is None:
             raise ValueError("distillation.teacher_model_name is not set; name the teacher")
         if loss_fn.reference_policy_kl_penalty > 0:
             raise ValueError(
                 f"loss_fn.reference_policy_kl_penalty {loss_fn.reference_policy_kl_penalty} with algorithm "
-                "'distillation': the teacher takes the reference's place; set it to 0"
+                "'distillation': the teacher replaces the reference; set it to 0"
             )
         if grpo.advantage != "trl" or grpo.use_dynamic_sampling:
             raise ValueError(

@@ -13,7 +13,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A part of the spec: frozen, no unknown keys, the docstring under each field is its description."""
+    """A part of the spec: frozen, without unknown keys; the docstring under each field is its description."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,8 +1,9 @@
-"""`data`: the source of prompts and examples, with its presets (`data.preset`), changes before the run (`data.preparation`) and
-questions with several answers (`data.choices`).
+"""`data`: the source of prompts and examples, with its presets (`data.preset`), changes before the run
+(`data.preparation`) and questions with several answers (`data.choices`).
 
-Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value; `data.train` reads a local copy
-with the same columns. Columns are those of the cards on the hub: https://huggingface.co/datasets/ followed by the name in `train`.
+Promise: a preset only fills in keys that the spec leaves out, so the resolved spec shows every value; `data.train` may
+name a local copy with the same columns. Columns are those of the hub's cards: https://huggingface.co/datasets/ followed
+by the name in `train`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from paceline.spec.sections.base import PositiveFloat, PositiveInt, Section
 
 
 class ChoicesSection(Section):
-    """Rows with several answers to choose from. Each row gets the columns `answer_choices` (the texts) and `answer_letter` (the
-    letter of the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
+    """Multiple-choice rows. Each row gets the columns `answer_choices` (the texts) and `answer_letter` (the letter of
+    the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
 
     keys: Annotated[tuple[str, ...], Field(min_length=1)]
-    """One column with the list of answers (or, as in ARC, an object with `text` and `label`), or the columns with one answer
-    each."""
+    """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or one for each answer."""
     answer_key: str | None = None
-    """Column that names the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
+    """Column with the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
     shuffle: bool = False
-    """Put the answers into an order that depends on their texts alone, so that it is the same in every evaluation."""
+    """Shuffle the answers in an order that depends only on their texts, so that it is the same in every evaluation."""
 
     @model_validator(mode="after")
     def _check_first(self) -> ChoicesSection:
@@ -70,8 +70,8 @@ DATA_PRESETS: dict[DataPresetName, dict[str, Any]] = {
 
 
 def with_preset(values: Any) -> Any:
-    """Return the values of a `data` section with those of its preset for keys that it leaves out. An unknown preset stays, and
-    is refused as any other wrong value."""
+    """Return the values of a `data` section, with those of its preset for missing keys. An unknown preset stays, and is
+    refused like any other wrong value."""
     if not isinstance(values, dict):
         return values
     presets: dict[Any, dict[str, Any]] = {**DATA_PRESETS}
@@ -83,47 +83,47 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PreparationSection(Section):
-    """Changes to the rows before a run: a function of yours, then filters. The machine that submits makes them, and the run
-    gets the prepared rows with its other files; no service runs the function."""
+    """Changes to the rows before a run: a function of yours, then filters. They run on the submitting machine, and the
+    run gets the prepared rows with its other files; no service runs the function."""
 
     function: str | None = None
-    """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It gets the rows
-    of `data.train` and of `data.validation`; the filters leave out rows of `data.train` alone."""
+    """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It
+    gets the rows of `data.train` and `data.validation`; the filters leave out rows of `data.train` only."""
     timeout_s: PositiveFloat = 60.0
     """Time limit of the function for 256 rows."""
     max_prompt_characters: PositiveInt | None = None
     """Leave out rows with a longer prompt."""
     max_prompt_tokens: PositiveInt | None = None
-    """The same in tokens, by the policy's tokenizer and chat template, which have to be on the machine that submits."""
+    """The same in tokens, by the policy's tokenizer and chat template, which must be on the submitting machine."""
     max_overlap: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Leave out rows whose prompt shares at least this share of its n-grams of 13 words with an evaluation set:
+    """Leave out rows whose prompt shares at least this fraction of its n-grams of 13 words with an evaluation set:
     `data.validation`, and files beside the training data whose stem is test, eval, validation, valid or dev."""
     pass_rate: tuple[Share, Share] | None = None
-    """Leave out rows whose prompt has a pass rate outside these bounds in the runs of `pass_rate_of`: the share of its completions
-    with a reward of at least `passed_at`. Prompts that no run tried stay."""
+    """Leave out rows whose prompt has a pass rate outside these bounds in the runs of `pass_rate_of`: the share of its
+    completions with a reward of at least `passed_at`. Prompts that no run tried stay."""
     pass_rate_of: tuple[str, ...] = ()
-    """Ids of earlier runs of the coordinator that gets the run."""
+    """Ids of earlier runs of the same coordinator."""
     passed_at: float = 1.0
-    """Least total reward of a completion that passes."""
+    """Smallest total reward of a completion that passes."""
 
     @property
     def is_used(self) -> bool:
-        """Return whether the data are changed at all."""
+        """Return whether the data are changed."""
         return self.function is not None or self.filters
 
     @property
     def filters(self) -> bool:
-        """Return whether rows are left out by a filter."""
+        """Return whether a filter leaves out rows."""
         limits = (self.max_prompt_characters, self.max_prompt_tokens, self.max_overlap, self.pass_rate)
         return any(limit is not None for limit in limits)
 
     @model_validator(mode="after")
     def _check(self) -> PreparationSection:
         if self.function is not None and ".py:" not in self.function:
-            raise ValueError(f"function {self.function!r} is no function; write it as path/to/file.py:name")
+            raise ValueError(f"function {self.function!r} is not a function; write it as path/to/file.py:name")
         if (self.pass_rate is None) != (not self.pass_rate_of):
             given = "pass_rate" if self.pass_rate is not None else "pass_rate_of"
-            raise ValueError(f"{given} is set alone; pass_rate and pass_rate_of go together, set both")
+            raise ValueError(f"only {given} is set; pass_rate and pass_rate_of go together, set both")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             raise ValueError(
                 f"pass_rate {list(self.pass_rate)} has its larger bound first, so no prompt would stay; swap them"
@@ -138,11 +138,11 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "tokenizer_kwargs", "truncation",
     }
 )  # fmt: skip
-"""Arguments of `apply_chat_template` that are not the template's."""
+"""Arguments of `apply_chat_template` that the template does not read."""
 
 
 MIXTURE_BLOCK = 10_000
-"""Draws of a mixture in which each part has exactly its share, rounded to a whole number."""
+"""Draws of a mixture within which each data set has exactly its share, rounded to a whole number."""
 
 
 class DataSource(NamedTuple):
@@ -156,18 +156,17 @@ class DataSource(NamedTuple):
 
 
 class DataSection(Section):
-    """The source of prompts. Columns that are not named here go to the reward functions."""
+    """The source of prompts. Columns that are not named here are passed to the reward functions."""
 
     preset: DataPresetName | None = None
-    """Names and columns of a public data set, for keys that are not set; `train` names a local copy in place of the hub's."""
+    """Names and columns of a public data set, for keys that are not set; `train` may name a local copy instead."""
     train: str | Annotated[tuple[str, ...], Field(min_length=1)]
     """A .jsonl, .parquet, .csv or .tsv file, a glob (`data/*.parquet`) or an fsspec URL (`s3://bucket/*.jsonl`) of such
     files, a list of these, a folder made by `datasets`, or a data set's name on the hub."""
     train_weights: tuple[PositiveFloat, ...] | None = None
-    """Weights of the data sets in the list `train`: the share of the draws that each one has. Without weights the list is one
-    data set."""
+    """Share of draws from each data set in the list `train`. Without weights the list is one data set."""
     validation: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """The same, for evaluation."""
+    """The same for evaluation."""
     train_split: str = "train"
     """Split of a `datasets` folder or a hub data set."""
     validation_split: str = "test"
@@ -176,15 +175,15 @@ class DataSection(Section):
     """Configuration of a data set on the hub that has several (`main` of `openai/gsm8k`), as the second argument of
     `datasets.load_dataset`."""
     validation_config: str | None = None
-    """Configuration for evaluation; default `train_config` where `validation` names the same data set."""
+    """Configuration for evaluation; default `train_config` if `validation` names the same data set."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or chat messages (a list of role and content). Empty: the rows have none, and `reset` of
-    `environment.class` returns it."""
+    """Column with the prompt: text, or chat messages (a list of role and content). Empty: the rows have no prompt, and
+    `reset` of `environment.class` returns it."""
     prompt_template: str | None = None
-    """Prompt in place of the column `prompt_key`: a text with the names of columns in braces (`Question: {question}`); a list is
-    written a line for each entry. Reward functions then get every column."""
+    """Prompt instead of the column `prompt_key`: a text with the names of columns in braces (`Question: {question}`); a
+    list is written with one line for each entry. Reward functions then get every column."""
     choices: ChoicesSection | None = None
-    """Columns with several answers to choose from."""
+    """Columns of multiple-choice rows."""
     completion_key: str = "completion"
     """Column with the target (`sft`) or the judged completion (`kto`): text, or messages that follow the prompt."""
     messages_key: str | None = None
@@ -194,31 +193,31 @@ class DataSection(Section):
     rejected_key: str = "rejected"
     """Column with the worse completion, or a list of several."""
     preference_key: str | None = None
-    """Column with a number that says which completion is the better one: below 0 that of `chosen_key`, above 0 that of
+    """Column with a number that says which completion is better: below 0 that of `chosen_key`, above 0 that of
     `rejected_key`. Rows with 0 are left out and counted (`dpo`, `orpo`, `rm`, `kto`)."""
     label_key: str = "label"
     """Column that says whether the completion is good: true or false (`kto`)."""
     margin_key: str = "margin"
     """Column with the margin by which the chosen completion is better; rows without it have margin 0 (`rm`)."""
     source_key: str | None = None
-    """Column that names the source of a row (algorithms that sample); rewards are also measured by source, in runs and by
-    `paceline eval`. Where `train` or `validation` is a list, rows without this column get the name of their data set (of a file
-    its stem)."""
+    """Column with the source of a row (algorithms that sample); rewards are also reported by source, in runs and by
+    `paceline eval`. If `train` or `validation` is a list, rows without this column get the name of their data set
+    (for a file, its stem)."""
     system_prompt: str | None = None
-    """Put before every prompt as a system message; makes a chat of a text prompt."""
+    """Placed before every prompt as a system message; turns a text prompt into a chat."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: messages always, text only when system_prompt is set."""
     chat_template_kwargs: dict[str, JsonValue] = {}
-    """Arguments of the chat template, wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
+    """Arguments of the chat template wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True
     """Draw a new seeded order in every epoch; false keeps the file's order."""
     streaming: bool = False
-    """Read `train`, a data set on the hub, as a stream instead of downloading it first (algorithms that sample). Rows are checked
-    as they come."""
+    """Read `train`, a data set on the hub, as a stream instead of downloading it first (algorithms that sample). Rows
+    are checked as they arrive."""
     streaming_block_rows: PositiveInt = 10_000
-    """Consecutive rows of a stream that are in memory together and shuffled among each other; a larger block mixes better."""
+    """Consecutive rows of a stream that are held in memory and shuffled together; a larger block mixes better."""
     preparation: PreparationSection = PreparationSection()
-    """Changes to the rows before the run, made where it is submitted."""
+    """Changes to the rows before the run, made on the submitting machine."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,7 +225,7 @@ class DataSection(Section):
         return with_preset(values)
 
     def source(self, *, validation: bool = False) -> DataSource:
-        """Return the names that identify the data set for training, or the one for evaluation."""
+        """Return the names that identify the data set for training or for evaluation."""
         if not validation:
             return DataSource("data.train", self.train, self.train_split, self.train_config)
         assert self.validation is not None, "RunSpec refuses evaluation without data.validation"
@@ -234,18 +233,17 @@ class DataSection(Section):
         return DataSource("data.validation", self.validation, self.validation_split, config)
 
     def names(self, *, validation: bool = False) -> tuple[str, ...]:
-        """Return the names of the data sets for training, or those for evaluation."""
+        """Return the names of the data sets for training or for evaluation."""
         value = self.validation if validation else self.train
         return value if isinstance(value, tuple) else () if value is None else (value,)
 
     def source_names(self, *, validation: bool = False) -> tuple[str, ...]:
-        """Return the name of each data set in a list, for people and metrics; none where there is no list."""
+        """Return the name of each data set in a list, for people and metrics; none if there is no list."""
         value = self.validation if validation else self.train
         return distinct_names(value) if isinstance(value, tuple) else ()
 
     def with_prepared(self, train: Sequence[str] = (), validation: Sequence[str] = ()) -> DataSection:
-        """Return the section with prepared files in place of the data sets: one for each entry of a list. A data set without files
-        stays."""
+        """Return the section with prepared files instead of data sets, by entry of a list. One without files stays."""
         update: dict[str, Any] = {"preparation": PreparationSection()}
         if self.validation is not None:
             update["validation_config"] = self.source(validation=True).config
@@ -257,7 +255,7 @@ class DataSection(Section):
 
     @property
     def pair_keys(self) -> tuple[str, ...]:
-        """Columns that decide about a pair of completions, besides its prompt."""
+        """Columns that decide about a pair of completions, in addition to its prompt."""
         decides = () if self.preference_key is None else (self.preference_key,)
         return (self.chosen_key, self.rejected_key, *decides)
 
@@ -272,7 +270,7 @@ class DataSection(Section):
     def _check(self) -> DataSection:
         if self.streaming and isinstance(self.train, tuple):
             raise ValueError(
-                f"streaming is true, and train lists {len(self.train)} data sets, of which a stream has no mixture; name one, or "
+                f"streaming is true, and train lists {len(self.train)} data sets, which a stream cannot mix; name one, or "
                 "set streaming to false"
             )
         if self.streaming and self.preparation.is_used:
@@ -299,7 +297,7 @@ class DataSection(Section):
 
 
 def distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the stem of each name, of a glob that of its folder; with its position where another one has the same."""
+    """Return the stem of each name (for a glob, its folder's), with its index if another name has the same."""
     paths = [PurePosixPath(name) for name in names]
     stems = [
         path.parent.name

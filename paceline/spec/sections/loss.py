@@ -1,7 +1,7 @@
-"""`loss_fn`: the objective of `algorithm: grpo`, and its presets by the name of the paper that proposed them.
+"""`loss_fn`: the objective of `algorithm: grpo`, with presets named after the paper that proposed them.
 
-Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value and a setting of the
-user's always wins. Formulas and sources: docs/use/objectives.md.
+Promise: a preset only fills in keys that the spec leaves out, so the resolved spec shows every value and a user's
+setting always wins. Formulas and sources: docs/use/objectives.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PRESETS: dict[PresetName, Preset] = {
     "bnpo": _preset("bnpo", "trl"),
     "gspo": _preset("grpo", "trl", ratio_level="sequence", ratio_clip_min=3e-4, ratio_clip_max=4e-4),
     "luspo": _preset("sequence_sum", "trl", ratio_level="sequence", ratio_clip_min=2e-3, ratio_clip_max=2.5e-3),
-    # No lower bound and 5 as the upper one, as ScaleRL recommends.
+    # ScaleRL recommends no lower bound and 5 as the upper one.
     "cispo": _preset("dapo", "trl", policy_loss="cispo", ratio_clip_min=1.0, ratio_clip_max=4.0),
     "sapo": _preset("grpo", "trl", policy_loss="sapo"),
     "vespo": _preset("dapo", "trl", policy_loss="vespo"),
@@ -66,8 +66,8 @@ def preset_of(loss_fn: Any) -> Preset | None:
 
 
 class LossSection(Section):
-    """The policy loss: a ratio, a function of ratio and advantage, the correction of the sampler's age, penalties,
-    and the reduction (docs/use/objectives.md has the formulas)."""
+    """The policy loss: a ratio, a function of ratio and advantage, the correction for the sampler's age, penalties, and
+    the reduction (docs/use/objectives.md has the formulas)."""
 
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
@@ -85,11 +85,11 @@ class LossSection(Section):
     ratio_clip_max: NonNegativeFloat = 0.2
     """ε_high: the ratio is clipped from above at 1 + ε_high."""
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: for negative advantages the ratio is bounded by this as well."""
+    """Dual clip: also bounds the ratio for negative advantages."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """τ for positive advantages (`sapo`)."""
     sapo_temperature_neg: PositiveFloat = 1.05
-    """τ for the others (`sapo`)."""
+    """τ for other advantages (`sapo`)."""
     dppo_mask_low: PositiveFloat = 0.2
     """A token with a negative advantage is dropped once its probability fell by more than this (`dppo`)."""
     dppo_mask_high: PositiveFloat = 0.2
@@ -97,9 +97,9 @@ class LossSection(Section):
     dppo_square_penalty: NonNegativeFloat = 1e-3
     """Weight of (log r)² (`dppo`)."""
     vespo_k_pos: PositiveFloat = 2.0
-    """Exponent of the sequence weight for advantages from 0 on (`vespo`)."""
+    """Exponent of the sequence weight for advantages of at least 0 (`vespo`)."""
     vespo_lambda_pos: PositiveFloat = 3.0
-    """Decay of the sequence weight for advantages from 0 on (`vespo`)."""
+    """Decay of the sequence weight for advantages of at least 0 (`vespo`)."""
     vespo_k_neg: PositiveFloat = 3.0
     """Exponent for negative advantages (`vespo`)."""
     vespo_lambda_neg: PositiveFloat = 2.0
@@ -109,26 +109,26 @@ class LossSection(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
     """β: weight of the KL to the reference policy; 0 loads no reference."""
     reference_policy_sync_steps: PositiveInt | None = None
-    """Steps after which the policy is mixed into the reference, again and again; unset, the reference stays the policy
-    before training."""
+    """Steps between two mixes of the policy into the reference; unset: the reference stays the policy before training.
+    """
     reference_policy_sync_mix: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of the policy in the synchronised reference: reference = mix · policy + (1 - mix) · reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
     reference_policy_pool: Literal["learner", "reward"] = "learner"
-    """Processes that run the reference policy: the learner in every step, or the reward workers once for every
-    group, which then each hold a copy of it in place of the learner."""
+    """Processes that run the reference policy: the learner in every step, or the reward workers once for every group,
+    each with a copy of it, and then not the learner."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
     entropy_bonus: NonNegativeFloat = 0.0
-    """Weight of the mean entropy per token, which the loss then raises."""
+    """Weight of the mean entropy per token, which the loss then increases."""
     truncated_importance_sampling_ratio: PositiveFloat | None = 2.0
     """Upper bound of the proximal/behaviour weight that corrects for the sampler's older weights; null: no weight."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat = 0.0
     """Lower bound of that weight."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "sequence_tis", "sequence_mask"] = "tis"
-    """Beyond the bounds: `tis` holds a token's weight at them, `icepop` drops the token; `sequence_tis` and
-    `sequence_mask` do the same with the product over the sequence."""
+    """Beyond the bounds: `tis` clips a token's weight, `icepop` drops the token; `sequence_tis` and `sequence_mask` do
+    the same with the product over the sequence."""
     geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = None
     """Drop sequences whose geometric mean of proximal/behaviour ratios is outside (low, high)."""
     veto: tuple[PositiveFloat, PositiveFloat] | None = None
@@ -167,7 +167,7 @@ class LossSection(Section):
             )
         if self.reference_policy_pool == "reward" and self.reference_policy_kl_penalty == 0:
             raise ValueError(
-                "reference_policy_pool is 'reward' with reference_policy_kl_penalty 0: there is no reference to ask; set the "
+                "reference_policy_pool is 'reward' with reference_policy_kl_penalty 0: there is no reference; set the "
                 "penalty, or leave the pool out"
             )
         if self.reference_policy_sync_steps is not None:
@@ -192,7 +192,7 @@ class LossSection(Section):
         if self.reference_policy_pool == "reward":
             raise ValueError(
                 f"reference_policy_sync_steps {steps} with reference_policy_pool 'reward': the reward workers do not get the "
-                "policy's weights, so their reference stays as it was; set reference_policy_pool=learner"
+                "policy's weights, so their reference never changes; set reference_policy_pool=learner"
             )
 
     def _check_anchor(self) -> None:

@@ -11,21 +11,21 @@ from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, Positi
 
 
 class VllmSection(Section):
-    """Settings of the vLLM engine that have a name in NeMo RL or that Paceline gives another default."""
+    """Settings of the vLLM engine that have a name in NeMo RL or another default in Paceline."""
 
     tensor_parallel_size: PositiveInt = 1
     """Workers that share each layer."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages that the layers are divided into."""
+    """Stages into which the layers are divided."""
     data_parallel_size: PositiveInt = 1
     """Replicas of the model within one rollout worker."""
     enforce_eager: bool | None = None
     """Run without graph capture and compilation; unset: true on a CPU, false on GPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache; unset: what the learner leaves on a GPU that both share, by the memory
-    plan when the run is submitted, else vLLM's default."""
+    """Fraction of a GPU's memory for weights and KV cache; unset: on a GPU shared with the learner, the memory plan
+    chooses the rest when the run is submitted, else vLLM's default."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Memory of each worker's KV cache; unset: 1 GiB on a CPU, what gpu_memory_utilization leaves on GPUs."""
+    """Memory of each worker's KV cache; unset: 1 GiB on a CPU, on GPUs the rest of gpu_memory_utilization."""
 
 
 RESERVED = {
@@ -47,8 +47,7 @@ RESERVED = {
         "",
     ),
 }
-"""Engine arguments that `vllm_kwargs` may not set, and the setting to use instead; empty for arguments that Paceline
-sets."""
+"""Engine arguments that `vllm_kwargs` may not set, with the setting to use instead; empty if Paceline sets them."""
 
 
 def check_vllm_kwargs(kwargs: dict[str, Any]) -> None:
@@ -80,28 +79,28 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, applied to matrices only."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the two moments in memory and in checkpoints. bfloat16 takes half of their memory, and rounds them
-    stochastically after every update, by numbers that follow from the update and the parameter alone."""
+    """Type of the two moments in memory and in checkpoints. bfloat16 halves their memory; they are rounded
+    stochastically after every update, with numbers that depend only on the update and the parameter."""
     offload: bool = False
-    """Keep the two moments in the host's memory; a part at a time comes to the GPU for its update. Parameters stay there, which
-    policy.cpu_offload moves too."""
+    """Keep the two moments in host memory; a part at a time is moved to the GPU for its update. Unlike
+    policy.cpu_offload, parameters stay on the GPU."""
 
 
 class SchedulerSection(Section):
     """Learning rate over steps."""
 
     name: SchedulerName = "constant"
-    """Shape after the warm-up; names and shapes as in transformers, `wsd` for its `warmup_stable_decay`."""
+    """Shape after the warm-up; names and shapes as in transformers, with `wsd` for its `warmup_stable_decay`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The warm-up as a fraction of the run's steps, rounded up; in place of warmup_steps."""
+    """The warm-up as a fraction of the run's steps, rounded up; instead of warmup_steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The rate at the last step as a fraction of the peak, for the shapes that fall towards the last step."""
+    """The rate at the last step as a fraction of the peak, for shapes that fall until the last step."""
     power: PositiveFloat = 1.0
     """Exponent of `polynomial`; 1 is linear."""
     num_cycles: PositiveInt = 1
-    """Number of times that `cosine_with_restarts` falls; each time but the last it returns to the peak."""
+    """Number of falls of `cosine_with_restarts`; after each but the last the rate returns to the peak."""
     decay_steps: PositiveInt | None = None
     """Steps of the fall at the end of `wsd`."""
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -148,15 +147,15 @@ NOT_YET = {
     "expert": "experts are divided by `shard` as all weights are",
     "pipeline": "docs/decisions/2026-11-23-no-pipeline.md has the reasons",
 }
-"""What stands in for the ways of dividing a model that do not exist."""
+"""Alternatives to the ways of dividing a model that do not exist."""
 
 
 class ParallelSection(Section):
-    """How the learner's ranks divide the model: replicate × shard ranks; docs/operate/hosts.md."""
+    """Division of the model among the learner's ranks: replicate × shard ranks; docs/operate/hosts.md."""
 
     replicate: Ranks = "auto"
-    """Copies of the model, among which the batch is divided and gradients are summed. auto: 1, or one for each host where its
-    GPUs hold the model's state."""
+    """Copies of the model; the batch is divided among them and gradients are summed. auto: 1, or one for each host
+    whose GPUs hold the model's state."""
     shard: Ranks = "auto"
     """Neighbouring ranks that divide each copy's weights, gradients and optimizer state. auto: all ranks of a copy."""
     context: PositiveInt = 1
@@ -177,7 +176,7 @@ class ParallelSection(Section):
 
 
 class LoraSection(Section):
-    """Train a LoRA adapter in place of the model's own weights; docs/use/lora.md."""
+    """A LoRA adapter trained instead of the model's own weights; docs/use/lora.md."""
 
     enabled: bool = False
     """Train an adapter."""
@@ -186,24 +185,23 @@ class LoraSection(Section):
     alpha: PositiveInt = 32
     """The adapter's product is scaled by alpha / dim."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's inputs in training; for `sft` only, because every other ratio compares with a policy
-    without dropout."""
+    """Dropout of the adapter's inputs; for `sft` only, because other losses compare with a policy without dropout."""
     target_modules: tuple[str, ...] = ()
-    """Last parts of the names of the layers to adapt (`q_proj` …); empty means every linear layer below the LM head."""
+    """Last parts of the names of the layers to adapt (`q_proj` …); empty: every linear layer below the LM head."""
     exclude_modules: tuple[str, ...] = ()
-    """Names of layers among them that are not adapted."""
+    """Names among them to leave out."""
 
 
 class GenerationSection(Section):
     """Sampling of completions, and the engine."""
 
     backend: Literal["auto", "native", "vllm"] = "auto"
-    """`native` is embedded (any machine), `vllm` needs the extra of that name. auto: vllm where the rollout workers have GPUs, and
-    where vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
+    """`native` is embedded (any machine), `vllm` needs the extra of that name. auto: vllm if the rollout workers have
+    GPUs or vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens."""
     min_new_tokens: NonNegativeInt = 0
-    """No stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
+    """Allow no stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -211,25 +209,23 @@ class GenerationSection(Section):
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
     stall_s: PositiveFloat = 300.0
-    """An engine that has sequences to decode and does not answer for this long ends its worker, so that others get its
-    leases; far above the longest decode step, weight update or prefill."""
+    """Seconds without an answer after which an engine with sequences to decode ends its worker, so that others get its
+    leases; set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
     allow_biased_sampling."""
     repetition_penalty: PositiveFloat = 1.0
-    """Make tokens that prompt or completion have already less likely (above 1) or likelier (below 1); other values than 1
-    bias the ratio, see allow_biased_sampling."""
+    """Repetition penalty: divides positive and multiplies negative logits of tokens already in prompt or completion;
+    other values than 1 bias the ratio, see allow_biased_sampling."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the tokenizer's end of sequence."""
     stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
-    """Strings that end a completion, which ends with the token that completes one of them; its text ends with the
-    string."""
+    """Strings that end a completion at the token that completes one of them; its text ends with the string."""
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty although the learner's log-probabilities do not
-    repeat them."""
+    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty, which the learner's log-probabilities lack."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Sequences that one engine decodes at a time at most; with vLLM the KV cache may hold fewer. auto: 256 for vllm on GPUs, else
-    64; chosen when the run is submitted."""
+    """Largest number of sequences that one engine decodes at a time; with vLLM the KV cache may hold fewer. auto: 256
+    for vllm on GPUs, else 64; chosen when the run is submitted."""
     vllm_cfg: VllmSection = VllmSection()
     """The vLLM engine: parallelism and memory."""
     vllm_kwargs: dict[str, Any] = {}
@@ -263,8 +259,8 @@ class GenerationSection(Section):
         return self
 
     def batch_size(self, *, on_gpu: bool) -> int:
-        """Return max_batch_size as a number, also where nobody has chosen: a GPU decodes more sequences in the same time until
-        arithmetic, not the reading of the weights, takes it up."""
+        """Return max_batch_size as a number, with the default for `auto`: a GPU decodes more sequences in the same time
+        until arithmetic, not reading the weights, is the limit."""
         if self.max_batch_size == "auto":
             return GPU_BATCH_SIZE if on_gpu and self.backend == "vllm" else USUAL_BATCH_SIZE
         return self.max_batch_size
@@ -288,46 +284,47 @@ class PolicySection(Section):
 
     model_name: str
     """A local folder, a folder at an fsspec URL (`s3://bucket/model`), a name on the Hugging Face hub, or another run's
-    export: `run:ID`, or `run:ID/NAME` for one that was ordered by name."""
+    export: `run:ID`, or `run:ID/NAME` for one ordered by name."""
     tokenizer_name: str | None = None
-    """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, when it is not with the model."""
+    """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, if it is not with the model."""
     precision: Precision = "auto"
-    """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32. float16
-    scales the loss; docs/use/models.md."""
+    """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32.
+    float16 scales the loss; docs/use/models.md."""
     generation_precision: Precision = "auto"
-    """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 where precision is, else bfloat16 on
-    CUDA and float32 elsewhere."""
+    """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 if precision is, else
+    bfloat16 on CUDA and float32 elsewhere."""
     max_total_sequence_length: PositiveInt = 2048
     """Prompt and completion together, in tokens; longer prompts are refused."""
     train_mb_tokens: PositiveInt | Literal["auto"] = DEFAULT_ROW_TOKENS
-    """Token budget of one micro-batch; sequences are packed up to it. auto: what the memory plan has room for, chosen when
-    the run is submitted (`paceline plan`)."""
+    """Token budget of one micro-batch; sequences are packed up to it. auto: the most that fits the memory plan, chosen
+    when the run is submitted (`paceline plan`)."""
     num_updates_per_step: PositiveInt = 1
-    """Optimizer updates that one batch gets; the batch's groups are split among them."""
+    """Optimizer updates per batch; the batch's groups are split among them."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     skip_non_finite_updates: bool = False
-    """Leave out an optimizer update whose loss or gradient is not finite, with a warning that names its groups, and go on;
-    false pauses the run there."""
+    """Skip an optimizer update whose loss or gradient is not finite, with a warning that names its groups; false pauses
+    the run instead."""
     activation_checkpointing: Checkpointing = "none"
-    """What the backward pass computes again to save memory. full (or true): every layer. selective: all but matrix products and
-    attention, which are kept. none (or false): nothing. auto: the first of none, selective, full that the memory plan has room
-    for, chosen when the run is submitted (`paceline plan`)."""
+    """Activations that the backward pass recomputes to save memory. full (or true): every layer. selective: all but
+    matrix products and attention. none (or false): nothing. auto: the first of none, selective, full that fits the
+    memory plan, chosen when the run is submitted (`paceline plan`)."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at one time in the LM head."""
+    """Tokens whose logits exist at the same time in the LM head."""
     float32_head: bool = False
-    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/use/models.md."""
+    """Compute and keep the logits in float32, in the learner and in the engine, from the same weights; docs/use/models.md.
+    """
     compile: bool = False
     """Compile the learner's decoder layers with torch.compile; needs a C++ compiler on CPUs, Triton on GPUs."""
     deterministic: bool = False
-    """Choose the learner's operations so that a GPU repeats a step bit for bit as far as torch can; slower. CPUs do so in any
-    case; docs/operate/reliability.md."""
+    """Choose the learner's operations so that a GPU repeats a step bit for bit as far as torch can; slower. CPUs always
+    do; docs/operate/reliability.md."""
     parallel: ParallelSection = ParallelSection()
     """Replicas and shards of the model over the learner's ranks."""
     lora_cfg: LoraSection = LoraSection()
-    """An adapter in place of the model's own weights."""
+    """An adapter instead of the model's own weights."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
     scheduler: SchedulerSection = SchedulerSection()
@@ -337,7 +334,7 @@ class PolicySection(Section):
 
     @property
     def row_tokens(self) -> int:
-        """The budget of one micro-batch as a number, also where nobody has planned `auto`."""
+        """The budget of one micro-batch as a number, with the default for `auto`."""
         if self.train_mb_tokens == "auto":
             return max(DEFAULT_ROW_TOKENS, self.max_total_sequence_length)
         return self.train_mb_tokens
@@ -354,12 +351,12 @@ class PolicySection(Section):
     def _check(self) -> PolicySection:
         if self.precision == "float16" and self.generation_precision == "bfloat16":
             raise ValueError(
-                "precision 'float16' with generation_precision 'bfloat16': the sampler would round weights otherwise than the "
+                "precision 'float16' with generation_precision 'bfloat16': the sampler would round weights differently from the "
                 "learner; leave generation_precision out, or set it to float16"
             )
         if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
-                "activation_checkpointing 'selective' with compile true: what a compiled layer keeps is the compiler's choice; "
+                "activation_checkpointing 'selective' with compile true: the compiler chooses what a compiled layer keeps; "
                 "set full or none"
             )
         lora, recomputes = self.lora_cfg, self.activation_checkpointing in ("selective", "full")
@@ -372,7 +369,7 @@ class PolicySection(Section):
 
 
 class ValueSection(Section):
-    """A second model of the learner that predicts the reward to come at every token; never published, only saved."""
+    """A second model of the learner that predicts the future reward at every token; never published, only saved."""
 
     model_name: str | None = None
     """Initial model: a language model or a reward model, with the policy's tokens, as a folder, fsspec URL, hub name or
@@ -382,10 +379,10 @@ class ValueSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Its gradients are clipped to this global norm."""
     cliprange: PositiveFloat | None = 0.2
-    """A value may move this far from the start of the step before its gain no longer counts; null: no bound."""
+    """Largest change of a value since the start of the step that still lowers the loss; null: no bound."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """λ: 0 trusts the next token's value, 1 the reward alone."""
+    """λ: 0 uses the next token's value, 1 the reward alone."""
     gae_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ: discount of a token."""
     policy_training_start_step: NonNegativeInt = 0
-    """Before this step only the value model learns."""
+    """Step before which only the value model learns."""

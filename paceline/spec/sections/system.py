@@ -1,6 +1,5 @@
-"""`weights`, `checkpointing`, `logger`, `cluster`: transport of weights, storage, records and processes of a run, and what warns of
-it (`logger.rules`, `logger.webhooks`).
-"""
+"""`weights`, `checkpointing`, `logger`, `cluster`: transport of weights, storage, records and processes of a run, and
+its alerts (`logger.rules`, `logger.webhooks`)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Op = Literal["<", "<=", ">", ">="]
 
 
 class Rule(NamedTuple):
-    """A condition on a metric that has to hold for some steps in a row."""
+    """A condition on a metric that must hold for several steps in a row."""
 
     metric: str
     """Name; `*` stands for any characters."""
@@ -28,7 +27,7 @@ class Rule(NamedTuple):
     value: float
     steps: int = 1
     of_change: bool = False
-    """Of the difference to the step before, for metrics that count from the run's start."""
+    """True if it compares the difference to the step before, for metrics that count from the run's start."""
 
     def __str__(self) -> str:
         steps = f" for {self.steps} steps" if self.steps > 1 else ""
@@ -36,18 +35,20 @@ class Rule(NamedTuple):
 
 
 def parsed_rule(text: str) -> Rule:
-    """Return the rule that a text of a spec means. Raises ValueError."""
-    found = _PATTERN.fullmatch(" ".join(text.split()))
+    """Return the rule in a text of a spec. Raises ValueError."""
+    match = _PATTERN.fullmatch(" ".join(text.split()))
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        value, steps = float(found["value"]), int(found["steps"] or 1)
+        value, steps = float(match["value"]), int(match["steps"] or 1)
         if not math.isfinite(value) or not steps:
             raise ValueError
     except ValueError:
-        raise ValueError(f"{text[:80]!r} is no rule; write {FORM}, as 'truncated_fraction > 0.5 for 5 steps'") from None
-    op: Op = found["op"]  # type: ignore[assignment]
-    return Rule(found["metric"], op, value, steps, bool(found["change"]))
+        raise ValueError(
+            f"{text[:80]!r} is not a rule; write {FORM}, as 'truncated_fraction > 0.5 for 5 steps'"
+        ) from None
+    op: Op = match["op"]  # type: ignore[assignment]
+    return Rule(match["metric"], op, value, steps, bool(match["change"]))
 
 
 DEFAULT_RULES = tuple(
@@ -74,20 +75,20 @@ DEFAULT_RULES = tuple(
 
 
 class WebhookSection(Section):
-    """An address that is told of a run by HTTP POST, signed with the secret in PACELINE_WEBHOOK_SECRET of the process that sends."""
+    """An address that gets a run's events by HTTP POST, signed with PACELINE_WEBHOOK_SECRET of the sending process."""
 
     url: str = ""
-    """Address. One that is a secret itself, as those of Slack, belongs into `url_variable`."""
+    """Address. Put one that is itself a secret, such as Slack's, into `url_variable`."""
     url_variable: Annotated[str, Field(pattern=r"^([A-Z][A-Z0-9_]{0,63})?$")] = ""
-    """Environment variable, of the process that sends, that has the address."""
+    """Environment variable of the sending process with the address."""
     events: Annotated[tuple[Literal["ended", "failed", "stalled", "rule", "warning"], ...], Field(min_length=1)] = (
         "ended",
         "failed",
         "stalled",
         "rule",
     )
-    """ended: succeeded or cancelled. failed. stalled: the learner has waited for long. rule: a rule is broken. warning: any
-    other one."""
+    """ended: succeeded or cancelled. failed. stalled: the learner has waited for long. rule: a rule is broken. warning:
+    any other warning."""
 
     @model_validator(mode="after")
     def _check(self) -> WebhookSection:
@@ -104,7 +105,7 @@ RuleText = Annotated[str, Field(max_length=300)]
 
 
 def _checked_folder(folder: str | None, info: ValidationInfo) -> str | None:
-    """Return a folder that all services find."""
+    """Return a folder that all services resolve alike."""
     if not folder or "://" in folder or folder.startswith("/"):
         return folder
     raise ValueError(
@@ -119,21 +120,20 @@ class WeightsSection(Section):
     """Transport of new weights to the rollout workers."""
 
     channel: Literal["collective", "delta"] = "collective"
-    """`collective`: the whole model from host to host, by their agents; a worker whose host has none reads the store. `delta`:
-    changed elements through the store, without agents."""
+    """`collective`: the whole model from host to host through their relays; a worker whose host has none reads the
+    object store. `delta`: changed elements through the object store, without relays."""
     store: Folder = None
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
+    """Versions between two that are stored in full; the next is earlier if the deltas since the last outweigh it."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Longest silence of a member during a transfer: a member that for this long neither takes bytes nor reports
-    that it is loading them is expelled."""
+    """Time-out of a member during a transfer: without bytes or a report of loading for this long, it is expelled."""
     allow_plaintext_network: bool = False
-    """Allow weights in the clear between hosts with certificates (`--tls-dir`): a learner on several hosts, an object store
-    without TLS. The agents of hosts use TLS in any case."""
+    """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
+    object store without TLS. Relays always use TLS."""
 
 
 class CheckpointingSection(Section):
@@ -142,35 +142,35 @@ class CheckpointingSection(Section):
     enabled: bool = True
     """Write checkpoints."""
     save_period: PositiveInt = 50
-    """Steps between two checkpoints; the last step always makes one."""
+    """Steps between two checkpoints; the last step always writes one."""
     keep_top_k: PositiveInt = 2
-    """Complete checkpoints that are kept: the newest or, with `metric_name`, the best and the newest one."""
+    """Complete checkpoints to keep: the newest or, with `metric_name`, the best and the newest one."""
     metric_name: Annotated[str, Field(pattern=r"^(train|val):\S+$")] | None = None
     """Metric of the best checkpoint: `val:reward` (of the evaluation after that step), or `train:` and a step's
     metric (`train:loss`)."""
     higher_is_better: bool = True
     """True if the highest value of the metric is the best."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights of exported models; an adapter that is exported alone stays float32."""
+    """Type of the weights of exported models; a separately exported adapter stays float32."""
     checkpoint_dir: Folder = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
-    (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is relative
-    to the directory in which the command runs."""
+    (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is
+    relative to the directory in which the command runs."""
 
 
 class TrackerSection(Section):
-    """A tracker that a run's metrics are sent to. Its key or password is in the environment of the process that sends, never here."""
+    """A tracker of a run's metrics. Its key or password is in the environment of the sending process, never here."""
 
     kind: Literal["wandb", "mlflow", "tensorboard"]
     """Weights & Biases, MLflow (a server), or TensorBoard's files."""
     project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
-    """Project there; MLflow's experiment."""
+    """Project in the tracker; MLflow's experiment."""
     url: str = ""
-    """Server. Empty: as the tracker's own variables say (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
+    """Server. Empty: from the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
     """W&B: write files beside the cursor, for `wandb sync`."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
-    """Names of the metrics: Paceline's, or those that TRL or NeMo RL has for the same (docs/use/trackers.md)."""
+    """Names of the metrics: Paceline's, or TRL's or NeMo RL's for the same (docs/use/trackers.md)."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2
     """Groups of each step whose completions are sent as a table."""
 
@@ -180,8 +180,8 @@ class TrackerSection(Section):
             raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files for later; remove it")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                f"url {self.url.split('@')[-1]!r} has to be http(s)://HOST[:PORT]/… without a password, which belongs into the "
-                "environment of the process that sends"
+                f"url {self.url.split('@')[-1]!r} has to be http(s)://HOST[:PORT]/… without a password, which belongs in the "
+                "environment of the sending process"
             )
         return self
 
@@ -192,31 +192,32 @@ class LoggerSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     keep_samples: bool = True
-    """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
+    """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
+    `keep_samples: false`, keeps none."""
     keep_evaluations: NonNegativeInt = 8
-    """Newest evaluations whose completions are kept beside those of the first (`paceline samples RUN --eval`); 0, or
+    """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
     `keep_samples: false`, keeps none."""
     keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
-    """Groups of a step, of those that rank 0 trains, of which the learner's log-probability and entropy of each token are kept for the
-    page; 0 keeps none."""
+    """Groups of a step, among those of rank 0, whose log-probability and entropy of each token by the learner are kept
+    for the page; 0 keeps none."""
     verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
-    """Smallest share of each rollout worker's groups of which the learner compares the log-probabilities with its own; a worker that is
-    off in the mean is named in the run's events. 0: never."""
+    """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
+    run's events name a worker whose mean deviates. 0: never."""
     profile_period: NonNegativeInt = 0
-    """Every so many steps rank 0 of the learner runs torch's profiler, for the metrics of the time in collectives; the step is
-    slower by it. 0: never."""
+    """Period in steps at which rank 0 of the learner runs torch's profiler, for metrics of the time in collectives;
+    slower. 0: never."""
     stall_warning_s: PositiveFloat = 60.0
-    """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
+    """Seconds of waiting after which the learner's warning names the reason; again after twice the time, and so on."""
     trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
-    """Trackers that `paceline up` sends the run to, and `paceline track` elsewhere. One of each kind."""
+    """Trackers to which `paceline up`, or elsewhere `paceline track`, sends the run. One of each kind."""
 
     default_rules: bool = True
     """Warn by the usual rules on metrics (docs/operate/alerts.md)."""
     rules: Annotated[tuple[RuleText, ...], Field(max_length=64)] = ()
-    """Further rules: `METRIC > NUMBER for N steps`, with <, <=, > or >=. `*` stands for any characters of a name; `change of`
-    before the metric means the difference to the step before."""
+    """Further rules: `METRIC > NUMBER for N steps`, with <, <=, > or >=. `*` matches any characters of a name; `change
+    of` before the metric means the difference to the step before."""
     webhooks: Annotated[tuple[WebhookSection, ...], Field(max_length=8)] = ()
-    """Addresses that are told of the end of the run, of stalls and of broken rules, by the process that sends to trackers."""
+    """Addresses notified of the run's end, of stalls and of broken rules by the process that sends to trackers."""
 
     @field_validator("rules")
     @classmethod
@@ -230,7 +231,9 @@ class LoggerSection(Section):
     def _check_trackers(cls, trackers: tuple[TrackerSection, ...]) -> tuple[TrackerSection, ...]:
         kinds = [tracker.kind for tracker in trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
-            raise ValueError(f"{twice[0]} is there {kinds.count(twice[0])} times; one tracker of each kind is possible")
+            raise ValueError(
+                f"{twice[0]} is there {kinds.count(twice[0])} times; only one tracker of each kind is possible"
+            )
         return trackers
 
 
@@ -242,23 +245,23 @@ class ClusterSection(Section):
     reward_workers: PositiveInt = 1
     """Reward services."""
     environment_workers: NonNegativeInt | None = None
-    """Environment services; unset: one where the run has an environment, else none."""
+    """Environment services; unset: one if the run has an environment, else none."""
     learner_ranks: PositiveInt = 1
     """Ranks of the learner."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: where no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: it uses
-    none."""
+    """auto: if no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: it uses none.
+    """
     rollout_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for rollout, split evenly over the workers."""
     learner_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for the learner, one per rank."""
     reward_gpus: tuple[NonNegativeInt, ...] = ()
-    """GPUs for the reward workers, split evenly over them; empty means CPU."""
+    """GPUs for the reward workers, split evenly over them; empty: CPU."""
     gpu_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run that computes elsewhere on GPUs; unset: the GPUs of
-    the host that plans."""
+    """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run on GPUs elsewhere; unset: the planning host's.
+    """
     threads_per_process: PositiveInt = 1
-    """Compute threads of each process on a CPU. A process with a GPU has its share of the host's cores, where that is more."""
+    """Compute threads of each process on a CPU. With a GPU: the share of the host's cores if that is more."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

@@ -1,4 +1,4 @@
-"""`rewards`, `environment` and `bundle`: the user's code that a run calls, and the files that travel with it."""
+"""`rewards`, `environment` and `bundle`: the user's code in a run, and the files that travel with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RewardFunctionSection(Section):
     """One reward function."""
 
     PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
-    """Built-in functions with a keyword argument that is a path, relative to the spec's file, and that argument."""
+    """Built-in functions with a keyword argument that is a path relative to the spec's file, and the argument."""
 
     function: str
     """A built-in's name, or `path/to/file.py:function`."""
@@ -30,24 +30,24 @@ class RewardFunctionSection(Section):
     weight: float = 1.0
     """Factor in the sum of rewards."""
     weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
-    """Factors by step in place of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear in between, constant
-    before the first and after the last."""
+    """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
+    constant before the first and after the last."""
     gate_min: float | None = None
-    """Makes the function a gate: where it gives less than this, all functions that are no gates count as 0."""
+    """Makes the function a gate: if it returns less than this, all functions that are not gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
     """Time limit of one call on one group."""
     memory_mb: PositiveInt = 2048
-    """Address space that the function may add in its process."""
+    """Address space that the function may allocate in its process."""
 
     @property
     def label(self) -> str:
-        """The name that metrics use."""
+        """The name in metrics."""
         return self.name or self.function.rsplit(":", 1)[-1]
 
     def weight_at(self, step: int) -> float:
-        """Return the factor of the function in the rewards of a step's batch."""
+        """Return the function's factor in the rewards of a step's batch."""
         points = self.weight_schedule
         if not points:
             return self.weight
@@ -71,7 +71,7 @@ class RewardFunctionSection(Section):
     def _check_weights(self) -> RewardFunctionSection:
         if self.weight_schedule and self.weight != 1.0:
             raise ValueError(
-                f"weight {self.weight:g} with weight_schedule: the schedule takes the place of weight; remove one of them"
+                f"weight {self.weight:g} with weight_schedule: the schedule replaces weight; remove one of them"
             )
         if self.gate_min is not None and not math.isfinite(self.gate_min):
             raise ValueError(f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate")
@@ -87,69 +87,71 @@ class EnvironmentSection(Section):
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
 
     PATH_ARGUMENTS: ClassVar[tuple[str, ...]] = ("class", "tools", "agent", "train_call")
-    """Keys that name a function or class of a file, relative to the spec's."""
+    """Keys that name a function or class in a file relative to the spec's."""
 
     class_: Annotated[str | dict[str, str], Field(alias="class")] = ""
-    """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it; or a
-    class with `step(text)`. A mapping of names to classes takes the one that the data set's column `environment` names."""
+    """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it;
+    or a class with `step(text)`. In a mapping of names to classes, the data set's column `environment` chooses."""
     tools: tuple[str, ...] = ()
-    """`path/to/file.py:function` each: functions that the model may call, besides the tools of a class or alone. Type hints and
-    a docstring make their schemas."""
+    """`path/to/file.py:function` each: functions that the model may call, with or without the tools of a class. Type
+    hints and a docstring define their schemas."""
     agent: str = ""
     """`path/to/file.py:function`, `async def solve(row, base_url, api_key)`: a program that sends its requests to an
-    OpenAI-compatible URL of its own, and returns its reward or None."""
+    OpenAI-compatible URL made for it, and returns its reward or None."""
     command: tuple[str, ...] = ()
-    """Command line of such a program; `{column}` stands for a column of the row. It gets OPENAI_BASE_URL and OPENAI_API_KEY,
-    and prints its reward as the last line, if it gives one."""
+    """Command line of such a program; `{column}` stands for a column of the row. It gets OPENAI_BASE_URL and
+    OPENAI_API_KEY, and may print its reward as the last line."""
     deterministic: bool = False
-    """The environment answers the same calls alike: an episode whose process was lost is replayed from its record. A class may
-    say so itself, by an attribute `deterministic = True`."""
+    """The environment answers equal calls equally: an episode whose process was lost is replayed from its record. A
+    class may declare it with the attribute `deterministic = True`."""
     max_turns: PositiveInt = 16
     """Turns of the model after which an episode is truncated."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds of the user's code, all its calls together, after which an episode is truncated; waiting for the model does not
-    count."""
+    """Seconds of the user's code, over all calls, after which an episode is truncated; the model's time does not count.
+    """
     call_timeout_s: PositiveFloat = 60.0
-    """Seconds that one call of the environment may take; a call that takes longer fails the sample's attempt."""
+    """Time-out of one call of the environment in seconds; a longer call fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
-    """Address space that the user's code may add in its process."""
+    """Address space that the user's code may allocate in its process."""
     max_tool_tokens: PositiveInt = 4096
-    """Tokens of one answer of a tool or of the environment; what is longer is cut off, and says so."""
+    """Tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
     max_failures: PositiveInt = 3
-    """Attempts at a sample that may fail by a fault of the environment before it is given up; those that a worker, the network
-    or the coordinator ended do not count."""
+    """Attempts at a sample that may fail because of the environment before it is given up; those ended by a worker, the
+    network or the coordinator do not count."""
     parallel_calls: PositiveInt = 32
-    """Calls of the user's code at a time in one process."""
+    """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """How turns become tokens: a family of the package `renderers`, `template` (the chat template, where the difference between
-    two renderings is provably an extension), or `auto`: the first where the model's name is known, else the second."""
+    """Conversion of turns to tokens: a family of the package `renderers`, `template` (the chat template, if the
+    difference between two renderings is provably an extension), or `auto`: the first if the model's name is known,
+    else the second."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
-    """How tool calls are read from the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is one
-    call), `none`; auto asks the renderer, else the chat template."""
+    """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
+    one call), `none`; auto uses the renderer's, else the chat template's."""
     train_call: str = ""
-    """`path/to/file.py:function`, `train_call(messages, tools) -> bool`: which requests of an agent train; the others, such as
-    those for a title, are answered and left out."""
+    """`path/to/file.py:function`, `train_call(messages, tools) -> bool`: selects the requests of an agent that train;
+    the others, such as those for a title, are answered and left out."""
     advantage: TurnAdvantage = "outcome"
-    """What a turn's tokens get: `outcome` the sample's advantage; `discounted` the discounted rewards from the turn on,
-    relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the turn's reward
-    relative to those of the same turn in the group's other samples."""
+    """Advantage of a turn's tokens: `outcome` the sample's advantage; `discounted` the discounted rewards from the turn
+    on, relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the
+    turn's reward relative to the same turn in the group's other samples."""
     turn_discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Factor for each turn between a reward and the tokens that it is credited to (`discounted`)."""
+    """Factor for each turn between a reward and the credited tokens (`discounted`)."""
     turn_weight: NonNegativeFloat = 1.0
     """Factor of the rewards of turns (`turn_level`)."""
     truncated: Literal["score", "leave_out"] = "score"
-    """What a truncated sample is: scored as it is, or left out of training (its reward stays in the group's baseline)."""
+    """Treatment of a truncated sample: scored like any other, or left out of training (but not of the group's
+    baseline)."""
     processes: NonNegativeInt = 0
-    """Processes for user code on each environment worker; 0: as many as it has cores."""
+    """Processes for user code on each environment worker; 0: one for each core."""
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return the classes by name; a single one has the empty name, and an empty value where there are tools alone."""
+        """Return the classes by name; a single one has the empty name, and an empty value if there are only tools."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
     def has_class(self) -> bool:
-        """Return whether episodes are those of a class or of tools, not of an agent's program."""
+        """Return whether episodes use a class or tools, not an agent's program."""
         return bool(self.class_ or self.tools)
 
     @property
@@ -170,7 +172,7 @@ class EnvironmentSection(Section):
         ]
         if len(named) > 1:
             raise ValueError(
-                f"{' and '.join(named)} are both set, but an environment is one of them; remove the others"
+                f"{' and '.join(named)} are both set, but an environment is only one of them; remove the others"
             )
         if self.train_call and self.has_class:
             raise ValueError(f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call")
@@ -181,16 +183,16 @@ MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class BundleSection(Section):
-    """The files that travel with the run: reward functions with the modules beside them that they import, data files,
-    and those that are listed here. The run goes on with them as they were when it was submitted."""
+    """Files that travel with the run: reward functions with the modules beside them that they import, data files, and
+    the files listed here. The run keeps the content that they had when it was submitted."""
 
     include: tuple[str, ...] = ()
     """Further files for the reward functions: paths, globs (`answers/*.json`) or folders, relative to the spec's file."""
     max_mb: PositiveInt = 512
     """Largest sum of the files' sizes in MB; larger data belongs at a URL."""
     requirements: tuple[str, ...] = ()
-    """Modules that the reward functions import beyond the standard library and Paceline's dependencies, as in
-    `import NAME`. A reward worker without one of them reports it before the first group."""
+    """Modules that the reward functions import beyond the standard library and Paceline's dependencies, as in `import
+    NAME`. A reward worker that lacks one reports it before the first group."""
 
     @field_validator("include")
     @classmethod

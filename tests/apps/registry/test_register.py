@@ -56,7 +56,7 @@ def test_evidence_of_other_files_is_refused_and_leaves_nothing(place: Workplace)
         first,
     )
     assert refused.exit_code == 1
-    assert "evaluations/0/result.json measured model files of the digest" in refused.output
+    assert "evaluations/0/result.json measured model files with the digest" in refused.output
     assert list((place.runs / "models" / "sums").iterdir()) == []
     assert place.done("models", "list") == {"models": []}
 

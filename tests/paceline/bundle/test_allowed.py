@@ -1,4 +1,4 @@
-"""Bundles where the operator allows only some folders: the code has to be what lies there."""
+"""Bundles if the operator allows only some folders: the code must equal the files there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of unpacked bundles: checked, bounded, and safe between processes."""
+"""The cache of unpacked bundles: verified, bounded, and safe between processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_files_are_fetched_once_and_checked_each_time(tmp_path: Path, source: So
 def test_content_without_its_digest_is_refused_and_leaves_nothing(tmp_path: Path, source: Source, data: bytes) -> None:
     manifest = source.manifest(a=b"abcdef")
     source.content[manifest.files[0].sha256] = data
-    with pytest.raises(Unreadable, match=r"'folder/a' of the run's bundle came with"):
+    with pytest.raises(Unreadable, match=r"'folder/a' of the run's bundle arrived with"):
         cache_in(tmp_path, 1000).open(manifest, source)
     assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".filling"}
 

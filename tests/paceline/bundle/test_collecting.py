@@ -1,4 +1,4 @@
-"""Making of bundles: what travels, and every refusal by name."""
+"""Making bundles: the files that travel, and refusals with the field's name."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_requirements_are_names_of_modules(tmp_path: Path) -> None:
         make(tmp_path, bundle={"requirements": ["numpy>=1"]})
 
 
-def test_what_may_be_missing_is_a_warning(tmp_path: Path) -> None:
+def test_a_file_that_may_be_missing_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "answers.json").write_text("{}")
     source = 'import no_such_module\ndef f(completions, **kw):\n    return open("answers.json")\n'
     warnings = collect(make(tmp_path, source)).warnings

@@ -1,4 +1,4 @@
-"""Imports: everything beside a file that it needs, transitively, and the names of the rest."""
+"""Imports of a file: the modules beside it, transitively, and the names of all others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_modules_beside_a_file_are_found_transitively(tmp_path: Path) -> None:
     assert names(tmp_path) == ["deeper.py", "helper.py", "reward.py"]
 
 
-def test_packages_are_taken_whole_with_what_their_modules_import(tmp_path: Path) -> None:
+def test_packages_are_taken_whole_with_the_imports_of_their_modules(tmp_path: Path) -> None:
     write(
         tmp_path,
         reward="from checks.numbers import close\n",

@@ -1,4 +1,4 @@
-"""Places of files in a bundle, and the spec of an unpacked one."""
+"""Paths of files in a bundle, and the spec of an unpacked one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline.bundle.manifest import (
     Kind,
     Manifest,
     localized,
-    place_of_data,
-    place_of_file,
-    place_of_prepared,
+    path_of_data,
+    path_of_file,
+    path_of_prepared,
     split_glob,
     with_original_paths,
 )
@@ -34,19 +34,19 @@ def spec_of(folder: str = "/home/me/run", **data: object) -> RunSpec:
 
 
 def test_places_below_the_folder_and_outside() -> None:
-    assert place_of_file("/home/me/run", "/home/me/run/rewards/exact.py") == "folder/rewards/exact.py"
-    assert place_of_data("/home/me/run", "/home/me/run/d/*.jsonl") == "data/folder/d/*.jsonl"
-    outside = place_of_data("/home/me/run", "/data/train.jsonl")
+    assert path_of_file("/home/me/run", "/home/me/run/rewards/exact.py") == "folder/rewards/exact.py"
+    assert path_of_data("/home/me/run", "/home/me/run/d/*.jsonl") == "data/folder/d/*.jsonl"
+    outside = path_of_data("/home/me/run", "/data/train.jsonl")
     assert outside.startswith("data/outside/")
     assert outside.endswith("/train.jsonl")
-    assert place_of_data("", "/data/other/train.jsonl") != outside
+    assert path_of_data("", "/data/other/train.jsonl") != outside
     assert split_glob("/a/b*/c.jsonl") == ("/a", "b*/c.jsonl")
     assert split_glob("/a/b/c") == ("/a/b", "c")
 
 
-def test_only_what_the_bundle_has_is_localized() -> None:
+def test_only_files_of_the_bundle_are_localized() -> None:
     spec = spec_of(validation=("/data/v*.jsonl", "hub/name", "s3://bucket/v.jsonl"))
-    place = place_of_data(spec.folder, "/data/v1.jsonl")
+    place = path_of_data(spec.folder, "/data/v1.jsonl")
     manifest = Manifest.of(
         [
             entry("folder/rewards/exact.py", "code"),
@@ -71,15 +71,15 @@ def test_only_what_the_bundle_has_is_localized() -> None:
     assert localized(spec, Manifest(()), Path("/cache/z")) == spec
 
 
-def test_prepared_data_take_the_place_of_what_they_were_made_of() -> None:
+def test_prepared_data_replace_their_data_sets() -> None:
     spec = spec_of(
         train=("/home/me/run/a.jsonl", "org/b"),
         validation="/home/me/run/v.jsonl",
         preparation={"max_prompt_characters": 9},
     )
-    places = [place_of_prepared("data.train", index, name) for index, name in enumerate(("a.jsonl", "b.jsonl"))]
+    places = [path_of_prepared("data.train", index, name) for index, name in enumerate(("a.jsonl", "b.jsonl"))]
     manifest = Manifest.of(
-        [entry(place, "data") for place in (*places, place_of_data(spec.folder, "/home/me/run/v.jsonl"))]
+        [entry(place, "data") for place in (*places, path_of_data(spec.folder, "/home/me/run/v.jsonl"))]
     )
     local = localized(spec, manifest, Path("/c")).data
     assert local.train == ("/c/data/prepared/train/0000/a.jsonl", "/c/data/prepared/train/0001/b.jsonl")

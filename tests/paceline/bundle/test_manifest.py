@@ -1,4 +1,4 @@
-"""Manifests: one text for the same files, and no path that leaves the folder."""
+"""Manifests: equal files give equal texts, and no path leaves the folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
 
 
 def test_files_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="two files"):
+    with pytest.raises(InvalidInput, match="same path twice"):
         Manifest.of([file("a"), file("a", size=2)])
     with pytest.raises(InvalidInput, match="below another"):
         Manifest.of([file("a"), file("a/b")])

@@ -1,4 +1,4 @@
-"""Requirements: named modules that are missing, and imported modules that nobody named."""
+"""Requirements: missing modules, and imported modules that are not declared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hint of a refusal travels as text, and what is no number counts as none."""
+"""The retry hint of a refusal travels as text; malformed hints are ignored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_header_is_in_whole_seconds() -> None:
     assert [to_header(s)["Retry-After"] for s in (0.0, 0.2, 1.0, 1.5, 1e9)] == ["1", "1", "1", "2", "3600"]
 
 
-def test_what_is_no_number_counts_as_no_hint() -> None:
+def test_a_malformed_hint_is_ignored() -> None:
     for value in ("", "x", "-5", "1.5", "9" * 40, "²"):
         assert from_error(error((KEY, value))) is None
     assert from_error(error(("other", "5"))) is None

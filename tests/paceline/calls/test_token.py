@@ -1,4 +1,4 @@
-"""The token's file, and what counts as having it."""
+"""The token's file, and the comparison of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_a_file_without_a_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("\n")
-    with pytest.raises(InvalidInput, match="is empty or cannot be read; delete it"):
+    with pytest.raises(InvalidInput, match="is empty or unreadable; delete it"):
         make_token(tmp_path / "token")
     assert read_token(tmp_path / "none") == ""
     (tmp_path / "token").write_bytes(b"\xff\xfe")

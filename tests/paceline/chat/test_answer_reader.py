@@ -1,4 +1,4 @@
-"""Parts of an answer do not depend on how its text was split, and nothing of it is lost."""
+"""Parts of an answer do not depend on how its text was split, and no text is lost."""
 
 import random
 from typing import Any
@@ -78,12 +78,12 @@ def malformed_of(text: str, calls: Any) -> list[Malformed]:
     return reader.malformed
 
 
-def test_what_begins_like_a_call_and_is_none_is_named() -> None:
+def test_text_that_only_begins_like_a_call_is_malformed() -> None:
     (malformed,) = malformed_of(BROKEN, "hermes")
     assert malformed.text == BROKEN
-    assert "no JSON" in malformed.fault
+    assert "not valid JSON" in malformed.fault
     assert malformed_of('{"name": "add", "parameters": [1]}', "json") == [
-        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' have to be an object")
+        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' must be an object")
     ]
     assert malformed_of('{"answer": 1}', "json") == []
     assert malformed_of('{"name": "Ada", "parameters": [1]}', "json") == []

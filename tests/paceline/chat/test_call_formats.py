@@ -1,4 +1,4 @@
-"""Calls are read whole, or they are malformed with a reason."""
+"""Calls are read completely, or are malformed with a reason."""
 
 import json
 from typing import Any
@@ -41,20 +41,20 @@ def test_plain_arguments_have_the_declared_types() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ('{"name": "f", "arguments": {"n": NaN}}', "NaN is no number of JSON"),
-        ('{"name": "f", "arguments": {"n": ' + "9" * 5000 + "}}", "no JSON"),
-        ('{"name": "f", "arguments": [1]}', "have to be an object"),
-        ('{"name": "f", "arguments": "x"}', "no JSON"),
+        ('{"name": "f", "arguments": {"n": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ('{"name": "f", "arguments": [1]}', "must be an object"),
+        ('{"name": "f", "arguments": "x"}', "not valid JSON"),
         ('{"name": "f", "arguments": {"s": "\\ud800"}}', "half a surrogate pair"),
         ('{"name": 1}', '"name" and "arguments"'),
         ('{"name": ""}', '"name" and "arguments"'),
         ("[]", '"name" and "arguments"'),
-        ("<function=f>x</function>", "belongs to no parameter"),
-        ("<function=f><parameter=n>1</function>", "belongs to no parameter"),
-        ("<function=f></function>x", "belongs to no parameter"),
+        ("<function=f>x</function>", "text outside its parameters"),
+        ("<function=f><parameter=n>1</function>", "text outside its parameters"),
+        ("<function=f></function>x", "text outside its parameters"),
         ("<function=", "names no function"),
     ],
 )
@@ -245,6 +245,6 @@ def test_several_calls_may_be_a_whole_text() -> None:
     for text in ("", ";", "print(1)", "[]"):
         with pytest.raises(NoCall):
             read_json_calls(text, OFFERED)
-    with pytest.raises(MalformedCall, match="no JSON"):
+    with pytest.raises(MalformedCall, match="not valid JSON"):
         read_json_calls(f"{one} and", OFFERED)
     assert read_json_calls('<|python_tag|>{"name": "h"}', OFFERED) == [ToolCall("h", "{}")]

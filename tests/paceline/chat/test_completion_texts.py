@@ -1,4 +1,5 @@
-"""The text of a completion has what the model wrote and no mark of the chat, whatever the tokenizer; its answer has no reasoning."""
+"""The text of a completion has the model's output without marks of the chat, for every tokenizer; its answer has no
+reasoning."""
 
 from __future__ import annotations
 
@@ -198,7 +199,7 @@ def test_tokenizers_without_such_tokens_decode_as_before() -> None:
         assert text_of(tokenizer, ids[:end]) == tokenizer.decode(ids[:end], skip_special_tokens=True)
 
 
-def test_a_template_that_is_read_anew_is_noticed() -> None:
+def test_a_changed_template_is_noticed() -> None:
     tokenizer = make("bytes", "none")
     tokenizer.add_tokens([AddedToken("<|head|>", special=True)])
     ids = tokenizer("<|head|>a", add_special_tokens=False)["input_ids"]
@@ -271,7 +272,7 @@ CALLED = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
         ({"tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}, CALLED, CALLED),
     ],
 )
-def test_fields_of_a_message_are_what_the_model_wrote(message: dict[str, Any], text: str, answer: str) -> None:
+def test_a_message_becomes_the_text_that_the_model_wrote(message: dict[str, Any], text: str, answer: str) -> None:
     assert message_text(message) == text
     assert answer_of(text) == answer
     opened = message_text(message, in_reasoning=True)
@@ -301,7 +302,7 @@ def test_the_mark_before_calls_as_json_is_no_content() -> None:
         assert content_of(read_answer(text, AnswerReader("json"))) == text
 
 
-def test_special_tokens_are_told_apart_once() -> None:
+def test_special_tokens_are_classified_once() -> None:
     tokenizer = make("bytes", "hermes")
     found = special_tokens(tokenizer)
     assert special_tokens(tokenizer) is found

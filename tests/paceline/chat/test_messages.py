@@ -1,4 +1,4 @@
-"""Messages keep what they say, or are refused by name."""
+"""Messages keep all their fields, or are refused by name."""
 
 from typing import Any
 

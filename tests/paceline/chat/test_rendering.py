@@ -88,7 +88,7 @@ def test_a_chat_with_tools_is_rendered_as_transformers_does(source: str) -> None
         ),
     ],
 )
-def test_what_the_template_would_leave_out_is_refused_by_name(source: str, message: Any, words: str) -> None:
+def test_a_field_that_the_template_would_leave_out_is_refused_by_name(source: str, message: Any, words: str) -> None:
     with pytest.raises(Unsupported, match=words) as refused:
         template(source).encode(rendered(USER, message))
     assert refused.value.field == "messages"
@@ -142,7 +142,7 @@ def test_tools_are_refused_by_a_template_without_them_and_left_out_when_no_call_
         (chat_templates.JSON_CALLS, AnswerFormat("json", False, '{"name": "', '", "parameters": ')),
     ],
 )
-def test_the_format_of_answers_is_what_the_template_writes_itself(source: str, expected: AnswerFormat) -> None:
+def test_the_format_of_answers_is_derived_from_the_template(source: str, expected: AnswerFormat) -> None:
     assert template(source).answer_format == expected
 
 
@@ -163,7 +163,7 @@ def test_reasoning_may_be_opened_by_the_prompt() -> None:
     assert not chat.opens_reasoning(chat.encode(rendered(USER), template_kwargs={"enable_thinking": False}))
 
 
-def test_an_effort_is_what_the_template_reads_or_refused() -> None:
+def test_an_effort_that_the_template_does_not_read_is_refused() -> None:
     assert template(chat_templates.EFFORT).effort_kwargs("low") == {"reasoning_effort": "low"}
     assert template(chat_templates.HERMES).effort_kwargs("none") == {"enable_thinking": False}
     assert template(chat_templates.HERMES).effort_kwargs(None) == {}
@@ -173,7 +173,7 @@ def test_an_effort_is_what_the_template_reads_or_refused() -> None:
         assert refused.value.field == "reasoning_effort"
 
 
-def test_what_the_template_raises_is_the_client_s_fault() -> None:
+def test_an_error_of_the_template_is_invalid_input() -> None:
     with pytest.raises(InvalidInput, match="roles must alternate"):
         text(template("{{ raise_exception('roles must alternate') }}"), USER)
 

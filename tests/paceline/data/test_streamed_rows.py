@@ -165,7 +165,7 @@ def test_prompts_come_from_a_folder_of_files_as_from_the_hub(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train": ["a", "b"]}, "train lists 2 data sets, of which a stream has no mixture"),
+        ({"train": ["a", "b"]}, "train lists 2 data sets, which a stream cannot mix"),
         ({"preparation": {"max_prompt_characters": 1}}, "preparation is set, which reads all rows"),
     ],
 )

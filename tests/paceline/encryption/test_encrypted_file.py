@@ -1,4 +1,4 @@
-"""An encrypted file reads back from any position, and every change, cut and other key is found."""
+"""An encrypted file can be read from any position; every change, cut and other key is detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 3
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_written_is_read_back(size: int) -> None:
+def test_plaintext_is_read_back(size: int) -> None:
     data = os.urandom(size)
     sealed = encrypt(data, KEY)
     assert is_encrypted(sealed)
@@ -96,7 +96,7 @@ def test_chunks_that_changed_places_are_found() -> None:
         decrypt(swapped, KEY, "f")
 
 
-def test_another_key_and_no_key_are_told_by_name() -> None:
+def test_another_key_and_no_key_are_refused_by_name() -> None:
     sealed, other = encrypt(b"x", KEY), StorageKey(os.urandom(32))
     with pytest.raises(
         WrongKey, match=f"file-a is encrypted with the key {KEY.name.hex()}, not with {other.name.hex()}"

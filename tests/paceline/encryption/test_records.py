@@ -1,4 +1,4 @@
-"""A record opens with its key and context alone."""
+"""A record opens only with its key and context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key is read from one place, derives a key for each purpose, and never shows itself."""
+"""The key comes from one variable, derives a key for each purpose, and is never shown."""
 
 from __future__ import annotations
 

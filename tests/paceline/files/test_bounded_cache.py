@@ -1,9 +1,8 @@
-"""The cache of folders: bounded, safe between threads and processes, and clear about what stands in its way."""
+"""The cache of folders: bounded, safe between threads and processes, with errors that name the remedy."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ def opened(cache: BoundedCache, name: str, size: int = 100, used_s: float | None
     return held
 
 
-def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_entry_makes_room(tmp_path: Path) -> None:
     cache = BoundedCache(tmp_path, 250, KIND)
     for name, used_s in (("a", 100), ("b", 50)):
         opened(cache, name, used_s=used_s).close()
@@ -37,14 +36,11 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["a", "c"]
 
 
-def test_a_disk_without_room_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        @property
-        def free(self) -> int:
-            return 150 - sum(file.stat().st_size for file in tmp_path.glob("*/data"))
+def test_a_disk_without_room_is_made_room_on(tmp_path: Path) -> None:
+    def free_bytes(folder: Path) -> int:
+        return 150 - sum(file.stat().st_size for file in folder.glob("*/data"))
 
-    cache = BoundedCache(tmp_path, 1000, KIND)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
+    cache = BoundedCache(tmp_path, 1000, KIND, free_bytes)
     opened(cache, "a").close()
     with opened(cache, "b"):
         assert not (tmp_path / "a").exists()
@@ -75,7 +71,7 @@ def test_a_damaged_entry_is_made_again_while_it_is_read(tmp_path: Path) -> None:
         assert reader.read() == b"xxx"
 
 
-def test_what_an_interrupted_replacement_left_is_no_hindrance(tmp_path: Path) -> None:
+def test_folders_of_an_interrupted_replacement_are_removed(tmp_path: Path) -> None:
     cache = BoundedCache(tmp_path, 1000, KIND)
     opened(cache, "a", 3).close()
     (tmp_path / "a" / "damage").touch()

@@ -1,4 +1,4 @@
-"""Which files reward functions may come from."""
+"""Folders from which reward functions may be loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_file_elsewhere_is_refused_with_both_remedies(folder: Path, function: 
     )
 
 
-def test_a_link_counts_as_what_it_leads_to(folder: Path) -> None:
+def test_links_are_followed(folder: Path) -> None:
     (folder / "link.py").symlink_to(folder.parent / "theirs" / "f.py")
     (folder / "below" / "up").symlink_to(folder.parent / "theirs")
     for function in ("link.py:f", "below/up/f.py:f"):
@@ -60,7 +60,7 @@ def test_a_link_counts_as_what_it_leads_to(folder: Path) -> None:
     assert "theirs/f.py is not below" in refusal_of_files(spec)
 
 
-def test_allowed_folders_go_before_what_the_spec_says_about_itself(folder: Path) -> None:
+def test_allowed_folders_replace_the_folder_of_the_spec(folder: Path) -> None:
     theirs = folder.parent / "theirs"
     assert refusal_of_files(spec_with(folder, "../theirs/f.py:f"), [theirs]) == ""
     assert "mine/f.py is not below" in refusal_of_files(spec_with(folder, "f.py:f"), [theirs])

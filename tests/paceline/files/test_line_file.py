@@ -1,4 +1,4 @@
-"""Lines of a file, plain and encrypted: appended, read by position, unchanged in their place."""
+"""Lines of a file, plain and encrypted: appended, read by position, refused if they were moved."""
 
 from __future__ import annotations
 

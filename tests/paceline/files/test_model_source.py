@@ -1,4 +1,4 @@
-"""The sources of models: folders, URLs and their copies in the cache, names on the hub."""
+"""Sources of models: folders, URLs with their copies in the cache, names on the hub."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import fsspec
 import pytest
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.files import model_source as module
-from paceline.files.model_source import model_source
+from paceline.files.model_source import HELD_FOLDERS, model_source
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_folders_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         model_source("./nowhere", "value.model_name")
 
 
-def test_a_urls_small_files_are_copied_and_its_weights_when_they_are_wanted(url: str) -> None:
+def test_a_urls_small_files_are_copied_and_its_weights_on_request(url: str) -> None:
     folder = model_source(url)
     assert names(folder) == {"config.json", "vocab.txt", "model.safetensors.index.json"}
     assert model_source(f"{url}/") == folder
@@ -74,17 +73,16 @@ def test_a_copy_that_is_damaged_is_made_again(url: str) -> None:
     assert (Path(model_source(url)) / "vocab.txt").read_bytes() == b"a"
 
 
-def test_the_folder_asked_for_last_stays_and_others_make_room(
+def test_the_last_requested_folders_stay_and_others_make_room(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HELD_FOLDERS", 1)
     monkeypatch.setenv("PACELINE_MODEL_CACHE", str(tmp_path / "models"))
     monkeypatch.setenv("PACELINE_MODEL_CACHE_MB", "1")
     folders = []
-    for letter in b"abc":
-        put(url, "vocab.txt", bytes([letter]) * 400_000)
+    for letter in range(HELD_FOLDERS + 2):  # the cache has room for one less
+        put(url, "vocab.txt", bytes([letter]) * 60_000)
         folders.append(Path(model_source(url)))
-    assert [folder.is_dir() for folder in folders] == [False, True, True]
+    assert [folder.is_dir() for folder in folders] == [False, *[True] * (HELD_FOLDERS + 1)]
     put(url, "vocab.txt", b"d" * 1_100_000)
     with pytest.raises(
         Unreadable,

@@ -1,4 +1,4 @@
-"""The spool's place and size, by the environment."""
+"""The spool's folder and size from the environment."""
 
 from __future__ import annotations
 

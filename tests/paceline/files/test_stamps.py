@@ -1,4 +1,4 @@
-"""Stamps of files: another content shows, another file in the folder does not."""
+"""Stamps of files change with a file's content, not with other files in the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders on a disk and in a store behave alike."""
+"""Folders on a disk and in an object store behave alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_local_file_url_is_the_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Folder, "the storage"), (WeightStore, "weights.store")])
-def test_a_scheme_that_nobody_knows_is_refused_with_the_remedy(kind: Callable[[str], object], name: str) -> None:
+def test_an_unknown_scheme_is_refused_with_the_remedy(kind: Callable[[str], object], name: str) -> None:
     with pytest.raises(SpecError, match=rf"{name} 'nowhere://x' cannot be used: .*; name a local folder, or"):
         kind("nowhere://x")
 

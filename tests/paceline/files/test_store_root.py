@@ -1,14 +1,16 @@
-"""The root that `--store` names: folders, URLs, and stores that refuse or are away."""
+"""The root that `--store` names: folders, URLs, stores that refuse writes or are unreachable."""
 
 from __future__ import annotations
 
 import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from paceline.errors import InvalidInput
-from paceline.files.storage import Folder, refusal_of_store, store_root
+from paceline.files.storage import refusal_of_store, store_root
 
 
 class NoCredentialsError(Exception):
@@ -25,11 +27,19 @@ def test_the_ledgers_own_folder_is_the_default(tmp_path: Path) -> None:
         store_root("s4://large", tmp_path)
 
 
-def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    assert refusal_of_store(url) == refusal_of_store(str(tmp_path / "new")) == ""
+class FailingStore(MemoryFileSystem):
+    """An object store whose writes fail with `error`."""
+
+    protocol = "failing"
+    error = Exception()
+
+    def pipe_file(self, *_: object, **__: object) -> None:
+        raise self.error
+
+
+def test_a_store_that_refuses_is_an_error_and_an_unreachable_one_is_not(tmp_path: Path) -> None:
+    fsspec.register_implementation("failing", FailingStore, clobber=True)
+    assert refusal_of_store(f"memory://{uuid.uuid4().hex}") == refusal_of_store(str(tmp_path / "new")) == ""
     (tmp_path / "file").write_text("")
     assert "refuses to be written: NotADirectoryError" in refusal_of_store(str(tmp_path / "file" / "below"))
     for error, words in (
@@ -37,10 +47,7 @@ def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(
         (NoCredentialsError("no keys"), "NoCredentialsError: no keys"),
         (ConnectionError("nobody listens"), ""),
     ):
-
-        def write(*_: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(Folder, "write", write)
-        assert words in refusal_of_store(url)
-        assert bool(words) == bool(refusal_of_store(url))
+        FailingStore.error = error
+        refusal = refusal_of_store("failing://store")
+        assert words in refusal
+        assert bool(words) == bool(refusal)

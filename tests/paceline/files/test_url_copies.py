@@ -1,4 +1,4 @@
-"""Copies of a store's files: whole, checked, one folder for each version."""
+"""Copies of an object store's files: complete, verified, one folder for each version."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from uuid import uuid4
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from paceline.encryption.encrypted_file import decrypt
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Unavailable, Unreadable
-from paceline.files import bounded_cache as url_copies
-from paceline.files.bounded_cache import BoundedCache, CacheKind, open_copies
+from paceline.files.bounded_cache import HASHED_BYTES, BoundedCache, CacheKind, open_copies
 
 
 class Copies:
@@ -30,9 +30,9 @@ class Copies:
     def put(self, name: str, data: bytes) -> None:
         self.store.pipe_file(f"{self.folder}/{name}", data)
 
-    def open(self, key: StorageKey | None = None, **wrong: Any) -> Path:
+    def open(self, key: StorageKey | None = None, hashed_bytes: int = HASHED_BYTES, **wrong: Any) -> Path:
         entries = {name: self.store.info(f"{self.folder}/{name}") | wrong for name in ("a", "b")}
-        with open_copies(self.cache, self.store, f"memory:/{self.folder}", entries, key) as held:
+        with open_copies(self.cache, self.store, f"memory:/{self.folder}", entries, key, hashed_bytes) as held:
             return held.root
 
 
@@ -52,17 +52,16 @@ def test_a_version_is_copied_once(copies: Copies) -> None:
 
 
 @pytest.mark.parametrize("hashed_bytes", [0, 1 << 20])
-def test_a_damaged_copy_is_made_again(copies: Copies, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int) -> None:
-    monkeypatch.setattr(url_copies, "HASHED_BYTES", hashed_bytes)
-    root = copies.open()
+def test_a_damaged_copy_is_made_again(copies: Copies, hashed_bytes: int) -> None:
+    root = copies.open(hashed_bytes=hashed_bytes)
     (root / "a").write_bytes(b"f1rst")
-    assert (copies.open() / "a").read_bytes() == b"first"
+    assert (copies.open(hashed_bytes=hashed_bytes) / "a").read_bytes() == b"first"
     (root / "b").unlink()
-    assert (copies.open() / "b").read_bytes() == b"second"
+    assert (copies.open(hashed_bytes=hashed_bytes) / "b").read_bytes() == b"second"
 
 
-def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"5 bytes of a came, and the store said 3;"):
+def test_a_file_of_another_size_than_the_store_reported_is_refused(copies: Copies, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"5 bytes of a arrived, and the store reported 3;"):
         copies.open(size=3)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (copies.open(size=None) / "a").read_bytes() == b"first"  # a store that gives no size
@@ -79,13 +78,16 @@ def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, t
         (OSError(errno.ENOSPC, "No space left on device"), "cannot be kept in .*No space left on device"),
     ],
 )
-def test_a_fault_of_the_store_is_told_from_one_of_the_disk(
-    copies: Copies, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
+def test_faults_of_the_store_and_of_the_disk_have_different_errors(
+    copies: Copies, error: OSError, message: str
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
+    class Failing(MemoryFileSystem):
+        cachable = False
 
-    monkeypatch.setattr(copies.store, "get_file", fail)
+        def get_file(self, *_: object, **__: object) -> None:
+            raise error
+
+    copies.store = Failing()
     with pytest.raises(Unreadable, match=message):
         copies.open()
 
@@ -97,5 +99,5 @@ def test_copies_are_encrypted_with_a_key_beside_those_without(copies: Copies, gi
     before = (encrypted / "b").stat().st_ctime_ns
     assert copies.open(given_key) == encrypted
     assert (encrypted / "b").stat().st_ctime_ns == before
-    with pytest.raises(Unavailable, match="bytes of a came"):
+    with pytest.raises(Unavailable, match="bytes of a arrived"):
         copies.open(given_key, size=99)

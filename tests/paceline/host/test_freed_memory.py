@@ -1,4 +1,4 @@
-"""What becomes of freed memory under glibc, each in a process of its own, because the settings stay."""
+"""Handling of freed memory by glibc, each case in a separate process, because the settings are permanent."""
 
 from __future__ import annotations
 

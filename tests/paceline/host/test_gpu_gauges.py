@@ -114,24 +114,37 @@ def test_only_gpus_that_torch_computes_on_count(monkeypatch: pytest.MonkeyPatch)
     assert GpuReader(nvml, visible_handles(nvml, None)).read()["gpu_power_w"] == 400.0
 
 
-def test_a_gpu_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, over = threading.Event(), threading.Event()
+def test_a_gpu_that_hangs_holds_nothing_up() -> None:
+    begun, over = threading.Event(), threading.Event()
 
     class Hanging:
         def read(self) -> dict[str, float]:
-            asked.set()
+            begun.set()
             over.wait(60)
             return {"gpu_use": 1.0}
 
     sampler = GpuSampler(lambda: Hanging(), 0.01)  # type: ignore[arg-type, return-value]
     assert sampler.gauges() == {}
-    assert asked.wait(30)
+    assert begun.wait(30)
     assert sampler.gauges() == {}
     over.set()
     while not sampler.gauges():
         threading.Event().wait(0.01)
     assert sampler.gauges() == {"gpu_use": 1.0}
-    monkeypatch.setattr(gpu_gauges, "STALE_S", 0.0)
+
+
+def test_readings_that_are_too_old_are_left_out() -> None:
+    readings = threading.Semaphore(0)
+
+    class Reader:
+        def read(self) -> dict[str, float]:
+            readings.release()
+            return {"gpu_use": 1.0}
+
+    sampler = GpuSampler(lambda: Reader(), 0.01, stale_s=0.0)  # type: ignore[arg-type, return-value]
+    assert sampler.gauges() == {}
+    for _ in range(2):  # the second reading begins after the first was stored
+        assert readings.acquire(timeout=30)
     assert sampler.gauges() == {}
 
 

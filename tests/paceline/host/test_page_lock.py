@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.host.page_lock import PageLocks, merged
+from paceline.host.page_lock import PageLocks, TorchRuntime, merged
 
 PAGE = mmap.PAGESIZE
 
@@ -64,7 +67,7 @@ def test_no_page_is_locked_twice() -> None:
     assert locks.num_bytes == 10 * PAGE
 
 
-def test_a_refusal_is_said_once_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     runtime = Recorder(code=2)
     locks = PageLocks(runtime)
     for _ in range(2):
@@ -83,30 +86,25 @@ def test_a_refusal_is_the_last_error_of_a_thread_that_has_ended() -> None:
     assert not thread.is_alive()
 
 
-def test_the_gpu_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_that_of_the_caller() -> None:
     """A thread begins with the first GPU, where its first call would take memory for a context."""
     chosen = threading.local()
     chosen.device = 3
     registered = []
 
-    class Device:
-        def __init__(self, device: int) -> None:
-            chosen.device = device
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        chosen.device = index
+        yield
 
     class Runtime(Recorder):
         def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
             registered.append(chosen.device)
             return super().cudaHostRegister(address, size_bytes, flags)
 
-    monkeypatch.setattr("torch.cuda.current_device", lambda: getattr(chosen, "device", 0))
-    monkeypatch.setattr("torch.cuda.device", Device)
     runtime = Runtime()
-    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
-    locks = PageLocks()
+    cuda = SimpleNamespace(current_device=lambda: getattr(chosen, "device", 0), device=device, cudart=lambda: runtime)
+    locks = PageLocks(TorchRuntime(cuda))
     locks.lock([(0, 10)])
     locks.unlock()
     assert registered == [3]

@@ -1,4 +1,4 @@
-"""Files that are read, and what is refused at once."""
+"""Regular files are read, others refused at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "file") == read_regular(tmp_path / "link") == b"content"
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")

@@ -1,4 +1,4 @@
-"""Memory that a process holds, as its heartbeats tell it."""
+"""Memory of a process, as in its heartbeats."""
 
 from __future__ import annotations
 

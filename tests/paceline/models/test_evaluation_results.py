@@ -1,4 +1,4 @@
-"""Result files: read as they were written, refused when they were changed."""
+"""Result files: read as they were written, refused if they were changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         read_result(tmp_path)
     write_result(tmp_path, {"metrics": {}}, [SAMPLE])
     (tmp_path / RESULT).write_text("[]")
-    with pytest.raises(DataError, match="no evaluation of format 1"):
+    with pytest.raises(DataError, match="not an evaluation of format 1"):
         read_result(tmp_path)
     (tmp_path / RESULT).write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
@@ -64,7 +64,7 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         (SAMPLE | {"problem": []}, "problem: Input should be a valid string"),
     ],
 )
-def test_samples_that_are_none_are_refused_although_their_digest_fits(tmp_path: Path, sample: Any, fault: str) -> None:
+def test_malformed_samples_are_refused_although_their_digest_matches(tmp_path: Path, sample: Any, fault: str) -> None:
     write_result(tmp_path, {"metrics": {}}, [SAMPLE, sample])
     with pytest.raises(DataError, match=re.escape(fault)) as refused:
         read_result(tmp_path)
@@ -76,7 +76,7 @@ def test_samples_that_are_none_are_refused_although_their_digest_fits(tmp_path: 
 )
 def test_a_result_without_metrics_is_refused_although_its_digest_fits(tmp_path: Path, result: Any) -> None:
     write_result(tmp_path, result, [SAMPLE])
-    with pytest.raises(DataError, match=f"{RESULT} is no evaluation: metrics"):
+    with pytest.raises(DataError, match=f"{RESULT} is not an evaluation: metrics"):
         read_result(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Evidence: evaluations of these files alone, verdicts on these evaluations alone, and each as it was written."""
+"""Evidence: only evaluations of these files, only verdicts on these evaluations, all unchanged."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_evidence_that_belongs_together_is_accepted() -> None:
     ("evaluation", "verdict", "message"),
     [
         (EVALUATION | {"metrics": {"reward": 1}}, None, "r is not an evaluation as it was written"),
-        (with_digest({"format": 0, "digests": {"model": EXPORT}}), None, "no evaluation of format"),
+        (with_digest({"format": 0, "digests": {"model": EXPORT}}), None, "not an evaluation of format"),
         (
             with_digest({"format": FORMAT, "digests": {"model": "f" * 64}}),
             None,
-            "measured model files of the digest f",
+            "measured model files with the digest f",
         ),
-        (with_digest({"format": FORMAT, "digests": {}}), None, "that is not on record"),
+        (with_digest({"format": FORMAT, "digests": {}}), None, "that is unknown"),
         (EVALUATION, VERDICT | {"outcome": "failed"}, "v is not a verdict as it was written"),
         (EVALUATION, with_digest({"outcome": "good", "digests": {}}), "has the outcome 'good'"),
         (

@@ -1,4 +1,4 @@
-"""Remedies for a name that the hub did not give."""
+"""Remedies for a name that was not found on the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.models.loading import hub_remedy
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("models/foo", "it looks like a path and was taken for a name on the hub; write ./models/foo"),
+        ("models/foo", "it looks like a path and was used as a name on the hub; write ./models/foo"),
         ("a/b/c", "write ./a/b/c"),
         ("mine/foo", "write ./mine/foo"),
         ("mine", "name the files in that folder (./folder/*.jsonl)"),
@@ -23,7 +23,7 @@ from paceline.models.loading import hub_remedy
         ("gpt2", "HF_HUB_OFFLINE=1"),
     ],
 )
-def test_a_path_is_told_from_a_name_on_the_hub(
+def test_the_remedy_distinguishes_a_path_from_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

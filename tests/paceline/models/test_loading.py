@@ -1,4 +1,4 @@
-"""Facts about models that every role must know alike."""
+"""Facts about models on which all roles must agree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_auto_depends_on_the_device_and_a_named_precision_does_not(
         ("local", KeyboardInterrupt(), None),
     ],
 )
-def test_only_what_is_wrong_with_the_files_is_the_models_fault(
+def test_only_faults_of_the_files_are_errors_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, kind: type | None
 ) -> None:
     monkeypatch.chdir(tmp_path)

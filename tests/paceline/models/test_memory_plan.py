@@ -1,4 +1,4 @@
-"""The plan: what fits, what makes it fit, and what `auto` becomes. The shape is that of Llama 3.1 8B."""
+"""The plan: the load, remedies, and the values for `auto`. The shape is that of Llama 3.1 8B."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_roles_that_share_a_gpu_are_added_up() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_names_the_key_that_makes_it_fit(
+def test_a_load_that_does_not_fit_names_the_key_that_makes_it_fit(
     changed: dict[str, Any], ranks: int, gpu_gb: float, expected: dict[str, Any]
 ) -> None:
     spec = spec_on_gpus(ranks, gpu_gb, **changed)
@@ -147,7 +147,7 @@ def test_an_engine_that_does_not_fit_is_divided() -> None:
     assert text.endswith("set policy.generation.vllm_cfg.tensor_parallel_size=4")
 
 
-def test_nothing_that_helps_is_said_plainly() -> None:
+def test_a_plan_without_a_remedy_says_so() -> None:
     spec = spec_on_gpus(1, 4, activation_checkpointing="full")
     assert "no setting alone makes it fit" in refusal(spec, shape(), Room())
 
@@ -173,7 +173,7 @@ def test_several_keys_are_named_where_one_is_not_enough() -> None:
         (28, "full", 8192),
     ],
 )
-def test_auto_keeps_what_fits(gpu_gb: float, kind: str, tokens: int) -> None:
+def test_auto_chooses_the_first_setting_that_fits(gpu_gb: float, kind: str, tokens: int) -> None:
     spec, said = planned(spec_on_gpus(8, gpu_gb, **AUTO), shape(), Room())
     assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == (kind, tokens)
     assert plan(spec, shape(), Room()).learner_fits
@@ -257,7 +257,7 @@ def test_the_sequences_at_a_time_follow_engine_and_device() -> None:
     assert sizes["auto", True] == sizes["vllm", True] == 256
 
 
-def test_vllm_takes_what_the_learner_leaves_on_a_gpu_for_both() -> None:
+def test_vllm_gets_the_rest_of_a_gpu_shared_with_the_learner() -> None:
     cluster = {"learner_gpus": [0], "rollout_gpus": [0], "rollout_workers": 1}
     half = shape_of(HALF_BILLION)
     assert half is not None

@@ -1,4 +1,4 @@
-"""Every loader takes and refuses the same folders: learner, reference, native engine, reward model and conversion."""
+"""All loaders accept and refuse the same folders: learner, reference, native engine, reward model and conversion."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ CASES: dict[str, Case] = {
     "an adapter's config beside": (
         True,
         lambda folder: (folder / "adapter_config.json").write_text("{}") and None,
-        "is a LoRA adapter and no model",
+        "is a LoRA adapter, not a model",
     ),
 }
 LOADERS: dict[str, Callable[[Path], Any]] = {

@@ -1,4 +1,4 @@
-"""Names of registered models: what is one, and what is refused with the form."""
+"""Names of registered models: accepted forms, and refusals that show the form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of safetensors files, local and in a store; files that are damaged."""
+"""Slices of safetensors files, local and in an object store; damaged files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.models import weight_files
-from paceline.models.weight_files import WeightFiles, find_weight_files
+from paceline.models.weight_files import RangedFile, WeightFiles, find_weight_files
 
 TENSORS = {
     "a": torch.arange(60, dtype=torch.float32).view(5, 4, 3),
@@ -36,8 +35,15 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-def test_slices(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "REMOTE_PART_BYTES", 50)  # "a" takes several requests
+def test_a_range_is_read_in_several_requests(stored: str, tmp_path: Path) -> None:
+    file = RangedFile(f"{stored}/model.safetensors", "it", part_bytes=50)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for start, num_bytes in ((0, len(whole)), (7, 50), (9, 130), (len(whole), 0)):
+        assert file.read(start, num_bytes).numpy().tobytes() == whole[start : start + num_bytes]
+    file.close()
+
+
+def test_slices(stored: str, tmp_path: Path) -> None:
     files = find_weight_files(stored, str(tmp_path), "policy.model_name")
     with files:
         for name, tensor in TENSORS.items():
@@ -103,7 +109,7 @@ def test_a_damaged_index_is_named(text: str, tmp_path: Path) -> None:
         find_weight_files(str(tmp_path), str(tmp_path), "policy.model_name")
 
 
-def test_a_file_without_what_the_index_names(tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_tensor_of_the_index(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     index = {"weight_map": dict.fromkeys([*TENSORS, "z"], "one.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,4 +1,4 @@
-"""Operations of a step against counts by hand, and against torch's own counter."""
+"""FLOPs of a step against counts by hand, and against torch's own counter."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""YAML of a stranger is read within bounds, and refused with a sentence beyond them."""
+"""Untrusted YAML is parsed within limits and refused with a sentence beyond them."""
 
 from __future__ import annotations
 
 import sys
 from itertools import chain, repeat
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from paceline.spec.bounded_yaml import (
     MAX_SCALAR,
     PythonEvents,
     StepwiseLoader,
-    _events,
+    events_class,
     load,
 )
 from paceline.spec.reading import submitted_spec
@@ -27,7 +26,7 @@ BILLION = "a: &a [x, x]\n" + "".join(
 )
 
 
-def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
+def test_valid_values_are_read_as_by_the_safe_loader() -> None:
     text = "name: x\ngrpo: {num_prompts_per_step: 2}\nlist: [1, 2.5, null, true, 2026-01-01]\ntext: |\n  a\n  b\n"
     assert load(text) == yaml.safe_load(text)
 
@@ -51,23 +50,22 @@ def test_what_a_spec_may_say_is_read_as_by_the_safe_loader() -> None:
         ("? [a]\n: b", "not valid YAML"),
     ],
 )
-def test_what_is_beyond_the_bounds_is_refused_with_a_sentence(text: str, words: str) -> None:
+def test_a_text_beyond_the_limits_is_refused_with_a_sentence(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(text)
 
 
-@pytest.mark.parametrize("looks", [3, 7], ids=["while it is read", "while values are made of it"])
-def test_reading_ends_at_its_time_limit_with_a_sentence(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-    """The clock jumps past the limit after so many looks at it: one at the beginning, one for each of 5 nodes, twice."""
-    times = chain([0.0] * looks, repeat(MAX_READ_S + 1.0))
-    monkeypatch.setattr("paceline.spec.bounded_yaml.time", SimpleNamespace(monotonic=lambda: next(times)))
+@pytest.mark.parametrize("readings", [3, 7], ids=["while it is read", "while values are made of it"])
+def test_reading_ends_at_its_time_limit_with_a_sentence(readings: int) -> None:
+    """The clock passes the limit after this many readings: one at the start, then two for each of 5 nodes."""
+    times = chain([0.0] * readings, repeat(MAX_READ_S + 1.0))
     with pytest.raises(SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"):
-        load("a: 1\nb: 2\n")
+        load("a: 1\nb: 2\n", lambda: next(times))
 
 
 def test_a_text_is_read_where_libyaml_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml.cyaml", None)
-    assert _events() is PythonEvents
+    assert events_class() is PythonEvents
     monkeypatch.undo()
     loader = PythonEvents("a: [1, 2]")
     events = []

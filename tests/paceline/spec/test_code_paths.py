@@ -1,4 +1,4 @@
-"""The files of code of a spec: read relative to it, collected into a bundle, and found again in an unpacked one."""
+"""A spec's files of code: read relative to it, collected into a bundle, and found in an unpacked one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_code_is_named_by_field_with_absolute_files(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-def test_an_environment_travels_with_what_it_imports(tmp_path: Path, kind: str) -> None:
+def test_an_environment_travels_with_its_imports(tmp_path: Path, kind: str) -> None:
     spec = make(tmp_path, ENVIRONMENTS[kind])
     bundle = collect(spec)
     code = [file.path for file in bundle.manifest.files if file.kind == "code"]

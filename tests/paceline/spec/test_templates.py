@@ -1,4 +1,4 @@
-"""Templates: names in braces, and values that are put in once."""
+"""Templates: names in braces, and values that are inserted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings for settings that have no effect, or another one than their names say."""
+"""Warnings for settings without an effect, or with another one than their name suggests."""
 
 from __future__ import annotations
 

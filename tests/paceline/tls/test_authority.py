@@ -1,4 +1,4 @@
-"""An authority and its certificates, judged by another library: Python's ssl."""
+"""An authority and its certificates, verified by another library: Python's ssl."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_renewal_keeps_name_role_hosts_and_life_and_changes_the_key(folder: Path
 
 def test_nothing_is_written_over(folder: Path) -> None:
     issue(folder, "a", "worker")
-    with pytest.raises(Conflict, match="is there already"):
+    with pytest.raises(Conflict, match="already exists"):
         make_authority(folder)
     with pytest.raises(Conflict, match="certs renew"):
         issue(folder, "a", "operator")
@@ -94,7 +94,7 @@ def test_nothing_is_written_over(folder: Path) -> None:
     ("name", "role", "hosts", "fault"),
     [
         ("../a", "worker", [], "the name '../a'"),
-        ("a", "boss", [], "'boss' is no role"),
+        ("a", "boss", [], "'boss' is not a role"),
         ("a", "worker", ["10.0.0.1:7070"], "neither an IP address nor a DNS name; give it without a port"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Identities in certificates, those of other authorities included."""
+"""Identities in certificates, also in those of other authorities."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def test_the_common_name_is_the_name_and_the_organization_the_role(tmp_path: Pat
     ("names", "fault"),
     [
         ([(NameOID.ORGANIZATION_NAME, "worker")], "no common name"),
-        ([(NameOID.COMMON_NAME, "a")], "organizations .O.: none; it has to have one"),
-        ([(NameOID.COMMON_NAME, "a"), (NameOID.ORGANIZATION_NAME, "boss")], "boss; it has to have one"),
+        ([(NameOID.COMMON_NAME, "a")], "organizations .O.: none; it must have one"),
+        ([(NameOID.COMMON_NAME, "a"), (NameOID.ORGANIZATION_NAME, "boss")], "boss; it must have one"),
         (
             [
                 (NameOID.COMMON_NAME, "a"),
                 (NameOID.ORGANIZATION_NAME, "worker"),
                 (NameOID.ORGANIZATION_NAME, "operator"),
             ],
-            "worker, operator; it has to have one",
+            "worker, operator; it must have one",
         ),
     ],
 )
-def test_a_certificate_without_exactly_one_role_names_nobody(
+def test_a_certificate_without_exactly_one_role_is_refused(
     names: list[tuple[x509.ObjectIdentifier, str]], fault: str
 ) -> None:
     with pytest.raises(InvalidInput, match=fault):
         identity_of(pem_of(*names))
 
 
-def test_what_is_no_certificate_is_called_that() -> None:
-    with pytest.raises(InvalidInput, match="no certificate in PEM format"):
+def test_a_text_without_a_certificate_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="not a certificate in PEM format"):
         identity_of(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 
 

@@ -1,4 +1,4 @@
-"""The folder of a process: what it has to have, and files that change."""
+"""The folder of a process: required files, and files that change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def own(tmp_path: Path) -> Path:
     return make_folders(tmp_path, a="worker")["a"]
 
 
-def test_it_is_read_anew_when_it_changes_and_only_then(own: Path, tmp_path: Path) -> None:
+def test_the_folder_is_read_again_only_if_it_changes(own: Path, tmp_path: Path) -> None:
     folder = TlsFolder(own)
     first = folder.read()
     assert folder.read() is first
@@ -35,7 +35,7 @@ def test_files_that_do_not_fit_leave_the_ones_before_in_use(
     renewed = (own / "tls.crt").read_bytes()
     (own / "tls.crt").write_bytes(certificate)  # the new key is there, its certificate is on its way
     assert folder.read() is first
-    assert "do not fit each other" in caplog.text
+    assert "do not match" in caplog.text
     (own / "tls.crt").write_bytes(renewed)
     assert folder.read().certificate == renewed
 

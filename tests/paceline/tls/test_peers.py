@@ -1,4 +1,4 @@
-"""TLS between workers: the newest certificates, and workers alone."""
+"""TLS between workers: the newest certificates, and workers only."""
 
 from __future__ import annotations
 

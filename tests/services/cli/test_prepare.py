@@ -75,7 +75,7 @@ def test_pass_rates_of_a_run_choose_prompts(spec: Path, make_world: MakeWorld) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pass_rate": "[0.1,0.9]"}, "pass_rate is set alone; pass_rate and pass_rate_of go together"),
+        ({"pass_rate": "[0.1,0.9]"}, "only pass_rate is set; pass_rate and pass_rate_of go together"),
         ({"max_prompt_characters": 1}, "leaves no row; left out: 7 (prompt of more than 1 characters)"),
         ({}, "data.preparation is empty, so nothing changes"),
     ],

@@ -1,4 +1,4 @@
-"""Faults of a spec in words: bounded for hostile input, a foreign section by its keys, a misspelt section once."""
+"""Messages for faults of a spec: bounded for hostile input, by key for a foreign section, once for a misspelt one."""
 
 from __future__ import annotations
 

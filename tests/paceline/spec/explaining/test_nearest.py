@@ -1,4 +1,4 @@
-"""Guesses by spelling: near enough or none."""
+"""Suggestions by spelling: close ones or none."""
 
 from __future__ import annotations
 

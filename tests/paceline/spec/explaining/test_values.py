@@ -1,4 +1,4 @@
-"""Wrong values in words: what the key takes, and the value to write."""
+"""Messages for wrong values: the values that the key takes, and the one to write."""
 
 from __future__ import annotations
 

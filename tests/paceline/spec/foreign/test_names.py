@@ -1,4 +1,4 @@
-"""The dictionary of foreign names: every key that it names is one of the spec, and look-ups take the nearest entry."""
+"""The dictionary of foreign names: all its keys are in the spec, and a lookup returns the nearest entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole configuration of another library, given where a spec belongs: the answer names `paceline import`."""
+"""A configuration of another library in place of a spec: the error suggests `paceline import`."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def test_a_rule_is_a_sentence(text: str, rule: Rule) -> None:
     "text",
     ["", "loss", "loss = 3", "loss > many", "loss > nan", "loss > 1 for 0 steps", "loss > 1 for x steps"],
 )
-def test_what_is_no_rule_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ValidationError, match="is no rule; write"):
+def test_a_malformed_rule_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ValidationError, match="is not a rule; write"):
         LoggerSection(rules=(text,))
 
 

@@ -1,4 +1,4 @@
-"""Data presets on made rows with exactly the columns of the public data sets."""
+"""Data presets on generated rows with exactly the columns of the public data sets."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_inspect_reads_every_preset(name: str, tmp_path: Path) -> None:
     assert completion[0] in ("It is 72.", " short", "Red.", "<assistant> Red.\n")
 
 
-def test_what_the_spec_says_wins() -> None:
+def test_values_of_the_spec_win() -> None:
     hub = DataSection.model_validate({"preset": "deepscaler"})
     assert hub.train == "agentica-org/DeepScaleR-Preview-Dataset"
     assert DataSection.model_validate({"preset": "deepscaler", "prompt_key": "question"}).prompt_key == "question"

@@ -16,7 +16,7 @@ def spec_of(environment: dict[str, Any], **sections: Any) -> RunSpec:
     return RunSpec.model_validate({**TREE, "environment": environment, **sections})
 
 
-def test_the_environments_reward_is_the_only_one_where_none_is_named() -> None:
+def test_the_environments_reward_is_the_default() -> None:
     assert [reward.function for reward in spec_of({"class": "a.py:A"}).rewards] == ["environment"]
     named = spec_of({"class": "a.py:A"}, rewards=[{"function": "length"}])
     assert [reward.function for reward in named.rewards] == ["length"]
@@ -50,6 +50,6 @@ def test_a_spec_with_an_environment_travels_under_its_key() -> None:
         ({}, {"rewards": [{"function": "environment"}]}, "no class, tools, agent or command"),
     ],
 )
-def test_what_cannot_work_is_refused(environment: dict[str, Any], sections: dict[str, Any], fault: str) -> None:
+def test_contradictory_settings_are_refused(environment: dict[str, Any], sections: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         spec_of(environment, **sections)

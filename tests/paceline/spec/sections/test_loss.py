@@ -1,4 +1,4 @@
-"""Presets of the loss, and the combinations that are refused with the reason."""
+"""Presets of the loss, and contradictory settings that are refused with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_preset_is_whole_and_survives_its_own_resolution(name: str) -> None:
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_what_the_user_says_wins_over_the_preset() -> None:
+def test_a_users_value_wins_over_the_preset() -> None:
     spec = spec_with(loss_fn={"preset": "dapo", "ratio_clip_max": 0.3}, grpo={"use_dynamic_sampling": False, "seed": 3})
     assert (spec.loss_fn.ratio_clip_max, spec.loss_fn.reduction) == (0.3, "dapo")
     assert (spec.grpo.use_dynamic_sampling, spec.grpo.seed) == (False, 3)
@@ -181,7 +181,7 @@ def test_examples_have_no_age() -> None:
         ),
     ],
 )
-def test_who_asks_which_frozen_model(sections: dict[str, Any], name: str | None, by_the_pool: bool) -> None:
+def test_the_frozen_model_and_its_processes(sections: dict[str, Any], name: str | None, by_the_pool: bool) -> None:
     spec = spec_with(**sections)
     assert (spec.frozen_policy.model_name if spec.frozen_policy else None) == name
     assert spec.pool_serves_reference == by_the_pool

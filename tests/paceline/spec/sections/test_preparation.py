@@ -1,4 +1,4 @@
-"""`data.preparation`: what goes together, and the file of the function."""
+"""`data.preparation`: keys that belong together, and the file of the function."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.spec.sections.data import PreparationSection
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"pass_rate": [0.1, 0.9]}, "pass_rate is set alone"),
-        ({"pass_rate_of": ["run-1"]}, "pass_rate_of is set alone"),
+        ({"pass_rate": [0.1, 0.9]}, "only pass_rate is set"),
+        ({"pass_rate_of": ["run-1"]}, "only pass_rate_of is set"),
         ({"pass_rate": [0.9, 0.1], "pass_rate_of": ["run-1"]}, "has its larger bound first"),
         ({"function": "clean"}, r"write it as path/to/file\.py:name"),
         ({"max_overlap": 0}, "max_overlap"),

@@ -97,7 +97,7 @@ async def test_others_are_refused_with_the_cause(
     assert "name the coordinator's --people-port" in await refusal(server.port, folders["person"])
     make_authority(tmp_path / "other")
     stranger = issue(tmp_path / "other", "stranger", "worker")
-    assert "it has to be of the authority in" in await refusal(server.port, stranger)
+    assert "use one of the authority in" in await refusal(server.port, stranger)
     (stranger / "ca.crt").write_bytes((folders["worker"] / "ca.crt").read_bytes())
     assert "refuses the certificate" in await refusal(server.port, stranger)
     expired = issue(tmp_path / "ca", "expired", "worker", days=-0.001)
@@ -107,7 +107,7 @@ async def test_others_are_refused_with_the_cause(
         async with open_aio_channel(f"127.0.0.1:{server.port}") as channel:
             await channel.unary_unary("/test.Service/Who")(b"", timeout=DEADLINE_S)
     said = await asyncio.to_thread(why_no_channel, f"127.0.0.1:{server.people_port}")
-    assert "speaks TLS; give the folder" in said
+    assert "uses TLS; give the folder" in said
 
 
 async def test_a_server_without_tls_or_with_a_bad_certificate_is_named(
@@ -116,7 +116,7 @@ async def test_a_server_without_tls_or_with_a_bad_certificate_is_named(
     plain = GrpcServer("127.0.0.1", 0)
     plain.add(None, register, "test.Service")
     async with plain:
-        assert "speaks no TLS" in await refusal(plain.port, folders["worker"])
+        assert "does not use TLS" in await refusal(plain.port, folders["worker"])
     expired = issue(tmp_path / "ca", "expired", "coordinator", days=-0.001)
     monkeypatch.setenv(VARIABLE, str(expired))
     async with GrpcServer("127.0.0.1", 0) as made:

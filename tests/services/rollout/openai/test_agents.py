@@ -258,7 +258,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
         ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the name None"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "only plain text"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "knows only whether to reason"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "can only switch reasoning off"),
         ({"reasoning": {"depth": 3}}, "reasoning", "reasoning.depth is unknown"),
         ({"tempreature": 1}, "tempreature", "is unknown"),
         ({"max_output_tokens": 99999}, "max_output_tokens", "exceeds 4096"),
