@@ -127,7 +127,7 @@ async def test_what_the_coordinator_refuses_is_said(tmp_path: Path) -> None:
             await call(send, bundle)
     async with serving(BlobStore(tmp_path / "c")) as call:
         (tmp_path / "small").write_bytes(b"abX")
-        with pytest.raises(InvalidInput, match="changed meanwhile, or damaged on the way"):
+        with pytest.raises(InvalidInput, match="changed during the transfer, or damaged"):
             await call(send, bundle)
         (tmp_path / "small").write_bytes(b"ab")
         with pytest.raises(SpecError, match="changed while it was sent"):
