@@ -297,9 +297,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
     show_default=True,
     help="Admit no new groups while the ledger's disk has less than this free.",
 )
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
-)
+@click.option("--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens.")
 @click.option(
     "--bundle-quota-mb",
     type=click.IntRange(min=1),

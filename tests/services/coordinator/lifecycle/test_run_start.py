@@ -69,7 +69,7 @@ async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(tmp_pa
     rows = again.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning'").fetchall()
     await again.stop()
     messages = [json.loads(row["json"])["message"] for row in rows]
-    assert [f"the data set '{train}' is not what it was when the run began (7 rows, " in m for m in messages] == [
+    assert [f"the data set '{train}' has changed since the run began (7 rows, " in m for m in messages] == [
         True
     ] * changed
 
