@@ -1,7 +1,8 @@
-"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services' logs.
+"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services'
+logs.
 
-The files are bounded where they are written, and so is the work of a call. A request names a log as the list does, never a path,
-so no other file can be read.
+The files are bounded when they are written, and so is the work of a call. A request names a log as the list does and
+never a path, so no other file can be read.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Key = tuple[str, str, str]
 def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
     """Return points of pools, or of the members that the request names. Raises InvalidInput."""
     if len(request.member_ids) > MAX_MEMBERS:
-        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries; ask for {MAX_MEMBERS} at most")
+        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries, at most {MAX_MEMBERS} are allowed")
     if not (math.isfinite(request.from_time) and math.isfinite(request.to_time)):
-        raise InvalidInput("from_time and to_time have to be numbers of seconds since 1970")
+        raise InvalidInput("from_time and to_time must be numbers of seconds since 1970")
     readings = list(_readings(directory / FOLDER, request.from_time, request.to_time or math.inf))
     if not readings:
         return pb.GetGaugeHistoryResponse(seconds_per_point=PERIOD_S)
@@ -55,14 +56,14 @@ def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb
 
 
 def _readings(folder: Path, from_s: float, to_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield time and members of the readings in a range, oldest first; lines that a kill cut off are left out."""
+    """Yield time and members of the readings in a range, oldest first, without lines that a kill cut off."""
     files = files_of(folder)
     for path, later in zip_longest(files, files[1:]):
         if later is not None and _begin_s(later) < from_s:
             continue
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # removed meanwhile, as the oldest one
+        except OSError:  # removed meanwhile as the oldest file
             continue
         for line in lines:
             try:
@@ -96,7 +97,7 @@ MAX_NAMES = 1000
 
 
 def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
-    """Return the names of the logs, and the end of the one that the request names. Raises NotFound."""
+    """Return the names of the logs, and the end of the requested log. Raises NotFound."""
     names = _names(directory / LOGS)
     response = pb.ReadLogResponse(names=names)
     if not request.name:

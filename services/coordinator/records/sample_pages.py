@@ -1,7 +1,8 @@
 """RecordsService.ListSamples: pages of groups with those of their completions that pass the filters.
 
-A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes: a rare text takes
-many calls, and none of them takes long. Of a group with an environment there are conversations, turns, and rows with their masks.
+A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes, so a search
+for a rare text takes many short calls. The samples of a group with an environment have conversations, turns, and rows
+with their masks.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ GROUPS = 64
 """Groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Stored bytes that a call decodes, and size of its answer; the group that exceeds it is the last one."""
+"""Stored bytes that a call decodes, and size of its answer; the group that exceeds them is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Size of a run's extra.jsonl up to which it is read for every page of a bounded call."""
+"""Size of a run's extra.jsonl up to which a bounded call reads it, for every page."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
 MAX_VERSIONS = 20
-"""Evaluations that a message names."""
+"""Most evaluations that a message names."""
 STATES = tuple(state.value for state in State)
 
 
@@ -126,7 +127,7 @@ def _is_evaluation(request: pb.ListSamplesRequest) -> bool:
 
 
 def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[str, str]:
-    """Return class and state of the wanted groups. Raises InvalidInput, NotFound."""
+    """Return class and state of the requested groups. Raises InvalidInput, NotFound."""
     if request.state and request.state not in STATES:
         raise InvalidInput(f"state is {request.state[:40]!r}, must be one of {', '.join(STATES)}")
     if not _is_evaluation(request):
@@ -135,7 +136,7 @@ def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[st
 
 
 def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
-    """Return why an evaluation has no samples."""
+    """Return the error for an evaluation whose samples were not kept."""
     kept = ledger.rows(
         "SELECT pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL AND EXISTS (SELECT 1"
         " FROM groups WHERE groups.run_id = evaluations.run_id AND class = 'eval:' || evaluations.step AND state = 'scored')"
@@ -144,8 +145,8 @@ def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
     )
     versions = ", ".join(str(version) for (version,) in kept[-MAX_VERSIONS:]) or "none"
     return NotFound(
-        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); kept are "
-        f"those of {versions}"
+        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); those "
+        f"of {versions} were"
     )
 
 
@@ -161,13 +162,13 @@ def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
         versions = ", ".join(str(row["pinned_step"]) for row in known[-MAX_VERSIONS:]) or "none yet"
         raise NotFound(
             f"run {request.run_id} has no evaluation{'' if is_any else f' of version {request.evaluated_version}'}; "
-            f"evaluated are {versions}"
+            f"evaluated versions: {versions}"
         )
     return wanted[-1]
 
 
 def _evaluated_version(ledger: Ledger, request: pb.ListSamplesRequest) -> int | None:
-    """Return the version of the evaluation whose groups are wanted; None where it is no evaluation."""
+    """Return the version of the requested evaluation; None if no evaluation is requested."""
     if request.HasField("group_id") or not _is_evaluation(request):
         return None
     return int(_evaluation(ledger, request)["pinned_step"])
@@ -192,7 +193,7 @@ def _content(
     extra: dict[str, dict[str, list[Any]]],
     version: int | None,
 ) -> tuple[dict[str, Any] | None, int]:
-    """Return a group's content and its stored bytes; None where no completions or no scores are stored, or not whole."""
+    """Return a group's content and its stored bytes; None if its completions or scores are missing or incomplete."""
     if row["rewards"] is None or row["prompt_json"] is None:
         return None, 0
     try:
@@ -219,9 +220,9 @@ def _group_content(
     step: int,
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
-    """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text, tokens, versions,
-    rewards by function (null where a function returned None), their sum with the weights of `step`, and the columns that the
-    functions logged (`extra`). Raises WireError."""
+    """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text,
+    tokens, versions, rewards by function (null if a function returned None), their sum with the weights of `step`,
+    and the columns that the functions logged (`extra`). Raises WireError."""
     prompt_ids, completions = decode_result(arrays, texts)
     sampled = episodes(arrays, texts)
     if sampled is None:
@@ -297,7 +298,7 @@ def _add(
 
 
 def _cut(prompt_json: str) -> str:
-    """Return a prompt whose texts are cut."""
+    """Return a prompt with its texts cut."""
     if len(prompt_json) <= MAX_PROMPT:
         return prompt_json
     prompt = json.loads(prompt_json)
@@ -349,8 +350,8 @@ class CompletionFilter:
         return not (self._bounds or self._finish_reason or self._text)
 
     def passes(self, completion: dict[str, Any], prompt_json: str, step: int | None) -> bool:
-        """Return whether a completion passes; `step` is that of its batch. One without a reward passes no bound of rewards,
-        and one without a step no bound of ages."""
+        """Return whether a completion passes; `step` is that of its batch. A completion without a reward passes no
+        bound on rewards, and one without a step no bound on ages."""
         if self.is_empty:
             return True
         oldest = min((span[3] for span in completion["spans"]), default=None)
@@ -380,16 +381,15 @@ class CompletionFilter:
 
 
 def total_tokens(completion: dict[str, Any]) -> int:
-    """Return the number of tokens that the model sampled."""
     return len(completion["token_ids"])
 
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
-    """Return what each sample of a group was; None for a group without an environment. Raises WireError.
+    """Return the content of each sample of a group; None for a group without an environment. Raises WireError.
 
-    `token_ids`, `logprobs` and `spans` are those that the model sampled, of all rows of the sample, so that exports read an
-    episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled tokens.
-    `turns` are in the order of rows: row, start, end, reward (null for none).
+    `token_ids`, `logprobs` and `spans` are those that the model sampled, in all rows of the sample, so that exports
+    read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
+    tokens. `turns` are in the order of rows: row, start, end, reward (null for none).
     """
     _, rows = decode_result(arrays, texts)
     owners = split_rows(CompletionArrays.of(arrays), rows)
@@ -400,8 +400,8 @@ def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
 
 
 def ended_lives(ledger: Ledger, run_id: str, group_id: int) -> list[dict[str, Any]]:
-    """Return the lives of a group's samples that were not trained, whole or in part: sample, life, reason, error, and the turns
-    and tokens that were dropped."""
+    """Return the lives of a group's samples that were not trained or only in part: sample, life, reason, error, and the
+    turns and tokens that were dropped."""
     names = ("sample", "life", "reason", "error", "turns", "tokens")
     return [{name: row[name] for name in names} for row in ledger.episodes.ended(run_id, group_id)]
 
@@ -436,7 +436,7 @@ def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: excha
 
 
 def _sampled(row: Completion) -> Completion:
-    """Return the tokens of a row that the model sampled, as a completion without gaps."""
+    """Return the sampled tokens of a row, as a completion without gaps."""
     if row.sampled_T is None:
         return row
     spans, position = [], 0

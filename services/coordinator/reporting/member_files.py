@@ -1,11 +1,12 @@
-"""What members report and the ledger does not keep, in files beside it: readings of their gauges every five seconds, which say who
-worked, waited, took weights or was away; and what the learner computed of single tokens, a protobuf message for each step.
+"""Files beside the ledger with reports of members that the ledger does not keep: readings of their gauges every five
+seconds, with the shares of time in which they worked, waited, updated weights or were away; and the learner's
+statistics of single tokens, a protobuf message for each step.
 
-Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest go first, and a disk that is slow or full
-holds nothing up: a thread writes, and what comes while it still writes is left out.
+Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest are removed first, and a slow or
+full disk delays nothing: a thread writes, and anything that arrives while it still writes is left out.
 
-A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges. Nothing is
-written while there is no member.
+A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its
+gauges. Nothing is written while there is no member.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FOLDER = "gauges"
 MAX_FILE_BYTES = 4 << 20
 MAX_FILES = 8
 MAX_MEMBERS = 512
-"""Members of a reading; of more the first ones are written."""
+"""Most members of a reading; the first ones are written."""
 KEPT = ("tokens_per_s", "memory_gb", "gpu_use", "gpu_power_w")
 DIGITS = 4
 log = logging.getLogger(__name__)
@@ -40,10 +41,10 @@ class GaugeHistory:
         self._folder, self._members = directory / FOLDER, members
         self._due_s = 0.0
         self._paused_s: dict[str, float] = {}
-        """Seconds for which members stood still for weights, at the last reading."""
+        """Seconds for which members had paused for weights, at the last reading."""
         self._read_s = 0.0
         self._writing: asyncio.Future[None] | None = None
-        """The last line's, which the loop's end waits for."""
+        """The write of the newest line; the loop's end waits for it."""
 
     def observe(self, now_s: float) -> None:
         """Take a reading if one is due, and write it in a thread."""
@@ -65,7 +66,7 @@ class GaugeHistory:
         return found | {name: round(member.gauges[name], DIGITS) for name in KEPT if name in member.gauges}
 
     def _write(self, line: str) -> None:
-        """Append a line to the newest file, or begin one; remove the oldest ones."""
+        """Append a line to the newest file, or begin a new one; remove the oldest files."""
         try:
             self._folder.mkdir(exist_ok=True)
             files = files_of(self._folder)
@@ -76,12 +77,12 @@ class GaugeHistory:
             for path in files[:-MAX_FILES]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            seldom.warning("gauges", "the members' gauges cannot be written into %s: %s", self._folder, error)
+            seldom.warning("gauges", "the members' gauges cannot be written to %s: %s", self._folder, error)
 
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
-    """Return what a member did, as shares of the time that add up to 1; nothing for a learner that is there, whose steps have times
-    of their own."""
+    """Return the shares of a member's time by activity, which add up to 1; nothing for a connected learner, whose steps
+    have separate times."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:
@@ -112,7 +113,7 @@ class TokenFiles:
     def __init__(self, directory: Path):
         self._folder = directory / TOKEN_FOLDER
         self._writing: asyncio.Future[None] | None = None
-        """The last report's, which the loop's end waits for."""
+        """The write of the newest report; the loop's end waits for it."""
 
     def keep(self, report: worker_pb2.TokenStatistics) -> None:
         """Write a report in a thread."""
@@ -132,7 +133,7 @@ class TokenFiles:
                 if total > MAX_TOKEN_BYTES:
                     each.unlink(missing_ok=True)
         except OSError as error:
-            seldom.warning("token statistics", "token statistics cannot be written into %s: %s", path.parent, error)
+            seldom.warning("token statistics", "token statistics cannot be written to %s: %s", path.parent, error)
 
 
 def path_of(directory: Path, run_id: str, step: int) -> Path:
@@ -141,7 +142,7 @@ def path_of(directory: Path, run_id: str, step: int) -> Path:
 
 
 def fault_of(report: worker_pb2.TokenStatistics) -> str:
-    """Return why a report is not kept; empty if it is."""
+    """Return why a report is refused; empty if it is kept."""
     if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > MAX_REPORT_BYTES:
         return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
     if any(len(each.logprobs) != len(each.entropies) for each in report.completions):

@@ -1,7 +1,8 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
-The coordinator calls it at every tick and records its warnings. It changes nothing but `Exchange.admission_closed`. Reasons of a stall
-are checked along a group's way; the first that holds explains it, because no data can arrive behind it.
+The coordinator calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of
+a stall are checked in the order of a group's way; the first one that applies explains it, because it blocks all later
+ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.v1 import common_pb2
 
 
 class Watchdog:
-    """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart begins anew."""
+    """Watchdog of one coordinator. It remembers since when the run has been in its state; a restart begins anew."""
 
     def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int):
         self._ledger = ledger
@@ -28,18 +29,18 @@ class Watchdog:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._moving_s: float | None = None
-        """Last time that a learner was connected and the run was not paused."""
+        """Last time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
-        """Last time that the run was paused or gave way to another one. What was waited before counts no more."""
+        """Last time at which the run was paused or yielded to another run. Waiting before it is not counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step whose batch the learner has not asked for, though it has none to train, and since when."""
+        """Session and step whose batch the learner has not requested, though it has none to train, and since when."""
         self._unreadable_data = ""
         """Last warning about the data set."""
         self._step = -1
         self._next_warning_s = 0.0
-        """Seconds of waiting for `_step` after which to warn again."""
+        """Seconds of waiting for `_step` after which the next warning is due."""
         self.stalls: list[str] = []
-        """Those of the warnings of the last check that say that the run stalls."""
+        """Warnings of the last check that report a stall."""
 
     def check(self, now_s: float) -> list[str]:
         """Return due warnings. Each stall is reported after `logger.stall_warning_s`, then after twice that time, four
@@ -67,11 +68,11 @@ class Watchdog:
         limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
         self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
         if closed and not was_closed:
-            return [f"admission is closed: {free}, {limit}. Open groups are still trained; make room"]
+            return [f"admission is closed: {free}, {limit}. Open groups are still trained; free some disk space"]
         return [f"admission is open again: {free}"] if was_closed and not closed else []
 
     def _check_data(self) -> list[str]:
-        """Warn when the prompts of the run cannot be read any more, and when they can again."""
+        """Warn once when the run's prompts become unreadable, and once when they are readable again."""
         before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
         if self._unreadable_data and not before:
             return [
@@ -152,7 +153,7 @@ class Facts:
     """Seconds of waiting for the batch of `step`; without a learner, seconds since a learner was connected."""
     step: int
     learners: int
-    """Learners on the run."""
+    """Learners that work on the run."""
     rollouts: int
     """Connected rollout workers."""
     ready_rollouts: int
@@ -175,9 +176,9 @@ class Facts:
     environments: int | None = None
     """Connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
-    """Those of them that have set the run up."""
+    """Environment workers that have set the run up."""
     asked: bool = True
-    """True when the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
+    """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
     """Reason why no group is admitted; empty if groups are."""
     unreadable_data: str = ""
@@ -185,7 +186,7 @@ class Facts:
 
 
 def explain(facts: Facts) -> str:
-    """Return a sentence on what is missing, with numbers, and a sentence on what to do."""
+    """Return one sentence with the missing part and numbers, and one with the remedy."""
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (
@@ -194,7 +195,7 @@ def explain(facts: Facts) -> str:
         )
     if not facts.asked:
         return (
-            f"the learner has not asked for the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
+            f"the learner has not requested the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
             "of its ranks hangs. Read the logs of its ranks"
         )
     reason, advice = _why(facts)
@@ -210,17 +211,17 @@ def _why(facts: Facts) -> tuple[str, str]:
     if facts.admission_closed:
         return (
             f"admission is closed, {facts.admission_closed}",
-            "Make room; admission then opens automatically",
+            "Free some disk space; admission then opens automatically",
         )
     if facts.unreadable_data:
         return (
             f"no prompt is admitted, {facts.unreadable_data}",
-            "It goes on automatically when the data can be read",
+            "It continues automatically when the data can be read",
         )
     if scored >= facts.batch:
         return (
-            f"{scored} groups are scored, but {to_generate + to_score} older ones are waited for",
-            "It goes on after async_grpo.late_wait_s, or when they are complete (order: in_order)",
+            f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older ones",
+            "It continues after async_grpo.late_wait_s, or when they are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
         return (
@@ -250,15 +251,15 @@ def _why(facts: Facts) -> tuple[str, str]:
                 "weights.max_wait_s and the network from learner to rollout",
             )
         return (
-            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be had",
-            "The workers do not ask: read their logs, and look whether their processes are stopped",
+            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be leased",
+            "The workers request none: read their logs, and check that their processes are not stopped",
         )
     if to_score and not facts.rewards:
         return f"{to_score} groups are generated, no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
             f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",
-            "Scoring is the bottleneck: add reward workers, or look at the time-outs of the reward functions",
+            "Scoring is the bottleneck: add reward workers, or check the time-outs of the reward functions",
         )
     return (
         f"{held}, {facts.leases} in all; {scored} of {facts.batch} groups are scored, {to_score} wait for a score",

@@ -219,7 +219,7 @@ def test_pairs_of_texts_and_pairs_that_are_not_there(writer: Writer, tmp_path: P
     ([RUN_ID, "--version", "1"], "--version goes with --eval"),
     ([RUN_ID, "--eval", "--step", "1"], "with --eval name the version"),
     ([RUN_ID, "--best", "1", "--limit", "2"], "exclude one another"),
-    ([RUN_ID, "--eval"], "run sums-1 has no evaluation; evaluated are none yet"),
+    ([RUN_ID, "--eval"], "run sums-1 has no evaluation; evaluated versions: none yet"),
 ])  # fmt: skip
 def test_options_that_contradict_are_refused(writer: Writer, tmp_path: Path, arguments: list[str], words: str) -> None:
     result = paceline("samples", *arguments, "--directory", tmp_path / "runs")

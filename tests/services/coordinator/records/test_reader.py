@@ -140,7 +140,7 @@ def test_a_call_that_takes_too_long_ends(tmp_path: Path) -> None:
         ).fetchone()
         raise AssertionError("it has no end")
 
-    with pytest.raises(Unavailable, match="ask for fewer steps"):
+    with pytest.raises(Unavailable, match="request fewer steps"):
         reader.limited(lambda: forever(reader.ledger))
     reader.close()
 

@@ -43,10 +43,10 @@ def facts(**changes: Any) -> Facts:
     ({"ready_rollouts": 0, "leases": 0, "holders": 0}, "none has set the run up"),
     ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs 4"),
     ({"leases": 0, "holders": 0, "versions": ()}, "none has any weights"),
-    ({"leases": 0, "holders": 0}, "although 8 groups could be had"),
+    ({"leases": 0, "holders": 0}, "although 8 groups could be leased"),
     ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, no reward worker"),
     ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
-    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but 1 older ones are waited for"),
+    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but the batch waits for 1 older ones"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
     ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
     ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, none is connected"),
@@ -110,7 +110,7 @@ def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     members.add(member)
     told = [watchdog.check(world.now_s + s) for s in range(1, 130)]
     (first, second) = [messages[0] for messages in told if messages]
-    assert first.startswith("the learner has not asked for the data of step 0 for 60 s")
+    assert first.startswith("the learner has not requested the data of step 0 for 60 s")
     assert "120 s" in second
     member.ready_run = world.run_id
     fill(Rollout(world), Reward(world), 2)
