@@ -1,7 +1,8 @@
-"""Comparison of what ranks and workers sent with the ledger's groups, batches and journals: the second part of `verify`.
+"""Compares what ranks and workers sent with the ledger's groups, batches and turns: the second part of `verify`.
 
 Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
-None of them reads the ledger's sums, so agreement here means that what was trained is what was generated and scored.
+None of them reads the ledger's sums, so agreement means that the trained groups are those that were generated and
+scored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.wire import CompletionArrays, TurnArrays, decode_reference, decode
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of one run that more than one comparison reads."""
+    """The rows of one run that several comparisons read."""
 
     ledger: Ledger
     run: sqlite3.Row
@@ -37,9 +38,9 @@ class Record:
     """Training groups, without their texts, by id."""
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
-    """Groups that carry a step, in the order of its batch."""
+    """Groups with a step, in the order of its batch."""
     deep: bool
-    """True when the contents of every checkpoint are read, not of the newest alone."""
+    """True if the contents of every checkpoint are read, not only of the newest."""
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """Return the rows of a query whose first parameter is the run's id."""
@@ -61,7 +62,7 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 def receipts(record: Record, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
-    of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
+    of one session, and no group was trained in two steps. A session that died in a step, or replays it, has only
     some."""
     rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
@@ -90,7 +91,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
 
 
 def payloads(record: Record, report: VerifyReport) -> None:
-    """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
+    """Compare the stored arrays with digest, tokens, age and the rewards' shape in the ledger."""
     measured = record.rows(
         "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
         " WHERE run_id = ? AND class != 'train' AND state = 'scored'"
@@ -103,7 +104,7 @@ def payloads(record: Record, report: VerifyReport) -> None:
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
-            continue  # a prefix, the reference's, or of an evaluation that is under way
+            continue  # a prefix, the reference's, or of a running evaluation
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
             _compare_arrays(record, report, subject, row, stored)
@@ -118,13 +119,13 @@ def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sql
     prompt_ids, completions = decode_result(arrays, texts)
     rows = split_rows(CompletionArrays.of(arrays), completions)
     group = Group(row["group_id"], prompt_ids, completions, rows=rows)
-    text = "its arrays give the digest {}, on record is {}"
+    text = "its arrays have the digest {}, the ledger has {}"
     report.compare(subject, text, group.digest(row["digest"]), row["digest"])
-    report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
+    report.compare(subject, "it has {} tokens, the ledger has {}", group.num_tokens, row["tokens"])
     in_sequences = group.num_sequence_tokens
-    text = "its sequences have {} tokens, on record are {}"
+    text = "its sequences have {} tokens, the ledger has {}"
     report.compare(subject, text, in_sequences, row["sequence_tokens"])
-    report.compare(subject, "its oldest version is {}, on record {}", group.oldest_step, row["oldest_step"])
+    report.compare(subject, "its oldest version is {}, the ledger has {}", group.oldest_step, row["oldest_step"])
     if row["rewards"] is None:
         return
     functions = json.loads(row["functions"])
@@ -136,7 +137,7 @@ def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sql
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are, as in a backup within the row. Raises LedgerFault."""
+    are stored (in a backup: within the row). Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -146,12 +147,12 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
 
 
 def _stored(record: Record, kind: str = "") -> Iterator[sqlite3.Row]:
-    """Yield the rows of stored arrays one by one: those of a backup hold the arrays themselves."""
+    """Yield the rows of stored arrays one by one, because those of a backup contain the arrays."""
     yield from record.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (record.run_id,))
 
 
 def references(record: Record, report: VerifyReport) -> None:
-    """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
+    """Compare the reference's log-probabilities, if the pool serves it, with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
     for stored in _stored(record, " AND kind = 'reference'"):
@@ -159,7 +160,7 @@ def references(record: Record, report: VerifyReport) -> None:
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):
             logprobs = decode_reference(read_checked(record.ledger, stored)[1])
-            text = "its reference says something of {} tokens, on record are {}"
+            text = "its reference has {} tokens, the ledger has {}"
             report.compare(subject, text, len(logprobs), row and row["tokens"])
             _compare_scores(report, subject, row, [logprobs])
     for row in record.groups:
@@ -174,11 +175,11 @@ def references(record: Record, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compare rewards and reference of a group with the digest that its batch and its receipts have."""
+    """Compare rewards and reference of a group with the digest in its batch and its receipts."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
-    text = "its rewards and reference give the digest {}, on record is {}"
+    text = "its rewards and reference have the digest {}, the ledger has {}"
     report.compare(subject, text, digest, row["scores_digest"])
 
 
@@ -197,7 +198,7 @@ def _compare_with_batch(
         ids += [group_id for group_id, _ in consumed]
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
-            report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which the batch has otherwise")
+            report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which differ from the batch")
         scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
@@ -205,7 +206,7 @@ def _compare_with_batch(
             if digest != scores.get(group_id)
         ]
         if other:
-            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than on record")
+            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than the ledger has")
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
         report.compare(subject, text, row["tokens"], counted)
@@ -220,12 +221,12 @@ Life = tuple[int, int, int]
 """Group, sample and number of a life."""
 
 WAITING = (State.ADMITTED, State.LEASED)
-"""States of groups that have a journal."""
+"""States of groups whose turns are kept one by one."""
 
 
 def episodes(record: Record, report: VerifyReport) -> None:
-    """Check that each turn is what its arrays are and follows the one before, that a group has the tokens of its journal
-    until it has its result, and that the lives of a sample are numbered without a gap."""
+    """Check that each turn agrees with its arrays and follows the one before, that an open group without a result has
+    the tokens of its turns, and that the lives of a sample are numbered without a gap."""
     turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
     ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
     if not turns and not ended and not record.spec.environment.is_used:
@@ -246,21 +247,21 @@ def episodes(record: Record, report: VerifyReport) -> None:
 def _compare_turn(record: Record, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
     arrays = TurnArrays.decode(read_checked(record.ledger, turn)[1])
     digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
-    report.compare(subject, "its arrays give the digest {}, on record is {}", digest, turn["digest"])
+    report.compare(subject, "its arrays have the digest {}, the ledger has {}", digest, turn["digest"])
     digest = context_digest(arrays.context_ids)
-    text = "the tokens before it give the digest {}, on record is {}"
+    text = "the tokens before it have the digest {}, the ledger has {}"
     report.compare(subject, text, digest, turn["context_digest"])
-    report.compare(subject, "it has {} tokens, on record are {}", len(arrays.token_ids), turn["tokens"])
+    report.compare(subject, "it has {} tokens, the ledger has {}", len(arrays.token_ids), turn["tokens"])
     oldest = min(Version(*span[:2]).step for span in arrays.spans)
-    report.compare(subject, "its oldest version is {}, on record {}", oldest, turn["oldest_step"])
-    report.compare(subject, "it is of row {}, on record of {}", arrays.row, turn["row_index"])
+    report.compare(subject, "its oldest version is {}, the ledger has {}", oldest, turn["oldest_step"])
+    report.compare(subject, "it is of row {}, the ledger has {}", arrays.row, turn["row_index"])
     left_out = json.loads(turn["left_out"])
     if not set(left_out) <= set(range(turn["turn"] + 1)) or (left_out and not turn["last"]):
         report.problem(subject, f"it leaves out turns {left_out[:8]}")
 
 
 def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
-    """Compare the running numbers of a life's turns with the turns themselves."""
+    """Check the numbers of a life's turns and of their rows."""
     subject = f"sample {life[1]} of group {life[0]}"
     numbers = [turn["turn"] for turn in turns]
     report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
@@ -271,11 +272,11 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
         if turn["row_index"] > num_rows:
             report.problem(subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}")
         num_rows = max(num_rows, turn["row_index"] + 1)
-        report.compare(subject, "it has {} rows, on record are {}", num_rows, turn["num_rows"])
+        report.compare(subject, "it has {} rows, the ledger has {}", num_rows, turn["num_rows"])
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
-    """Check that a sample's ended lives are 1, 2, … and that the life of its turns is the next."""
+    """Check that a sample's ended lives are 1, 2, … and that its turns are of the next life."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
         key = (row["group_id"], row["sample"])
@@ -295,7 +296,7 @@ def _next_life(before: sqlite3.Row | None) -> int:
 
 
 def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
-    """Compare every group with its journal."""
+    """Compare every group with its turns."""
     tokens: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for turn in turns:
@@ -308,13 +309,15 @@ def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.
         subject, group_id = f"group {row['group_id']}", row["group_id"]
         if row["state"] not in WAITING:
             if group_id in tokens:
-                report.problem(subject, f"it is {row['state']}, but its journal is still there")
+                report.problem(subject, f"it is {row['state']}, but still has turns in the table episodes")
             continue
-        text = "it has {} tokens, its journal has {}"
+        text = "it has {} tokens, its turns have {}"
         report.compare(subject, text, row["tokens"], tokens.get(group_id, 0))
-        text = "its oldest version is {}, its journal's {}"
+        text = "its oldest version is {}, that of its turns {}"
         report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
     for table, found in (("episodes", turns), ("restarts", ended)):
         missing = sorted({row["group_id"] for row in found} - known)
         if missing:
-            report.problem(f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record")
+            report.problem(
+                f"groups {missing[:5]}", f"they have rows in the table {table}, but are missing in the table groups"
+            )

@@ -1,6 +1,5 @@
-"""Comparison of the records beside a run's groups, and of its checkpoints and export with their manifests: the third part of
-`verify`.
-"""
+"""Compares prompts, events, evaluations, models and deaths with a run's groups, and checkpoints and export with their
+manifests: the third part of `verify`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def prompts(record: Record, report: VerifyReport) -> None:
-    """Check that every group has its prompt, and that both of its columns can be read."""
+    """Check that every group has its prompt, and that both columns of a prompt can be read."""
     rows = record.rows(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
         " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?"
@@ -29,7 +28,7 @@ def prompts(record: Record, report: VerifyReport) -> None:
             with report.reading(subject, f"its prompt (table prompts, column {column})"):
                 json.loads(row[column])
         if row["class"] is None:
-            report.problem(subject, "it has a prompt (table prompts), but is not on record itself")
+            report.problem(subject, "it has a prompt (table prompts), but is missing in the table groups")
     missing = {g["group_id"] for g in record.groups} - {row["group_id"] for row in rows}
     if missing:
         report.problem("groups", f"{sorted(missing)[:5]} have no prompt (table prompts)")
@@ -45,13 +44,13 @@ def events(record: Record, report: VerifyReport) -> None:
             break
         with report.reading(subject, f"its content (table events, column json, kind {row['kind']!r})"):
             if not isinstance(json.loads(row["json"]), dict):
-                report.problem(subject, "its content (table events, column json) is no object")
+                report.problem(subject, "its content (table events, column json) is not an object")
     report.facts["events"] = len(rows)
 
 
 def evaluations(record: Record, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, and that each group that is only measured belongs to an
-    evaluation; to one that has ended only as a scored or dropped group."""
+    """Check that results of evaluations can be read, and that each group outside training belongs to an evaluation;
+    after the evaluation's end only as a scored or dropped group."""
     rows = record.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
@@ -69,8 +68,8 @@ def evaluations(record: Record, report: VerifyReport) -> None:
 
 
 def models(record: Record, report: VerifyReport) -> None:
-    """Compare the registered models of the run with its batches and its spec, and check that a promoted one has passed its gates
-    or has a reason on record."""
+    """Compare the run's registered models with its batches and its spec, and check that a promoted one has passed its
+    gates or has a recorded reason."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
     spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
     found = record.ledger.models.of_run(record.run_id)
@@ -89,7 +88,7 @@ def models(record: Record, report: VerifyReport) -> None:
         for change in record.ledger.models.changes(model.name):
             is_unexplained = not (has_passed(model.verdicts) or change.reason)
             if change.kind == "promote" and change.version == model.version and is_unexplained:
-                report.problem(subject, "it was promoted, but has not passed its gate and no reason is on record")
+                report.problem(subject, "it was promoted, but has not passed its gate, and no reason is recorded")
     if found:
         report.facts["registered_models"] = [f"{each.name}:{each.version}" for each in found]
 
@@ -104,12 +103,12 @@ def deaths_and_faults(record: Record, report: VerifyReport) -> None:
         report.problem(f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}")
     for row in record.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= record.run["session"]:
-            report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")
+            report.problem(f"session {row['session']}", "it has a recorded fault, but has not begun")
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, and their manifests with those that were registered; of the newest one (with
-    `deep`: of each) also the files of its manifest."""
+    """Compare checkpoints with the chain, and their manifests with the registered ones; of the newest (with `deep`: of
+    each) also the files of its manifest."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
     rows = record.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
@@ -134,11 +133,11 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
-    whether a manifest is there."""
+    """Compare a checkpoint's folder with the registered manifest, and with the manifest's files; return whether it has
+    a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
-        report.problem(subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it")
+        report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")
         return False
     if not folder.exists(CHECKPOINT_MANIFEST):
         report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
@@ -166,14 +165,14 @@ def compare_files(
 
 
 def export(record: Record, report: VerifyReport) -> None:
-    """Compare the files of the exported model, where it is still in its place, and what they say of their run."""
+    """Compare the files of the exported model, if they are still in their folder, with the manifest and the run."""
     path = record.ledger.export_path(record.run_id)
     if not path:
         return
     folder = Folder(path)
     subject = f"export {folder}"
     if not folder.exists():
-        report.facts["export"] = f"{folder} is not there any more"
+        report.facts["export"] = f"{folder} does not exist any more"
     elif not folder.exists(EXPORT_MANIFEST):
         report.facts["export"] = f"{folder} has no manifest"
     else:
@@ -185,7 +184,7 @@ def export(record: Record, report: VerifyReport) -> None:
 
 
 def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
-    """Compare what an export says of its run."""
+    """Compare the origin that an export names with the run."""
     if origin is None:
         report.problem(subject, "its files name no run")
         return

@@ -1,14 +1,15 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
-Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
-receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their journals, the hash
-chain with the batches and the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`,
-`side_records.py`). Before all of that it checks the SQLite file itself
+Promise: it does not only add up one table. Groups are compared with the durable counters and the cursor, batches with
+the receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their turns,
+the hash chain with the batches, and the checkpoints with the chain and their files on disk
+(`services/coordinator/audit/evidence.py`, `side_records.py`). Before all of that it checks the SQLite file itself
 (`services/coordinator/ledger/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
-the coordinator; whatever damage it meets is a problem in the report, never an exception.
+the coordinator; any damage is a problem in the report, never an exception.
 
-It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart` runs
-`python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its parent ends.
+It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart`
+runs `python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its
+parent ends.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ STATES_WITH_STEP = ("batched", "trained")
 
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
-    """Compare all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
+    """Compare all records of a run; with `deep`, the contents of every checkpoint and not only of the newest.
 
-    `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
+    `ledger` should be opened read-only. Raises NotFound for a run that an undamaged file does not have.
     """
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
         return report
-    # A coordinator may have pruned what the snapshot still refers to: a real problem is in the next snapshot too.
+    # A coordinator may have pruned files that the snapshot still refers to; a real problem is in the next snapshot too.
     again = _compare_all(ledger, run_id, deep)
     subjects = {problem.subject for problem in report.found}
     again.found = [problem for problem in again.found if problem.subject in subjects]
@@ -77,7 +78,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
                     "state": record.run["state"],
                     "steps": record.run["next_step"],
                 }
-                # A record that cannot be read ends one comparison, not the others.
+                # A row that cannot be read ends one comparison, not the others.
                 for name, comparison in COMPARISONS.items():
                     with report.reading(name, "a record"):
                         comparison(record, report)
@@ -88,7 +89,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 
 
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
-    """Return the run's rows; None where they cannot be read, which is then a problem in the report. Raises NotFound."""
+    """Return the run's rows; None, and a problem in the report, if they cannot be read. Raises NotFound."""
     if not report.found:
         try:
             ledger.run(run_id)
@@ -115,11 +116,11 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
 
 
 def _groups(record: Record, report: VerifyReport) -> None:
-    """Check that no group is lost: ids without gaps, every admitted one on record, as many in each end state as were
-    counted."""
+    """Check that no group is lost: ids without gaps, a row for every admitted group, and in each end state as many as
+    were counted."""
     groups, counters = record.groups, record.counters
     admitted = counters.get("groups:ever_admitted", 0)
-    report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
+    report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
     report.compare("groups", "{} prompts were drawn, {} were admitted", record.run["cursor"], admitted)
     missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
     if missing:
@@ -134,7 +135,7 @@ def _groups(record: Record, report: VerifyReport) -> None:
 
 
 def _slots(record: Record, report: VerifyReport) -> None:
-    """Check that a group has a step only where its state has one, and that each slot belongs to one group at a time.
+    """Check that a group has a step only if its state has one, and that each slot belongs to one group at a time.
 
     The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
     """
@@ -157,11 +158,12 @@ def _slots(record: Record, report: VerifyReport) -> None:
         odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem("slots", f"{odd[:5]} are not either held by a group or free, as every slot has to be")
+        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or several times")
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
-    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of their samples."""
+    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of their
+    samples."""
     counters, groups = record.counters, record.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
@@ -173,8 +175,8 @@ def _tokens(record: Record, report: VerifyReport) -> None:
         dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
-    report.compare("tokens", "{} are in trained groups, {} in the books", trained, in_books)
-    report.compare("tokens", "dropped are {}, in the books {}", dropped, booked)
+    report.compare("tokens", "{} are in trained groups, {} in the token accounting", trained, in_books)
+    report.compare("tokens", "dropped are {}, in the token accounting {}", dropped, booked)
     total = in_books + sum(booked.values()) + live
     report.compare("tokens", "{} were generated, but trained + dropped + live are {}", generated, total)
     report.facts["tokens"] = {
@@ -189,11 +191,11 @@ def _tokens(record: Record, report: VerifyReport) -> None:
 def _batches(record: Record, report: VerifyReport) -> None:
     """Check that every step has one batch of B groups, and that digests and chain follow from the groups."""
     if not record.has_batches:
-        report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
+        report.compare("batches", "{} are in the ledger, {} expected", len(record.batches), 0)
         return
     run, chain, trained_chain = record.run, "", ""
     steps = [int(batch["step"]) for batch in record.batches]
-    report.compare("batches", "steps on record {}, expected {}", steps, list(range(run["next_batch"])))
+    report.compare("batches", "steps in the ledger {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
         report.problem("batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained")
     for step in sorted(record.of_step.keys() - set(steps)):
@@ -205,27 +207,27 @@ def _batches(record: Record, report: VerifyReport) -> None:
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
-        report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
+        report.compare(subject, "its groups have the digest {}, its batch has {}", digest, batch["digest"])
         chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
-        report.compare(subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"])
+        report.compare(subject, "the batches up to it have the chain {}, the ledger has {}", chain, batch["chain"])
         report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
         if wrong:
             report.problem(subject, f"its groups {wrong[:5]} are in another state than it is")
         trained_chain = chain if trained else trained_chain
-    report.compare("chain", "trained batches give {}, the run has {}", trained_chain, run["chain"])
+    report.compare("chain", "trained batches have the chain {}, the run has {}", trained_chain, run["chain"])
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
 def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
+    """Return the chain's link before a batch; the batches that it has replaced follow the step before it."""
     rows = record.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
     for row in rows:
         chain = extend_chain(chain, row["step"], row["digest"])
-        text = f"its batch {row['revision']}, which was replaced, gives the chain {{}}, on record is {{}}"
+        text = f"its batch {row['revision']}, which was replaced, has the chain {{}}, the ledger has {{}}"
         report.compare(subject, text, chain, row["chain"])
     return chain
 
@@ -254,7 +256,7 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "export": side_records.export,
     "audit log": lambda record, report: check_end(record.ledger, report),
 }
-"""Comparisons by the subject of the problem when a comparison cannot go on."""
+"""Comparisons, by the subject of the problem if a comparison cannot continue."""
 
 
 NICENESS = 19
@@ -262,7 +264,8 @@ VERIFY_S = 3600.0
 
 
 async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-    """Return the report of a run from a process of its own, which ends when the caller is cancelled. Raises PacelineError."""
+    """Return the report of a run from a separate process, which ends when the caller is cancelled. Raises
+    PacelineError."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, str(ledger), request.run_id),
         *(["--deep"] if request.deep else []),
@@ -275,14 +278,14 @@ async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyR
         async with asyncio.timeout(VERIFY_S):
             output, errors = await process.communicate()
     except TimeoutError:
-        raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
+        raise PacelineError(f"the comparison of the records was ended after {VERIFY_S:g} s") from None
     finally:
-        if process.returncode is None:  # the caller has gone
+        if process.returncode is None:  # the caller was cancelled
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
     if process.returncode:
-        raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
+        raise PacelineError(f"the comparison failed: {errors.decode(errors='replace')[-1000:]}")
     found = json.loads(output)
     return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
 

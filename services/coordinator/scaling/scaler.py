@@ -1,16 +1,17 @@
-"""The sizes of the pools of one coordinator: it measures, decides once in a period, and says what it decided and why.
+"""The sizes of the pools of one coordinator: measures, decides once in a period, and explains the decisions.
 
-Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not.
-`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the coordinator's
-loop calls `check`, and everything else reads.
+Every role has a pool of all its workers, so that `paceline status` can name the bottleneck even if nothing scales.
+`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the
+coordinator's loop calls `check`, and everything else reads.
 
-Promise: nobody is told to shrink a pool because the coordinator does not know. After a restart `desired` raises Unavailable until
-the workers had time to come back, and a pool that nobody has scaled yet has the size that it has. Who asks for a size changes
-nothing else.
+Promise: no pool shrinks because the coordinator lacks information. After a restart `desired` raises Unavailable until
+the workers had time to reconnect, and a pool that nobody has scaled yet keeps its present size. A request for a size
+changes nothing else.
 
-A role's demand is divided with the cheapest work first. Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
-completes. The pool with the cheapest groups serves the demand up to its largest size, the next one what is left. A pool that
-has workers keeps its place unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
+A role's demand is divided with the cheapest work first, because rollout workers on several kinds of GPUs are several
+pools of one role. A group costs as much as a worker for an hour by the groups that it completes. The pool with the
+cheapest groups serves the demand up to its largest size, the next one serves the rest. A pool with workers keeps its
+rank unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ PERIOD_S = 15.0
 """Default of the seconds between two decisions."""
 
 SETTLE_S = 30.0
-"""Seconds after a coordinator's restart in which its workers come back, so that nothing is decided."""
+"""Seconds after a coordinator's restart in which its workers reconnect and nothing is decided."""
 
 FORGET_S = 3600.0
-"""Seconds after which a pool that nobody asks for any more counts as not scaled."""
+"""Seconds without a request for a pool's size after which it counts as not scaled."""
 
 MAX_SHOWN = 64
 """Characters of an unknown name in the answer."""
@@ -51,7 +52,7 @@ NO_RUN = "no run trains on groups now"
 
 @dataclass
 class Sized:
-    """A pool, and what the policy knows of it."""
+    """A pool with the policy's state of it."""
 
     config: PoolConfig
     state: PoolState | None = None
@@ -61,12 +62,12 @@ class Sized:
     is_declared: bool = False
     """`--pool` names it, so it is scaled whenever a run needs it."""
     asked_s: float | None = None
-    """Time at which its size was asked for last; None for a pool that nobody scales."""
+    """Time of the newest request for its size; None for a pool that nobody scales."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What limits the run, in words and by pool."""
+    """The limit of the run, in words and by pool."""
 
     text: str
     wait_fraction: float
@@ -85,7 +86,7 @@ class Scaler:
         clock: Callable[[], float] = time.monotonic,
         pools: Sequence[PoolConfig] = (),
     ):
-        """`pools` are those of `--pool`; none has a name or a worker of another (`read_pools`)."""
+        """`pools` are those of `--pool`; no two have a name or a worker in common (`read_pools`)."""
         self._ledger, self._clock, self._period_s = ledger, clock, period_s
         now_s = clock()
         self.meter = Meter(ledger, exchange, members, now_s)
@@ -100,7 +101,7 @@ class Scaler:
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
 
     def note(self, notices: Iterable[Notice]) -> None:
-        """Take the exchange's notices: trained steps and the learner's metrics."""
+        """Count trained steps and the learner's metrics from the exchange's notices."""
         self.meter.note(notices, self._clock())
 
     async def check(self) -> None:
@@ -114,24 +115,23 @@ class Scaler:
         self._decide(self.meter.take(now_s), now_s)
 
     def desired(self, name: str) -> int:
-        """Return the workers that a pool should have. Raises Unavailable after a restart of the coordinator, NotFound for a name
-        that no pool has."""
+        """Return the number of workers that a pool should have. Raises Unavailable after a restart of the coordinator,
+        NotFound for an unknown pool."""
         now_s, pools = self._clock(), self._shown()
         sized = pools.get(name)
         if sized is None:
-            raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; there are {', '.join(sorted(pools))}")
+            raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; the pools are {', '.join(sorted(pools))}")
         sized.asked_s = now_s
         if now_s < self._settled_s or sized.state is None:
             wait_s = max(self._settled_s - now_s, 0.0)
             raise Unavailable(
-                f"the coordinator has just started, and its workers come back: sizes are decided in {wait_s:.0f} s; keep the "
+                f"the coordinator has just started, and its workers reconnect: sizes are decided in {wait_s:.0f} s; keep the "
                 "present ones"
             )
         bounds = sized.config.bounds
         return min(max(sized.state.desired, bounds.least), bounds.most)
 
     def report(self) -> Report:
-        """Return what limits the run that trains."""
         now_s = self._clock()
         pools = self._shown()
         if now_s < self._settled_s:
@@ -151,7 +151,7 @@ class Scaler:
         return Report(advise(facts, wait_fraction), wait_fraction, pools)
 
     def _shown(self) -> dict[str, Sized]:
-        """Return the pools by name: the parts of a divided role, else the one of the whole role."""
+        """Return the pools by name: the parts of a divided role, else the pool of the whole role."""
         divided = {sized.config.role for sized in self._parts.values()}
         return {role: sized for role, sized in self._whole.items() if role not in divided} | self._parts
 
@@ -172,7 +172,7 @@ class Scaler:
         elif sized.asked_s is not None and now_s - sized.asked_s > FORGET_S:
             sized.asked_s = None
         state = sized.state or PoolState(held=measured.held)
-        if sized.state is None or sized.asked_s is None:  # its size is a person's so far
+        if sized.state is None or sized.asked_s is None:  # only a person has scaled it until now
             state = replace(state, desired=measured.ready + measured.starting)
         sized.state = decide(state, measured, sized.config.bounds)
 
@@ -188,24 +188,24 @@ MARGIN = 0.15
 
 
 class Supply(NamedTuple):
-    """What a pool can do, and what it costs."""
+    """The capacity of a pool, and its cost."""
 
     rate: float
-    """Groups/s of one full worker; 0 while it is not known."""
+    """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
     """Largest size."""
     cost: float
-    """Cost of a worker for an hour, in any currency; 0 where none is named."""
+    """Cost of a worker for an hour, in any currency; 0: unknown."""
     is_used: bool
-    """The pool has workers, or was told to have some."""
+    """The pool has workers, or should have some."""
 
 
 def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[str, float]:
-    """Return the share of the demand for each pool, in all 1 unless the pools together are too small for it: the most expensive
-    one then has the rest.
+    """Return the share of the demand for each pool. The sum is 1; if the pools together are too small, the most
+    expensive one gets the rest.
 
-    A pool whose rate is not known counts with the mean rate of the others; without a known demand or any known rate the cheapest
-    workers serve all of it.
+    A pool with an unknown rate counts with the mean rate of the others; without a known demand or any known rate the
+    pool with the cheapest workers serves all of it.
     """
     rates = [pool.rate for pool in pools.values() if pool.rate]
     usual = sum(rates) / len(rates) if rates else 1.0
@@ -232,21 +232,22 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Wait of the learner, as a share of its time, up to which nothing limits it but itself."""
+"""Share of its time that the learner may wait while it alone counts as the limit."""
 
 
 class PoolFacts(NamedTuple):
-    """A pool, and what the policy knows of it."""
+    """A pool with its ready workers, for advice."""
 
     workers: int
     """Workers that take work."""
     state: PoolState
     cost: float = 0.0
-    """Cost of a worker for an hour; 0: not named."""
+    """Cost of a worker for an hour; 0: unknown."""
 
 
 def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
-    """Return what limits a run and what to change, in one to three sentences. `wait_fraction` is the share of the learner's time in which it waits for its batch."""
+    """Return the limit of a run and the change that helps, in one to three sentences. `wait_fraction` is the share of
+    the learner's time in which it waits for its batch."""
     known = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
     empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
     if empty:
@@ -260,7 +261,7 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
         f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
-        f"{supply[slowest]:.1f} times as fast. More or faster ranks of it shorten a step, more workers do not"
+        f"{supply[slowest]:.1f} times as fast. More or faster ranks shorten a step, more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (
@@ -285,7 +286,7 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
 
 
 def _spare(known: Mapping[str, PoolFacts]) -> str:
-    """Return a sentence on the pool with the most workers that nobody needs; empty where there is none."""
+    """Return a sentence on the pool with the most surplus workers; empty if there is none."""
     fewer = {name: facts.workers - max(1, facts.state.wanted) for name, facts in known.items()}
     name = max(fewer, key=lambda pool: (fewer[pool], pool))
     if fewer[name] < 1:
@@ -296,5 +297,5 @@ def _spare(known: Mapping[str, PoolFacts]) -> str:
 
 
 def _supplied(facts: PoolFacts) -> float:
-    """Return what the pool completes, by what the learner asks of it."""
+    """Return the ratio of the groups that a pool completes to those that the learner demands of it."""
     return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)

@@ -65,7 +65,7 @@ def test_a_line_that_a_power_cut_left_unfinished_is_cut_off(tmp_path: Path) -> N
     path = audit_files(tmp_path)[1]
     path.write_bytes(path.read_bytes() + b'{"sequence":4,"ti')
     log = opened(tmp_path, head)
-    assert log.repaired == ["an unfinished record of 17 bytes was cut off 000001.jsonl"]
+    assert log.repaired == ["an incomplete record of 17 bytes was cut off 000001.jsonl"]
     assert log.append(Entry("x/Y")).sequence == 4
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [1, 2, 3, 4]
@@ -85,7 +85,7 @@ def test_a_log_whose_end_was_cut_off_goes_on_behind_the_record_that_the_ledger_k
     path = audit_files(tmp_path)[1]
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     log = opened(tmp_path, head)
-    assert log.repaired == [f"the ledger knows record 3, and the files, which end with {kept}, do not have it"]
+    assert log.repaired == [f"the ledger has record 3, but the files, which end with {kept}, lack it"]
     log.append(Entry("x/Y"))
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [*range(1, kept + 1), 4]

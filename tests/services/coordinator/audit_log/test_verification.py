@@ -106,20 +106,20 @@ def test_moved_and_inserted_records_are_named(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [kept[0], kept[2], kept[1], *kept[3:]])
     assert problems(directory)[0] == "record 2: records 2 to 2 are missing in 000001.jsonl"
-    assert "record 2: it stands in 000001.jsonl behind record 3" in problems(directory)
+    assert "record 2: it stands in 000001.jsonl after record 3" in problems(directory)
     put(directory, [*kept[:3], kept[2], *kept[3:]])
-    assert problems(directory)[0] == "record 3: it stands in 000001.jsonl behind record 3"
+    assert problems(directory)[0] == "record 3: it stands in 000001.jsonl after record 3"
 
 
 @pytest.mark.parametrize("kept", range(6))
 def test_an_end_that_was_cut_off_is_named(directory: Path, kept: int) -> None:
     put(directory, lines(directory)[:kept])
     found = [each for each in problems(directory) if each.startswith(f"record {kept + 1}: ")]
-    assert f"the log ends with record {kept}, but the ledger, of file 1, knows record 6" in found[0]
+    assert f"the log ends with record {kept}, but the ledger, of file 1, has record 6" in found[0]
     with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
         report = VerifyReport()
         check_end(ledger, report)
-    assert report.problems == [f"audit log: it ends with record {kept}, and the ledger knows record 6"]
+    assert report.problems == [f"audit log: it ends with record {kept}, but the ledger has record 6"]
 
 
 def test_a_log_that_is_gone_is_named(directory: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_log_that_is_gone_is_named(directory: Path) -> None:
 def test_a_last_line_cut_in_its_middle_is_a_cut_end(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [*kept[:-1], kept[-1][:-5]])
-    assert any("ends with record 5, but the ledger, of file 1, knows record 6" in each for each in problems(directory))
+    assert any("ends with record 5, but the ledger, of file 1, has record 6" in each for each in problems(directory))
 
 
 def test_a_log_written_anew_from_a_record_on_does_not_have_the_hashes_that_others_know(
@@ -155,7 +155,7 @@ def test_older_copies_of_log_and_ledger_lack_what_a_checkpoint_knows(directory: 
         beside.unlink()
     (found,) = problems(directory)
     assert found.startswith("record 7: the log ends with record 6, but the manifest ")
-    assert "checkpoints/1-10 knows record 10: its end was cut off" in found
+    assert "checkpoints/1-10 has record 10: its end was cut off" in found
 
 
 def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(directory: Path) -> None:
