@@ -1,10 +1,9 @@
-"""Writes the generated pages of the documentation: `python -m paceline.services.cli.reference` (`--check`: only compare).
+"""Writes the generated pages of the documentation: `python -m paceline.services.cli.reference` (`--check`: only
+compare).
 
 They are docs/configuration.md (every key), docs/foreign_names.md (other libraries' names), docs/commands.md (every
-command with its options), docs/protos.md (every rpc and message) and docs/client.md (the Python client).
-
-Every rpc, message, field and value stands in docs/protos.md, every public method of the client in docs/client.md, so that neither
-can lack what exists.
+command with its options), docs/protos.md (every rpc and message) and docs/client.md (the Python client). The last two
+have every rpc, message, field and value, and every public method of the client, so nothing can be left out.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _commands(group: click.Group, name: str) -> Iterator[tuple[str, click.Comman
 
 
 def main() -> None:
-    """Write the pages, or with --check exit with 1 when one is not current."""
+    """Write the pages, or with --check exit with 1 if one is not current."""
     if "--check" in sys.argv[1:]:
         if wrong := stale():
             raise SystemExit(
@@ -204,7 +203,7 @@ def _enum(enum: EnumDescriptor, comments: dict[str, str]) -> str:
 
 
 def _table(name: str, comments: dict[str, str], columns: str, rows: list[str]) -> str:
-    """Return the entry of a name, with its comment and, if it has any, its rows."""
+    """Return the section of a name, with its comment and its rows, if it has any."""
     head = f"### {name}\n\n{_prose(comments.get(name, ''))}"
     ruler = "|---" * (columns.count("|") + 1)
     return f"{head}\n\n| {columns} |\n{ruler}|\n" + "\n".join(rows) if rows else head
@@ -250,7 +249,7 @@ def _object(name: str, found: Any) -> list[str]:
 
 
 def _members(found: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public members of a class and of its bases in the same package, the class's own first."""
+    """Yield the public members of a class and of its bases in the same package, the class's members first."""
     package = found.__module__.partition(".")[0]
     for each in found.__mro__:
         if each.__module__.partition(".")[0] == package:
@@ -258,7 +257,7 @@ def _members(found: type) -> Iterator[tuple[str, Any]]:
 
 
 def _signature(name: str, function: Any) -> str:
-    """Return a block with the signature, a parameter a line where it is long."""
+    """Return a block with the signature, one parameter a line if it is long."""
     parameters, star_written = list[str](), False
     signature = inspect.signature(function)
     for each in signature.parameters.values():

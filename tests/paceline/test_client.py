@@ -112,7 +112,7 @@ def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> No
 def test_a_bad_spec_is_refused_before_it_is_sent(client: Client, spec_path: Path) -> None:
     with pytest.raises(SpecError, match="did you mean 'max_num_steps'"):
         client.submit(spec_path, ["grpo.max_num_step=5"])
-    with pytest.raises(InvalidInput, match="overrides go with a spec's file"):
+    with pytest.raises(InvalidInput, match="overrides need a spec's file"):
         client.submit(load_spec(spec_path), ["grpo.max_num_steps=5"])
     assert client.runs() == []
 

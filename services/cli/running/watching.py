@@ -1,4 +1,5 @@
-"""`follow`: a run on the screen until it has ended, and its outcome; `wait_for`: the outcome alone, as an exit status."""
+"""`follow` shows a run on the screen until it has ended, and its outcome; `wait_for` shows only the outcome, as an exit
+status."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from paceline.services.common.reporting.terminal import visible
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
 QUEUE_S = 2.0
-"""Seconds between two looks at the run in front of a queued one."""
+"""Seconds between two queries for the run in front of a queued one."""
 
 if TYPE_CHECKING:
     from paceline.services.cli.recorded.source import Source
@@ -36,10 +37,10 @@ def follow(
     after: int = 0,
     earlier: int = 0,
 ) -> None:
-    """Print a run's events after the sequence number `after` until it has ended. Those up to `earlier` are summed up in a
-    line. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
+    """Print a run's events after the sequence number `after` until it has ended; one line summarizes those up to
+    `earlier`. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
 
-    Of a directory's records it prints what is there, also of a run that has not ended.
+    From a directory's records it prints the recorded events, also of a run that has not ended.
     """
     facts = render.run_facts(source.get(run_id))
     is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
@@ -65,8 +66,8 @@ def follow(
 
 
 def wait_for(client: Client, run_id: str, shown: Shown) -> None:
-    """Return when a run has succeeded; exit with the status of `EXITS` when it ends otherwise, or is paused. Coordinators may
-    restart meanwhile. Raises NotFound, Unavailable."""
+    """Return when a run has succeeded; exit with the status of `EXITS` if it ends otherwise, or is paused. Coordinators
+    may restart meanwhile. Raises NotFound, Unavailable."""
     for event in client.watch(run_id):
         if event.kind == "state" and event.content.get("state") in EXITS:
             break
@@ -86,7 +87,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Say on stderr which run is in front of a queued one, and with `every_s` again when that is another, or in another
+    """Print on stderr which run is in front of a queued one, and every `every_s` again if it is another, or in another
     state."""
     told = _tell(source, run_id, ())
     if every_s is None:
@@ -97,7 +98,7 @@ def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[N
     def tell() -> None:
         before = told
         while not begun.wait(every_s):
-            with contextlib.suppress(PacelineError):  # the run's events tell when its coordinator is away
+            with contextlib.suppress(PacelineError):  # the run's events show when its coordinator is away
                 before = _tell(source, run_id, before)
 
     threading.Thread(target=tell, name="queue", daemon=True).start()
@@ -108,7 +109,7 @@ def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[N
 
 
 def _tell(source: Source, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """Say which run is in front if that is news, and return what is known now."""
+    """Print which run is in front if it is not `told`, and return it."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()

@@ -257,7 +257,7 @@ def test_doctor_fails_where_nothing_can_be_written() -> None:
         "directory",
         "fault",
         "cannot write in /proc: No such file or directory",
-        "name another one with --directory",
+        "name another folder with --directory",
     )
 
 
