@@ -1,5 +1,4 @@
-"""`paceline certs`: a certificate authority for one cluster, and the short-lived certificates of its processes and
-people."""
+"""`paceline certs`: a certificate authority for one cluster, and certificates of its processes and people."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`paceline chat` and `paceline generate`: completions of a model in this process, without services, or of a rollout
-worker."""
+"""`paceline chat` and `paceline generate`: completions of a model in this process, or of a rollout worker."""
 
 from __future__ import annotations
 
@@ -105,7 +104,6 @@ def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
 
 
 def _spec_of_folder(model: str) -> RunSpec:
-    """Return the settings for a model at a path or a URL. Raises InvalidInput, Unreadable."""
     from transformers import AutoConfig
 
     from paceline.models.loading import fault_of_load
@@ -164,8 +162,7 @@ class Talk:
         return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
 
     async def answer(self, line: str, show: Any = None) -> str:
-        """Return the model's answer to a line, after the conversation until now. Raises InvalidInput if they are too
-        long."""
+        """Return the model's answer to a line of the conversation. Raises InvalidInput if it is too long."""
         from paceline.data.tokens import encode_prompt, with_system_prompt
 
         data, prompt = self.spec.data, line

@@ -237,8 +237,7 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 def _disk(directory: Path) -> Finding:
-    """Check that runs can be kept in `directory`: a file is really written, and the free space is enough for a
-    checkpoint."""
+    """Check that runs can be kept in `directory`: write a file, and compare the free space with a checkpoint."""
     existing = directory.resolve()
     while not existing.exists():
         existing = existing.parent

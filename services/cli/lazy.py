@@ -24,8 +24,7 @@ Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
 @functools.cache
 def sections_of_apps() -> Sections:
-    """Return the commands of installed apps by heading. An app whose table cannot be read is left out with a line on
-    stderr."""
+    """Return the commands of apps by heading. An app with an unreadable table is left out with a line on stderr."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)):
         try:

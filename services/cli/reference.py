@@ -62,7 +62,6 @@ def commands() -> str:
 
 
 def _commands(group: click.Group, name: str) -> Iterator[tuple[str, click.Command]]:
-    """Yield each command below `group` with its whole name."""
     context = click.Context(group, info_name=name)
     for each in group.list_commands(context):
         command = group.get_command(context, each)

@@ -33,8 +33,7 @@ UNUSED_S = 3600.0
 
 
 class BlobStore:
-    """Files below `folder`: at most `quota_bytes` together and `max_blob_bytes` each, while the disk keeps
-    `min_free_bytes` free."""
+    """Files below `folder`, at most `quota_bytes` together; `min_free_bytes` of the disk stay free."""
 
     def __init__(
         self,
@@ -135,8 +134,7 @@ class BlobStore:
                 (self._partial / sha256).unlink(missing_ok=True)
 
     def complete(self, sha256: str, size: int) -> None:
-        """Sync a partial file and give it its name. Raises InvalidInput, and removes the file, if size or digest
-        differ."""
+        """Sync a partial file and give it its name. Raises InvalidInput, and removes it, if size or digest differ."""
         partial, path = self._partial / sha256, self._path(sha256)
         with partial.open("rb") as stored, plaintext(stored, str(partial)) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""The control plane's BundleService: receives the files of runs from clients, one file at a time, and serves them to
-workers."""
+"""The control plane's BundleService: receives the files of runs one by one, and serves them to workers."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
 
 
 async def _shielded(call: Any, *arguments: Any) -> Any:
-    """Return the result of a call on a thread. A cancelled caller waits for the call's end, because the thread uses its
-    file."""
+    """Return the result of a call on a thread; a cancelled caller waits for it, because the thread uses its file."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(task)

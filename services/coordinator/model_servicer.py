@@ -76,8 +76,7 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
 
 
 def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
-    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict for a version that did not pass, if
-    `override` is empty."""
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if not passed, without `override`."""
     check_alias(alias)
     _check_reason(override, "override")
     with ledger.transaction():

@@ -1,5 +1,4 @@
-"""The control plane's services for people and workers: runs, members, identities of callers, and the status of the run
-that trains."""
+"""The control plane's services for people and workers: runs, members, identities of callers, status."""
 
 from __future__ import annotations
 

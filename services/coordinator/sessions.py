@@ -42,8 +42,7 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """Return the newest checkpoint that can be loaded, or step 0. Raises NotFound if the samples of the steps from
-    there on are gone."""
+    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of the steps after it are gone."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     if run.spec.logger.keep_samples:
@@ -69,8 +68,7 @@ def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty if it is accepted. The next session opens the path that it
-    names."""
+    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the path in it."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
@@ -215,8 +213,7 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the paths of all kept checkpoints, oldest first, with those that could not be loaded, because a person may
-    repair them."""
+    """Return the kept checkpoints, oldest first, with unloadable ones, because a person may repair them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 

@@ -345,8 +345,7 @@ WAIT_S = 120.0
 
 
 def start_page(cluster: LocalCluster, host: str, say: Callable[[str], None]) -> None:
-    """Start the page of a cluster, and print its link when it listens. A thread waits for it, so that the run continues
-    meanwhile."""
+    """Start the page of a cluster; a thread waits until it listens and prints its link."""
     ready_file = cluster.start_dashboard(free_port(host, PAGE_PORT))
     thread = threading.Thread(target=_say_link, args=(ready_file, cluster.token_file, say), daemon=True)
     thread.start()

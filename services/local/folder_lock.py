@@ -18,8 +18,7 @@ class FolderLock:
     """A lock that one object at a time holds, from `take` to `release`."""
 
     def __init__(self, path: Path, who: str, option: str = "--directory"):
-        """`path` is the lock's file, in the folder that it protects; `who` describes the holder, and `option` names another
-        folder."""
+        """`path` is the lock's file in its folder; `who` describes the holder, and `option` names another folder."""
         self._path = path
         self._who = who
         self._option = option

@@ -146,8 +146,7 @@ class _Source:
 
 
 def _private_folder(module: str) -> set[str]:
-    """Return the folder of a module that is found only from this process' script or working directory; empty for any
-    other."""
+    """Return the folder of a module that only this process' script or working directory can import; else empty."""
     top = sys.modules.get(module.partition(".")[0])
     file = getattr(top, "__file__", None)
     if not file:
@@ -203,8 +202,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _names_in_head(source: str) -> set[str]:
-    """Return the names in decorators, default values and a class' body outside of its methods, because code objects
-    lack them."""
+    """Return names in decorators, defaults and a class' body outside of methods, because code objects lack them."""
     definition = ast.parse(source).body[0]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     parts: list[ast.AST] = [*getattr(definition, "decorator_list", ())]

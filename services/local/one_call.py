@@ -184,8 +184,7 @@ def _named(function: Any, folder: Path) -> str:
 
 
 def _data_file(source: Data, folder: Path) -> str:
-    """Return the path of a data set; rows are written to a file that is named after their content, encrypted if there
-    is a storage key."""
+    """Return the path of a data set; rows go to a file named after their content, encrypted with a storage key."""
     if isinstance(source, str | Path):
         return str(source)
     lines = []
@@ -214,7 +213,6 @@ def _own_token() -> Iterator[None]:
 
 
 def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> TrainedRun:
-    """Follow a run to its end. Raises PacelineError unless it succeeds."""
     metrics: list[dict[str, float]] = []
     evaluations: list[dict[str, float]] = []
     for event in client.watch(run_id):

@@ -1,5 +1,4 @@
-"""The resources of this host for a run: memory and GPUs, services of each role, and the local files and folders in its
-spec."""
+"""The resources of this host for a run: memory, GPUs, services of each role, and the spec's local files."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ MAX_SIBLINGS = 1000
 
 
 def check_paths_are_here(spec: RunSpec) -> None:
-    """Raise SpecError, a line for each local path of a model, data file or file of code that is missing on this
-    machine."""
+    """Raise SpecError, a line for each local path of a model, data file or code file that is missing here."""
     missing = missing_paths(spec)
     if missing:
         raise SpecError("\n".join(missing))

@@ -85,8 +85,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
 
 
 def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int) -> list[Group]:
-    """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a group that was
-    changed."""
+    """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a changed group."""
     groups = []
     for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
         payload = ledger.payload(run_id, row["group_id"])

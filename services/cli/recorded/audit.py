@@ -1,5 +1,4 @@
-"""`paceline audit verify|show`: the audit log of the coordinator of this directory. Neither needs a running
-coordinator."""
+"""`paceline audit verify|show`: the audit log of the coordinator of this directory, which need not run."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ def selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
 
 
 def check_names(patterns: Sequence[str], names: Sequence[str], run_id: str) -> None:
-    """Raise NotFound, with the nearest name, for a pattern that matches no metric. A run without steps has no metrics
-    yet."""
+    """Raise NotFound, with the nearest name, for a pattern that matches no metric, unless the run has no steps yet."""
     for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)

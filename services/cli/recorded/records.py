@@ -1,5 +1,4 @@
-"""Commands on the records of a run: ledger verify, ledger backup, ledger encrypt, export. They need no coordinator;
-those that only read can use one."""
+"""`paceline ledger` and `paceline export`. They need no coordinator; those that only read can use one."""
 
 from __future__ import annotations
 
@@ -181,7 +180,6 @@ def export(
 
 
 def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
-    """Return the checkpoint to export. Raises NotFound."""
     newest = _newest(source.records, run)
     if newest is None:
         raise NotFound(
@@ -196,8 +194,7 @@ def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
 
 
 def _newest(records: Records, run: Run) -> RecordedCheckpoint | None:
-    """Return the loadable checkpoint of the highest trained step whose chain is that of the run's batches; None without
-    one."""
+    """Return the loadable checkpoint of the highest trained step on the chain of the run's batches, or None."""
     found = [each for each in records.checkpoints(run.run_id) if not each.damaged and each.step <= run.step]
     for checkpoint in sorted(found, key=lambda each: (each.step, each.session), reverse=True):
         before = next(records.batches(run.run_id, checkpoint.step - 1), None) if checkpoint.step else None

@@ -1,5 +1,4 @@
-"""`paceline replay RUN --from STEP`: trains recorded steps again, without the services, and compares the weights with
-the run's."""
+"""`paceline replay RUN --from STEP`: trains recorded steps without services, and compares with the run's weights."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ def export_samples(
 
 
 class TrainedGroups:
-    """The trained groups of a run. The columns of a file depend on all of them, so they are read once, into a temporary
-    file."""
+    """The trained groups of a run, read once into a temporary file, because the columns depend on all of them."""
 
     def __init__(self, records: Records, run_id: str, file: IO[str]):
         """Raises NotFound."""

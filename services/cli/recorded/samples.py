@@ -1,5 +1,4 @@
-"""`paceline samples`: shows the trained samples or the completions of an evaluation, and exports them, from a ledger or
-a coordinator."""
+"""`paceline samples`: shows or exports a run's trained samples or an evaluation's completions."""
 
 from __future__ import annotations
 
@@ -109,7 +108,6 @@ class SampleChoice:
 
 
 def _without_completions(group: Any) -> dict[str, Any]:
-    """Return the content of a group whose completions are not stored."""
     return {
         "group_id": group.group_id,
         "step": group.step if group.HasField("step") else None,
@@ -127,8 +125,7 @@ SHOWN = 4
 
 
 class _ShowByDefault(click.Group):
-    """Group in which `samples RUN` is `samples show RUN`. No run has the name of a command, because every run's id ends
-    with a number."""
+    """`samples RUN` is `samples show RUN`. No command has the name of a run, because a run's id ends with a number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:

@@ -87,8 +87,7 @@ class LedgerRuns:
         return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, even if other columns cannot be read; runs with lost rows come
-        last."""
+        """Return the ids of all runs, oldest first, even with unreadable columns; runs with lost rows come last."""
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
@@ -137,8 +136,7 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
-    """Open the records of a run that is named by its id or by its folder; return them with the id. Raises NotFound,
-    Unavailable."""
+    """Open the records of a run by its id or folder; return them with the id. Raises NotFound, Unavailable."""
     if coordinator:
         path, run_id = directory / LEDGER_NAME, run
     else:
@@ -194,16 +192,14 @@ _OPTION = click.Option(["--coordinator"])
 
 @contextlib.contextmanager
 def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Open the registered models of a coordinator, or of the ledger of `directory`, read-only. Raises NotFound,
-    Unavailable."""
+    """Open the registered models of a coordinator or of a ledger, read-only. Raises NotFound, Unavailable."""
     with records_of(directory, coordinator) as source:
         yield source.models
 
 
 @contextlib.contextmanager
 def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict while a coordinator uses the
-    ledger."""
+    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict beside a coordinator."""
     with records_of(directory, coordinator) as source:
         if isinstance(source, Client):
             yield source.models

@@ -107,8 +107,7 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Yield a function that shows an event. One line summarizes the events with sequence numbers up to `earlier`, which
-    were shown before."""
+    """Yield a function that shows an event; one line summarizes the events up to `earlier`, which were shown before."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None

@@ -1,5 +1,4 @@
-"""Commands about runs (submit, runs, watch, cancel, pause, resume, drop, checkpoint), their pools (status) and workers
-(members, drain)."""
+"""Commands on runs, their pools (status) and workers (members, drain)."""
 
 from __future__ import annotations
 

@@ -194,8 +194,7 @@ def run_here(
 
 @contextlib.contextmanager
 def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """At Ctrl-C print the command that continues the runs, and exit. If a service was given up, raise its fault instead
-    of the consequence."""
+    """At Ctrl-C print the command that continues the runs; raise the fault of a service that was given up."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,5 +1,4 @@
-"""`follow` shows a run on the screen until it has ended, and its outcome; `wait_for` shows only the outcome, as an exit
-status."""
+"""`follow` shows a run until it has ended; `wait_for` returns only its outcome, as an exit status."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Print on stderr which run is in front of a queued one, and every `every_s` again if it is another, or in another
-    state."""
+    """Print on stderr which run is in front of a queued one, and every `every_s` again after a change."""
     told = _tell(source, run_id, ())
     if every_s is None:
         yield

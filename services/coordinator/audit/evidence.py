@@ -186,8 +186,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 def _compare_with_batch(
     record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
-    digests."""
+    """Compare a session's receipts with the groups of the step's batch: all of them, each once, by their digests."""
     groups = record.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -296,7 +295,6 @@ def _next_life(before: sqlite3.Row | None) -> int:
 
 
 def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
-    """Compare every group with its turns."""
     tokens: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for turn in turns:

@@ -68,8 +68,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
 
 
 def models(record: Record, report: VerifyReport) -> None:
-    """Compare the run's registered models with its batches and its spec, and check that a promoted one has passed its
-    gates or has a recorded reason."""
+    """Compare registered models with batches and spec; a promoted one has passed its gates or has a recorded reason."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
     spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
     found = record.ledger.models.of_run(record.run_id)
@@ -133,8 +132,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's folder with the registered manifest, and with the manifest's files; return whether it has
-    a manifest."""
+    """Compare a checkpoint's folder with the registered manifest and its files; return whether it has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")
@@ -184,7 +182,6 @@ def export(record: Record, report: VerifyReport) -> None:
 
 
 def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
-    """Compare the origin that an export names with the run."""
     if origin is None:
         report.problem(subject, "its files name no run")
         return

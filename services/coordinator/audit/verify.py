@@ -64,7 +64,6 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
 
 
 def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
-    """Make all comparisons once, in one snapshot."""
     report = VerifyReport()
     with tolerant(ledger.db):
         try:
@@ -116,8 +115,7 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
 
 
 def _groups(record: Record, report: VerifyReport) -> None:
-    """Check that no group is lost: ids without gaps, a row for every admitted group, and in each end state as many as
-    were counted."""
+    """Check that no group is lost: ids without gaps, a row for every admitted group, end states as counted."""
     groups, counters = record.groups, record.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
@@ -162,8 +160,7 @@ def _slots(record: Record, report: VerifyReport) -> None:
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
-    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of their
-    samples."""
+    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of samples."""
     counters, groups = record.counters, record.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
@@ -264,8 +261,7 @@ VERIFY_S = 3600.0
 
 
 async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-    """Return the report of a run from a separate process, which ends when the caller is cancelled. Raises
-    PacelineError."""
+    """Return a run's report from a separate process, which ends if the caller is cancelled. Raises PacelineError."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, str(ledger), request.run_id),
         *(["--deep"] if request.deep else []),

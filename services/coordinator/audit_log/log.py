@@ -84,8 +84,7 @@ class RefusalLimits:
         return False
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
-        """Return the records for the refusals that were left out, if the window has ended; then the next one begins.
-        `last` ends it now."""
+        """Return the records for left-out refusals if the window has ended; then begin one. `last` ends it now."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
         found = [
@@ -199,7 +198,6 @@ class AuditLog:
 
 
 def _host_of(address: str) -> str:
-    """Return the host of host:port; other texts unchanged."""
     found = FORM.fullmatch(address)
     return found[1] if found else address
 

@@ -88,8 +88,7 @@ def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[
 
 
 def read_line(line: bytes) -> Record:
-    """Return the record of a line without its line end. Raises ValueError if the line is no record or its hash is
-    wrong."""
+    """Return the record of a line without its line end. Raises ValueError if it is no record or its hash is wrong."""
     body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
     if not (end.startswith(_HASH) and end.endswith(b'"}')):
         raise ValueError("it is not a record")

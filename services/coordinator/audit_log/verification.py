@@ -60,8 +60,7 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
 
 
 def records(folder: Path) -> Iterator[Record]:
-    """Yield the records of a log, the oldest first. Raises ValueError for a damaged one; an incomplete last line is
-    left out."""
+    """Yield the records, the oldest first. Raises ValueError for a damaged one; an incomplete last line is left out."""
     for path in audit_files(folder).values():
         with path.open("rb") as file:
             for line in file:

@@ -134,8 +134,7 @@ class Commands:
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
-        """Drop groups of the batch that is fixed and not trained; the learner then begins a new session. Raises
-        NotFound, Conflict, InvalidInput."""
+        """Drop groups of the fixed batch, which ends the session. Raises NotFound, Conflict, InvalidInput."""
         async with self._context.lock:
             row, run = self._ledger.run(run_id), self._exchange.active
             if row["state"] != "paused" or run is None or run.run_id != run_id:
@@ -250,8 +249,7 @@ def changed_function_warnings(before: str, now: str) -> list[str]:
 
 
 def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
-    """Return the facts for the event that a run starts: the fingerprint of its data, and the digests of its functions
-    if it has no `bundle`."""
+    """Return the facts for a run's start event: fingerprint of data, and digests of functions without a bundle."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
     functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

@@ -230,8 +230,7 @@ class Coordinator:
         await self.states.pause_on_fault(run_id, message, retried=retried)
 
     async def learner_finished(self, session: int) -> None:
-        """Note that the active run's learner has exported; end the run, unless an evaluation is pending or workers
-        still get the last version."""
+        """End the exported run, unless an evaluation is pending or workers still get the last version."""
         if self._finished != (self.exchange.active, session):
             self._finished, self._finished_s = (self.exchange.active, session), time.monotonic()
         await self._finish_if_done()

@@ -107,8 +107,7 @@ class Preemption:
         """Session and step of the newest checkpoint that was ordered."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Let the active run yield to a queued run of a higher priority, and queue it again after its checkpoint.
-        Called at every tick."""
+        """Let the run yield to one of a higher priority, and queue it after its checkpoint. At every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None:

@@ -44,8 +44,7 @@ class RunData(NamedTuple):
 
 
 def open_data(spec: RunSpec) -> RunData:
-    """Open training and validation prompts of a run. Data of examples are only checked, because the learner reads them.
-    Raises DataError."""
+    """Open training and validation prompts; only check examples, because the learner reads them. Raises DataError."""
     data = spec.data
     if spec.examples is not None:
         rows = open_examples(spec)
@@ -65,8 +64,7 @@ def open_data(spec: RunSpec) -> RunData:
 
 
 def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:
-    """Return a warning if the prompts have changed since the run began. `before` is the fingerprint from then, empty if
-    none was recorded."""
+    """Return a warning if the prompts differ from their fingerprint `before`, which is empty if none was recorded."""
     if prompts is None or before in ("", prompts.fingerprint):
         return []
     return [
@@ -117,8 +115,7 @@ MAX_REPORT = 1 << 14
 
 
 class RunBundles:
-    """Bundles in one `BlobStore`. Methods that take a digest read files, so call them on threads; the others use the
-    ledger."""
+    """Bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from

@@ -299,8 +299,7 @@ def _with_exports(ledger: Ledger) -> str:
 
 
 def located(reference: Reference) -> str:
-    """Return the folder or URL of an export; reads the object store. Raises SpecError if it does not exist or cannot be
-    read."""
+    """Return the folder or URL of an export, from the object store. Raises SpecError if missing or unreadable."""
     try:
         for place in _places(reference):
             if Folder(place).exists("config.json"):

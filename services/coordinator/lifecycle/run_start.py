@@ -50,7 +50,6 @@ async def warn_of_backup(context: RunContext) -> None:
 
 
 def _summarize(context: RunContext, run_id: str) -> None:
-    """Write the summary of an ended run if a kill prevented it."""
     try:
         context.run_log.summarize_if_missing(run_id)
     except sqlite3.Error:
@@ -131,7 +130,6 @@ class RunStarter:
         return True
 
     async def _announce(self, run: ActiveRun) -> None:
-        """Assign the new active run to the workers."""
         self._faults.clear()
         if self._delays.waits_for:
             self._delays.waits_for = ""

@@ -148,8 +148,7 @@ class RunStates:
         await self._context.watchers.notify("lease", "task", "batch")
 
     async def fail(self, run_id: str, message: str) -> None:
-        """Fail a run that cannot continue with its spec. Its open groups stay open for `resume`; the next run may
-        start."""
+        """Fail a run that cannot continue with its spec. Its open groups stay for `resume`; the next run may start."""
         await self.end(run_id, "failed", message)
 
     async def end(self, run_id: str, state: str, message: str) -> None:

@@ -70,8 +70,7 @@ def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
 
 
 def check_network(spec: RunSpec, store: str) -> None:
-    """Check that the run's object stores, and the coordinator's root `store` for large files, are reached over TLS.
-    Raises InvalidInput."""
+    """Raise InvalidInput unless the run's object stores and the coordinator's root `store` are reached over TLS."""
     allowed = spec.weights.allow_plaintext_network
     for url in (spec.weights.store, spec.checkpointing.checkpoint_dir, store):
         check_store(url or "", os.environ, allowed=allowed)
@@ -123,8 +122,7 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
 
 
 def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
-    """Return warnings about gold answers that cannot be scored, in the first rows in the order of the run (of a stream:
-    in its first block)."""
+    """Return warnings about gold answers without score, in the run's first rows (of a stream: first block)."""
     from paceline.reward.builtin.mathematics import MAX_CHECKED, gold_warnings
 
     number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
@@ -252,7 +250,6 @@ def _config_of(name: str, field: str) -> Any:
 
 
 def _json_of(path: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

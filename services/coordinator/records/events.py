@@ -130,8 +130,7 @@ def _number(value: object) -> float:
 
 
 def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
-    """Return the token statistics of a step; empty if none is kept, or if the file is damaged. Raises NotFound for an
-    unknown run."""
+    """Return the statistics of a step; empty if missing or damaged. Raises NotFound for an unknown run."""
     ledger.run(request.run_id)
     response = pb.GetTokenStatisticsResponse()
     report = worker_pb2.TokenStatistics()
@@ -194,7 +193,6 @@ def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsR
 
 
 def _add_steps(ledger: Ledger, run_id: str, response: pb.ListEventsResponse) -> None:
-    """Set the step of each event."""
     step = 0
     if response.events:
         row = ledger.row(

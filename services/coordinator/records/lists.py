@@ -274,8 +274,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def run_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str] | None = None) -> run_pb2.Run:
-    """Return the message of a run's row, with its token accounting; `queue` has the ids of the queued runs in their
-    order."""
+    """Return the message of a run's row, with its token accounting; `queue` has the queued runs' ids in order."""
     run_id = row["run_id"]
     if queue is None:
         queue = [waiting["run_id"] for waiting in ledger.queue()]

@@ -38,8 +38,7 @@ def _limited(call: Callable[[Ledger, RequestT], ResponseT]) -> Callable[[Records
 
 
 class RecordsReader:
-    """Reads one ledger. Methods have the names of the calls; they raise NotFound, InvalidInput, LedgerFault,
-    Unavailable."""
+    """Reads one ledger. Methods have the names of calls; raise NotFound, InvalidInput, LedgerFault, Unavailable."""
 
     def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
         """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` there is only one
@@ -110,8 +109,7 @@ class RecordsReader:
         return self._specs[key]
 
     def limited(self, call: Callable[[], ResponseT]) -> ResponseT:
-        """Return the result of `call`, in one snapshot of the ledger. Raises Unavailable if it takes longer than the
-        limit."""
+        """Return the result of `call`, in one snapshot of the ledger. Raises Unavailable beyond the time limit."""
         deadline_s = time.monotonic() + self._limit_s
         self.ledger.db.set_progress_handler(lambda: int(time.monotonic() > deadline_s), INSTRUCTIONS)
         try:

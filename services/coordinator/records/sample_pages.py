@@ -73,7 +73,6 @@ def list_samples(
 
 
 def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.Row], bool]:
-    """Return the rows of a page with their prompts, and whether there are more."""
     size = page_tokens.page_size(request.page_size, GROUPS)
     columns = "SELECT groups.*, prompt_json, columns_json FROM groups"
     prompts = "LEFT JOIN prompts USING (run_id, group_id)"
@@ -127,7 +126,6 @@ def _is_evaluation(request: pb.ListSamplesRequest) -> bool:
 
 
 def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[str, str]:
-    """Return class and state of the requested groups. Raises InvalidInput, NotFound."""
     if request.state and request.state not in STATES:
         raise InvalidInput(f"state is {request.state[:40]!r}, must be one of {', '.join(STATES)}")
     if not _is_evaluation(request):
@@ -136,7 +134,6 @@ def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[st
 
 
 def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
-    """Return the error for an evaluation whose samples were not kept."""
     kept = ledger.rows(
         "SELECT pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL AND EXISTS (SELECT 1"
         " FROM groups WHERE groups.run_id = evaluations.run_id AND class = 'eval:' || evaluations.step AND state = 'scored')"
@@ -272,7 +269,6 @@ def _add(
     *,
     full: bool,
 ) -> None:
-    """Add a group to the answer if it passes."""
     prompt = row["prompt_json"] or '""'
     step = row["step"] if version is None else version
     completions = content["completions"] if content is not None else []
@@ -298,7 +294,6 @@ def _add(
 
 
 def _cut(prompt_json: str) -> str:
-    """Return a prompt with its texts cut."""
     if len(prompt_json) <= MAX_PROMPT:
         return prompt_json
     prompt = json.loads(prompt_json)

@@ -81,8 +81,7 @@ class GaugeHistory:
 
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
-    """Return the shares of a member's time by activity, which add up to 1; nothing for a connected learner, whose steps
-    have separate times."""
+    """Return shares of a member's time by activity, sum 1; none for a connected learner, whose steps have times."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:

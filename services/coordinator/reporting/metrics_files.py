@@ -93,8 +93,7 @@ class MetricsFiles:
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
     def write_extra(self, line: str) -> None:
-        """Write a line of extra.jsonl, and create the file before the first; it is encrypted with the storage key if
-        there is one."""
+        """Write a line of extra.jsonl, created with the first line and encrypted if there is a storage key."""
         if self._extra is None:
             self._extra = LineWriter(self.directory / EXTRA_NAME, self._key)
         self._extra.write(line.encode())

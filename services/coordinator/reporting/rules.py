@@ -98,8 +98,7 @@ a completion if the reduction sums tokens."""
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no token of a step had an advantage, and what helps; empty if any had one, or if the algorithm has no
-    advantages."""
+    """Return why no token of a step had an advantage, and a remedy; empty if any had one, or without advantages."""
     if metrics.get("zero_advantage_fraction") != 1.0:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:
@@ -121,8 +120,7 @@ def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
 
 
 def out_of_scale(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return which advantage or gradient norm of a step is absurd before clipping, and its likely cause; empty if none
-    is."""
+    """Return which advantage or gradient norm of a step is absurd before clipping, and its likely cause; else empty."""
     largest = metrics.get("advantage_max", 0.0)
     if largest > LARGEST_ADVANTAGE:
         return (

@@ -273,7 +273,6 @@ class RunLog:
         return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
 
     def _pool_gauges(self) -> dict[str, float]:
-        """Return the sums of the gauges of each pool's workers."""
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
@@ -285,8 +284,7 @@ class RunLog:
         return totals
 
     def _logged(self) -> dict[str, float]:
-        """Return the mean of each metric that reward functions logged since the last step, and the times and failures
-        of their calls."""
+        """Return means of metrics that reward functions logged since the last step, and their times and failures."""
         logged, functions = LoggedMetrics(), FunctionSums()
         for member in self._members.all():
             logged.add(member.logged.take())
@@ -294,7 +292,6 @@ class RunLog:
         return logged.means() | functions.metrics()
 
     def _write_text(self, run: ActiveRun, result: dict[str, Any]) -> None:
-        """Write some completions of an evaluation for TensorBoard."""
         if self._recorder is not None and run.spec.logger.tensorboard:
             functions = [reward.label for reward in run.spec.rewards]
             text = evaluation_text(self._ledger, run.run_id, f"eval:{result['requested_step']}", functions)

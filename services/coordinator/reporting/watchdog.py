@@ -43,8 +43,7 @@ class Watchdog:
         """Warnings of the last check that report a stall."""
 
     def check(self, now_s: float) -> list[str]:
-        """Return due warnings. Each stall is reported after `logger.stall_warning_s`, then after twice that time, four
-        times and so on."""
+        """Return due warnings: of a stall after 1, 2, 4, 8, … times `logger.stall_warning_s`."""
         run, self.stalls = self._exchange.active, []
         if run is None:
             self._moving_s = None

@@ -115,8 +115,7 @@ class Scaler:
         self._decide(self.meter.take(now_s), now_s)
 
     def desired(self, name: str) -> int:
-        """Return the number of workers that a pool should have. Raises Unavailable after a restart of the coordinator,
-        NotFound for an unknown pool."""
+        """Return the size that a pool should have. Raises Unavailable after a restart, NotFound for an unknown pool."""
         now_s, pools = self._clock(), self._shown()
         sized = pools.get(name)
         if sized is None:
@@ -273,7 +272,6 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
 
 
 def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -> str:
-    """Return the advice for a pool that is too small."""
     needed = facts.state.wanted
     gain = min(1 / max(1 - wait_fraction, 0.01), needed / facts.workers)
     more = needed - facts.workers
