@@ -167,13 +167,13 @@ class Talk:
 
         data, prompt = self.spec.data, line
         if self.is_chat:
-            asked = [*self.messages, {"role": "user", "content": line}]
-            prompt = with_system_prompt(asked, data)
+            messages = [*self.messages, {"role": "user", "content": line}]
+            prompt = with_system_prompt(messages, data)
         ids = encode_prompt(self.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs)
         (completion,) = await self.sample(ids, 1, show)
         text = self.text(completion)
         if self.is_chat:
-            self.messages = [*asked, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         self._turn += 1
         return text
 

@@ -69,10 +69,10 @@ def convert(
     from paceline.learner.checkpoints.conversion import folders
 
     return_large_tensors()  # else blocks of several sizes leave holes in the heap
-    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     of_dcp = folders.is_dcp(source)
     _check_options(of_dcp, to, dtype, adapter, quantize, config, key)
-    options: dict[str, Any] = {"dtype": wanted}
+    options: dict[str, Any] = {"dtype": torch_dtype}
     if of_dcp:
         folders.from_dcp(source, destination, config=config, key=key, **options)
     elif to == "dcp":

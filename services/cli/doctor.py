@@ -53,10 +53,10 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
     """
     from paceline.spec.reading import load_spec
 
-    wanted = load_spec(spec, overrides) if spec else None
-    findings = [*examine(directory), *examine_sandbox(wanted), examine_user_code()]
-    if wanted is not None:
-        findings += examine_spec(wanted)
+    loaded = load_spec(spec, overrides) if spec else None
+    findings = [*examine(directory), *examine_sandbox(loaded), examine_user_code()]
+    if loaded is not None:
+        findings += examine_spec(loaded)
     for finding in findings:
         if as_json:
             print_json(dataclasses.asdict(finding))

@@ -155,14 +155,14 @@ def remedy(word: str, commands: Iterable[str]) -> str:
     """Return the remedy for an unknown command, such as "did you mean `paceline samples`?"."""
     from paceline.spec.faults import nearest
 
-    known = list(commands)
+    names = list(commands)
     plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()
-    if plain in known:
+    if plain in names:
         return f"did you mean `paceline {plain}`?"
     meant = MEANT.get(plain, "")
-    if meant.partition(" ")[0] in known:
+    if meant.partition(" ")[0] in names:
         return f"did you mean `paceline {meant}`?"
-    guesses = nearest(plain, known)
+    guesses = nearest(plain, names)
     if guesses:
         return f"did you mean {' or '.join(f'`paceline {guess}`' for guess in guesses)}?"
     return "`paceline --help` lists the commands"

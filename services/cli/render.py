@@ -44,8 +44,8 @@ VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
 def run_facts(run: Run) -> Facts:
     from paceline.client import state_name
 
-    own = {"state": state_name(run), "groups": dict(run.groups), "tokens": dict(run.tokens)}
-    return {name: getattr(run, name) for name in RUN_FACTS} | own | {"warnings": list(run.warnings)}
+    converted = {"state": state_name(run), "groups": dict(run.groups), "tokens": dict(run.tokens)}
+    return {name: getattr(run, name) for name in RUN_FACTS} | converted | {"warnings": list(run.warnings)}
 
 
 def run_row(facts: Facts) -> list[str]:
@@ -255,8 +255,8 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a conversation, from the prompt on if the episode has its own. Text that the model did not
     write is behind a bar, as the learner masks it."""
-    own = episode["prompt"]  # `reset` returned it, so it is in this episode's prompt alone
-    opening = [{"role": "user", "content": own}] if isinstance(own, str) else own or []
+    prompt = episode["prompt"]  # `reset` returned it, so it is in this episode's prompt alone
+    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     for message in [*opening, *episode["messages"]]:
         by_model = message.get("role") == "assistant"
         content = message.get("content")

@@ -33,7 +33,7 @@ UNUSED_S = 3600.0
 
 
 class BlobStore:
-    """Files below `folder`, at most `quota_bytes` together; `min_free_bytes` of the disk stay free."""
+    """Files below `folder`: `quota_bytes` together, `max_blob_bytes` each; `min_free_bytes` stay free on the disk."""
 
     def __init__(
         self,

@@ -41,9 +41,9 @@ def register(ledger: Ledger, model: ModelVersion) -> ModelVersion:
     _checked(model.version)
     _check_evidence(model)
     with ledger.transaction():
-        known = ledger.models.get(model.name, model.version)
-        if known is not None and known.statement_sha256 == model.statement_sha256:
-            return known
+        existing = ledger.models.get(model.name, model.version)
+        if existing is not None and existing.statement_sha256 == model.statement_sha256:
+            return existing
         newest = ledger.models.newest(model.name)
         if model.version != newest + 1:
             raise Conflict(

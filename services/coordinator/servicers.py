@@ -280,7 +280,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 def _pool_status(name: str, sized: Sized) -> status_pb2.PoolStatus | None:
     """Return the pool's status; None before its first decision, and for a pool without run, scaler and workers."""
-    measured, state, is_scaled = sized.measured, sized.state, sized.asked_s is not None
+    measured, state, is_scaled = sized.measured, sized.state, sized.requested_s is not None
     if measured is None or state is None:
         return None
     if not (is_scaled or measured.has_run or measured.ready + measured.starting):

@@ -153,8 +153,8 @@ def _private_folder(module: str) -> set[str]:
         return set()
     folder = Path(file).resolve().parent
     folder = folder.parent if hasattr(top, "__path__") else folder
-    own = {Path(sys.path[0] or ".").resolve(), Path.cwd()} if sys.path else {Path.cwd()}
-    return {str(folder)} if folder in own else set()
+    private = {Path(sys.path[0] or ".").resolve(), Path.cwd()} if sys.path else {Path.cwd()}
+    return {str(folder)} if folder in private else set()
 
 
 def _is_in_module(value: object, module: str) -> bool:

@@ -43,12 +43,14 @@ class LedgerCalls:
         """Yield the recorded events; only Watch is answered."""
         if not isinstance(request, run_pb2.WatchRequest):
             raise _needs_coordinator(method)
-        wanted = records_pb2.ListEventsRequest(run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE)
+        page_request = records_pb2.ListEventsRequest(
+            run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE
+        )
         while True:
-            found = await self._on_thread(lambda: self._opened().ListEvents(wanted))
+            found = await self._on_thread(lambda: self._opened().ListEvents(page_request))
             for event in found.events:
                 yield run_pb2.WatchResponse(sequence=event.sequence, kind=event.kind, json=event.json)
-            wanted.after = found.next_after
+            page_request.after = found.next_after
             if not found.more:
                 return
 

@@ -55,10 +55,10 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
 
     if repairs and coordinator:
         raise click.UsageError("--repair changes files; run it on the coordinator's host, without --coordinator")
-    done: list[str] = []
+    repaired: list[str] = []
     if repairs:
         path = find_run(run, directory)[0] if run else directory / LEDGER_NAME
-        repair(path, done.append if as_json else click.echo)
+        repair(path, repaired.append if as_json else click.echo)
     if run:
         with records_of_run(run, directory, coordinator) as (source, run_id):
             reports = {run_id: source.records.verify(run_id, deep=deep)}
@@ -68,7 +68,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
             reports = {each: source.records.verify(each, deep=deep) for each in run_ids(source)}
     found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
     if as_json:
-        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
+        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": repaired} if repairs else {}))
     else:
         for each, report in reports.items():
             click.echo(render.verify_text(each, report.problems, report.facts))

@@ -172,8 +172,8 @@ def _type_of(kinds: set[str]) -> str:
 def _rows_of_step(groups: list[Row], columns: dict[str, str], make: Callable[[Row], list[Row]]) -> list[Row]:
     rows = []
     for group in groups:
-        own = {name: value for name, value in group["columns"].items() if name in columns}
-        rows += [own | row for row in make(group)]
+        columns_of_group = {name: value for name, value in group["columns"].items() if name in columns}
+        rows += [columns_of_group | row for row in make(group)]
     return [{name: row.get(name) for name in columns} for row in rows]
 
 

@@ -68,12 +68,12 @@ def _train(
     directory: Path,
     shown: Shown,
 ) -> None:
-    wanted = load_for(algorithm, spec, overrides)
+    loaded = load_for(algorithm, spec, overrides)
     if coordinator is None:
-        run_here(wanted, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
+        run_here(loaded, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
         return
     with Client(coordinator) as client:
-        follow(client, client.submit(wanted).run_id, shown=shown)
+        follow(client, client.submit(loaded).run_id, shown=shown)
 
 
 grpo, sft, dpo, kto, orpo, rm, distillation, offline_grpo = (_command(algorithm) for algorithm in get_args(Algorithm))

@@ -129,8 +129,8 @@ def up(
 
     if bounds and not scale:
         raise click.UsageError("--bounds needs --scale")
-    wanted = load_spec(spec, overrides) if spec else None
-    run_here(wanted, directory, page=not no_page, scaled=bounds if scale else None, **options)
+    loaded = load_spec(spec, overrides) if spec else None
+    run_here(loaded, directory, page=not no_page, scaled=bounds if scale else None, **options)
 
 
 def run_here(

@@ -44,21 +44,21 @@ def follow(
     facts = render.run_facts(source.get(run_id))
     is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
     course = Course(facts["max_num_steps"], live_from=facts["step"] if is_live else math.inf)
-    told = ""
+    last_message = ""
     with contextlib.ExitStack() as waiting, screen(run_id, course, shown, earlier) as show:
         if facts["state"] == "queued":
             every_s = QUEUE_S if isinstance(source, Client) else None
-            waiting.enter_context(queue_told(source, run_id, every_s))
+            waiting.enter_context(queue_shown(source, run_id, every_s))
         for event in source.watch(run_id, after):
             show(event)
             if event.kind != "state" or event.sequence <= earlier:
                 continue
-            told = str(event.content.get("message", ""))
+            last_message = str(event.content.get("message", ""))
             if event.content.get("state") != "queued":
                 waiting.close()
     facts = render.run_facts(source.get(run_id))
     if not shown.as_json:
-        once = facts | ({"message": ""} if facts["message"] == told else {})
+        once = facts | ({"message": ""} if facts["message"] == last_message else {})
         click.echo(render.outcome(once, course.evaluations, _summary(facts), course.values, course.measure))
     if facts["state"] != "succeeded":
         raise click.exceptions.Exit(1)
@@ -74,10 +74,10 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
     if shown.as_json:
         print_json(facts)
     else:
-        said = f": {facts['message']}" if facts["message"] else ""
+        reason = f": {facts['message']}" if facts["message"] else ""
         verb = render.VERBS.get(str(facts["state"]), "is")
         click.echo(
-            visible(f"run {run_id} {verb} {facts['state']} at step {facts['step']}{said}"),
+            visible(f"run {run_id} {verb} {facts['state']} at step {facts['step']}{reason}"),
             err=facts["state"] != "succeeded",
         )
     if status := EXITS.get(facts["state"], 0):
@@ -85,16 +85,16 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 
 @contextlib.contextmanager
-def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
+def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
     """Print on stderr which run is in front of a queued one, and every `every_s` again after a change."""
-    told = _tell(source, run_id, ())
+    shown = _tell(source, run_id, ())
     if every_s is None:
         yield
         return
     begun = threading.Event()
 
     def tell() -> None:
-        before = told
+        before = shown
         while not begun.wait(every_s):
             with contextlib.suppress(PacelineError):  # the run's events show when its coordinator is away
                 before = _tell(source, run_id, before)
@@ -106,13 +106,13 @@ def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[N
         begun.set()
 
 
-def _tell(source: Source, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """Print which run is in front if it is not `told`, and return it."""
+def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
+    """Print which run is in front if it is not `shown`, and return it."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()
     state = (ahead["run_id"], ahead["state"], ahead["message"])
-    if state != told:
+    if state != shown:
         click.echo(visible(advice(run_id, ahead)), err=True)
     return state
 

@@ -302,7 +302,7 @@ def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.
         tokens[group_id] = tokens.get(group_id, 0) + turn["tokens"]
         oldest[group_id] = min(turn["oldest_step"], oldest.get(group_id, turn["oldest_step"]))
     rows = record.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
-    known = {row["group_id"] for row in rows}
+    group_ids = {row["group_id"] for row in rows}
     for row in rows:
         subject, group_id = f"group {row['group_id']}", row["group_id"]
         if row["state"] not in WAITING:
@@ -314,7 +314,7 @@ def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.
         text = "its oldest version is {}, that of its turns {}"
         report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
     for table, found in (("episodes", turns), ("restarts", ended)):
-        missing = sorted({row["group_id"] for row in found} - known)
+        missing = sorted({row["group_id"] for row in found} - group_ids)
         if missing:
             report.problem(
                 f"groups {missing[:5]}", f"they have rows in the table {table}, but are missing in the table groups"

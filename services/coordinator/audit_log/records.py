@@ -191,7 +191,7 @@ class AuditFiles:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _find_end(self, known: AuditHead) -> AuditHead:
+    def _find_end(self, recorded: AuditHead) -> AuditHead:
         """Return the head to continue from, and cut an incomplete line off. If the files lack the ledger's head, it is
         used; the gap then stays in the log for good."""
         end = NONE
@@ -201,17 +201,17 @@ class AuditFiles:
                 end, torn_bytes = end_of(path)
             except ValueError as fault:
                 self.repaired.append(f"the last record of {path.name} is damaged: {fault}")
-                return known
+                return recorded
             if torn_bytes:
                 os.truncate(path, path.stat().st_size - torn_bytes)
                 self.repaired.append(f"an incomplete record of {torn_bytes} bytes was cut off {path.name}")
             if end.sequence:
                 break
-        if known.sequence and not has_record(self._folder, known):
+        if recorded.sequence and not has_record(self._folder, recorded):
             self.repaired.append(
-                f"the ledger has record {known.sequence}, but the files, which end with {end.sequence}, lack it"
+                f"the ledger has record {recorded.sequence}, but the files, which end with {end.sequence}, lack it"
             )
-            return known
+            return recorded
         return end
 
     def _rotate(self) -> None:

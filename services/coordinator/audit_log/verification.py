@@ -74,18 +74,18 @@ class _Chain:
     def __init__(self, report: VerifyReport, heads: dict[int, AuditHead], named: dict[str, AuditHead]):
         self._report, self._heads = report, heads
         self.head = NONE
-        self._known: dict[int, list[tuple[str, str]]] = {}
+        self._expected: dict[int, list[tuple[str, str]]] = {}
         """Expected hashes of a record by its number, each with its source."""
         for number, head in heads.items():
-            self._known.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
+            self._expected.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
         for place, head in named.items():
-            self._known.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
+            self._expected.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
 
     def follow(self, number: int, path: Path) -> None:
         """Check the records of a file."""
         if not self.head.sequence and number > 1:  # the oldest file that is kept
             self.head = self._heads.get(number - 1, NONE)
-            self._known = {each: known for each, known in self._known.items() if each > self.head.sequence}
+            self._expected = {each: hashes for each, hashes in self._expected.items() if each > self.head.sequence}
         with path.open("rb") as file:
             for index, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -100,10 +100,10 @@ class _Chain:
 
     def finish(self) -> None:
         """Report the expected records that are missing at the end."""
-        for sequence, known in self._known.items():
+        for sequence, expected in self._expected.items():
             if sequence <= self.head.sequence:
                 continue
-            for who, _ in known:
+            for who, _ in expected:
                 self._report.problem(
                     f"record {self.head.sequence + 1}",
                     f"the log ends with record {self.head.sequence}, but {who} has record {sequence}: its end was cut off",
@@ -120,8 +120,8 @@ class _Chain:
             self._report.problem(subject, f"it stands in {name} after record {expected - 1}")
         elif previous and record.previous != previous:
             self._report.problem(subject, f"in {name} it follows another record {expected - 1}")
-        for who, known in self._known.get(record.sequence, ()):
-            self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, known)
+        for who, digest in self._expected.get(record.sequence, ()):
+            self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, digest)
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
 
 

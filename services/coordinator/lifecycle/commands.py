@@ -128,9 +128,9 @@ class Commands:
                 f"{member_id} is disconnected, and is expired unless it reconnects; drain it when it has reconnected"
             )
         order = worker_pb2.DrainDirective(grace_s=grace_s)
-        for one in self._members.all():
-            if one is member or (member.learner_id and one.learner_id == member.learner_id):
-                one.direct(worker_pb2.ConnectResponse(drain=order))
+        for peer in self._members.all():
+            if peer is member or (member.learner_id and peer.learner_id == member.learner_id):
+                peer.direct(worker_pb2.ConnectResponse(drain=order))
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
@@ -239,12 +239,12 @@ def function_digests(spec: RunSpec) -> str:
 
 def changed_function_warnings(before: str, now: str) -> list[str]:
     """Return a warning for each file of a reward function whose digest has changed."""
-    known, current = json.loads(before or "{}"), json.loads(now)
+    recorded, current = json.loads(before or "{}"), json.loads(now)
     return [
-        f"the reward functions in {path!r} have changed since the run was last started (XXH3 {known[path]}; now "
+        f"the reward functions in {path!r} have changed since the run was last started (XXH3 {recorded[path]}; now "
         f"{digest}): further groups are scored by the new code"
         for path, digest in current.items()
-        if known.get(path, digest) != digest
+        if recorded.get(path, digest) != digest
     ]
 
 

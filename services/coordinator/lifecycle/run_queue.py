@@ -86,22 +86,22 @@ class RunQueue:
             spec = await asyncio.to_thread(with_locations, spec, found)
             text = await asyncio.to_thread(spec_to_yaml, spec)
         await asyncio.to_thread(self._bundles.check, spec, bundle)
-        said: list[str] = []
+        notes: list[str] = []
         if is_open(spec):
             shape = await asyncio.to_thread(read_shape, spec.policy.model_name)
-            spec, said = planned(spec, shape, Room())
+            spec, notes = planned(spec, shape, Room())
             text = await asyncio.to_thread(spec_to_yaml, spec)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
         if data.report:
-            said.append(f"data.train: {data.report}")
+            notes.append(f"data.train: {data.report}")
         if report := await asyncio.to_thread(self._bundles.preparation_report, bundle):
-            said.append(report)
+            notes.append(report)
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
-            said.append(
+            notes.append(
                 f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
             )
         if spec.checkpointing.checkpoint_dir:
@@ -118,7 +118,7 @@ class RunQueue:
                 submission,
                 warnings,
                 {
-                    "message": "; ".join(said),
+                    "message": "; ".join(notes),
                     "bundle": bundle,
                     "submitter": caller.name if caller is not None else "",
                 },
@@ -293,9 +293,9 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
 
 
 def _with_exports(ledger: Ledger) -> str:
-    known = [str(row["run_id"]) for row in ledger.runs() if ledger.export_path(row["run_id"])]
-    named = ", ".join(known[-MAX_NAMED:])
-    return f"runs with exports: {named}" if known else "no run has an export yet"
+    run_ids = [str(row["run_id"]) for row in ledger.runs() if ledger.export_path(row["run_id"])]
+    named = ", ".join(run_ids[-MAX_NAMED:])
+    return f"runs with exports: {named}" if run_ids else "no run has an export yet"
 
 
 def located(reference: Reference) -> str:

@@ -40,16 +40,16 @@ def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest) -> pb.GetMetricsR
         raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
     if len(request.names) > MAX_PATTERNS:
         raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} are allowed in one request")
-    known = _names(ledger, request.run_id, kind)
+    names = _names(ledger, request.run_id, kind)
     if not request.names:
-        return pb.GetMetricsResponse(names=known)
-    wanted = [name for name in known if any(fnmatchcase(name, pattern) for pattern in request.names)]
-    if len(wanted) > MAX_SERIES:
-        raise InvalidInput(f"names match {len(wanted)} metrics, at most {MAX_SERIES} are allowed in one request")
+        return pb.GetMetricsResponse(names=names)
+    selected = [name for name in names if any(fnmatchcase(name, pattern) for pattern in request.names)]
+    if len(selected) > MAX_SERIES:
+        raise InvalidInput(f"names match {len(selected)} metrics, at most {MAX_SERIES} are allowed in one request")
     last_step = request.to_step or run["next_step"]
     points = page_tokens.page_size(request.max_points or POINTS, MAX_POINTS)
     width = max(1, math.ceil((last_step - request.from_step + 1) / points))
-    return _points(ledger, request, kind, wanted, width, last_step)
+    return _points(ledger, request, kind, selected, width, last_step)
 
 
 def _names(ledger: Ledger, run_id: str, kind: str) -> list[str]:
@@ -140,7 +140,7 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
             report.ParseFromString(file.read(MAX_REPORT_BYTES + 1))
     except (OSError, DecodeError):
         return response
-    for each in sorted(report.completions, key=lambda one: (one.group_id, one.index)):
+    for each in sorted(report.completions, key=lambda completion: (completion.group_id, completion.index)):
         if not request.HasField("group_id") or each.group_id == request.group_id:
             response.completions.add(
                 group_id=each.group_id, index=each.index, logprobs=each.logprobs, entropies=each.entropies

@@ -38,19 +38,19 @@ def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb
     first_s = readings[0][0]
     points = min(request.max_points or USUAL_POINTS, MAX_POINTS)
     width_s = max(PERIOD_S, (readings[-1][0] - first_s + PERIOD_S) / points)
-    wanted, sums = set(request.member_ids), dict[Key, dict[int, tuple[float, int]]]()
+    member_ids, sums = set(request.member_ids), dict[Key, dict[int, tuple[float, int]]]()
     for time_s, members in readings:
         point = min(int((time_s - first_s) / width_s), points - 1)
-        for key, value in _values(members, wanted):
+        for key, value in _values(members, member_ids):
             column = sums.setdefault(key, {})
             total, number = column.get(point, (0.0, 0))
             column[point] = (total + value, number + 1)
-    known = sorted({point for column in sums.values() for point in column})
+    filled = sorted({point for column in sums.values() for point in column})
     response = pb.GetGaugeHistoryResponse(
-        times=[first_s + point * width_s for point in known], seconds_per_point=width_s
+        times=[first_s + point * width_s for point in filled], seconds_per_point=width_s
     )
     for (pool, member_id, name), column in sorted(sums.items()):
-        means = [column[point][0] / column[point][1] if point in column else NAN for point in known]
+        means = [column[point][0] / column[point][1] if point in column else NAN for point in filled]
         response.series.add(pool=pool, member_id=member_id, name=name, values=means)
     return response
 
@@ -80,14 +80,14 @@ def _begin_s(path: Path) -> float:
     return int(digits) / 1e9 if digits.isdecimal() else 0.0
 
 
-def _values(members: dict[str, Any], wanted: set[str]) -> Iterator[tuple[Key, float]]:
+def _values(members: dict[str, Any], member_ids: set[str]) -> Iterator[tuple[Key, float]]:
     for member_id, gauges in members.items():
-        if not isinstance(gauges, dict) or (wanted and member_id not in wanted):
+        if not isinstance(gauges, dict) or (member_ids and member_id not in member_ids):
             continue
         pool = str(gauges.get("pool", ""))
         for name, value in gauges.items():
             if isinstance(value, int | float):
-                yield (pool, member_id if wanted else "", name), float(value)
+                yield (pool, member_id if member_ids else "", name), float(value)
 
 
 LOGS = "logs"
@@ -107,7 +107,7 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
             f"there is no log {request.name[:80]!r}; the logs are: {', '.join(names[:40]) or 'none'}. Only `paceline up` and "
             "the demo keep logs beside the ledger"
         )
-    wanted = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    max_bytes = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         # A link could lead out of the folder.
         fd = os.open(directory / LOGS / f"{request.name}{SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -115,8 +115,8 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
         raise NotFound(f"the log {request.name} cannot be read: {error.strerror}") from None
     with open(fd, "rb") as file:
         response.size = file.seek(0, os.SEEK_END)
-        start = file.seek(max(0, response.size - wanted))
-        content = file.read(wanted)
+        start = file.seek(max(0, response.size - max_bytes))
+        content = file.read(max_bytes)
     if start:
         content = content.partition(b"\n")[2] or content
     response.text = content.decode("utf-8", "replace")

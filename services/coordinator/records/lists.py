@@ -81,9 +81,9 @@ Location = tuple[str | int, ...]
 
 
 def get_spec(spec: RunSpec) -> pb.GetSpecResponse:
-    response, known = pb.GetSpecResponse(spec_yaml=spec_to_yaml(spec)), keys()
+    response, known_keys = pb.GetSpecResponse(spec_yaml=spec_to_yaml(spec)), keys()
     for location, value in values(spec):
-        key = known.get(dotted(location))
+        key = known_keys.get(dotted(location))
         default = key.default_text if key is not None else ""
         response.keys.add(
             path=".".join(map(str, location)),

@@ -54,7 +54,7 @@ def list_samples(
             f"run {request.run_id} has no samples: with algorithm {spec.algorithm} it trains on its data set's rows"
         )
     rows, has_more = _rows(ledger, request)
-    wanted = CompletionFilter(request)
+    filters = CompletionFilter(request)
     extra = _extra(ledger, request, rows, is_bounded=is_bounded)
     version = _evaluated_version(ledger, request)
     response, size = pb.ListSamplesResponse(), 0
@@ -62,7 +62,7 @@ def list_samples(
         content, stored_bytes = _content(ledger, request.run_id, row, spec, extra, version)
         size += stored_bytes
         response.examined = number
-        _add(response, row, content, wanted, version, full=request.full)
+        _add(response, row, content, filters, version, full=request.full)
         if size > MAX_BYTES:
             has_more = has_more or number < len(rows)
             rows = rows[:number]
@@ -148,20 +148,22 @@ def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
 
 
 def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
-    known = ledger.rows(
+    evaluations = ledger.rows(
         "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL"
         " ORDER BY step",
         (request.run_id,),
     )
     is_any = not request.HasField("evaluated_version")
-    wanted: list[sqlite3.Row] = [row for row in known if is_any or row["pinned_step"] == request.evaluated_version]
-    if not wanted:
-        versions = ", ".join(str(row["pinned_step"]) for row in known[-MAX_VERSIONS:]) or "none yet"
+    matching: list[sqlite3.Row] = [
+        row for row in evaluations if is_any or row["pinned_step"] == request.evaluated_version
+    ]
+    if not matching:
+        versions = ", ".join(str(row["pinned_step"]) for row in evaluations[-MAX_VERSIONS:]) or "none yet"
         raise NotFound(
             f"run {request.run_id} has no evaluation{'' if is_any else f' of version {request.evaluated_version}'}; "
             f"evaluated versions: {versions}"
         )
-    return wanted[-1]
+    return matching[-1]
 
 
 def _evaluated_version(ledger: Ledger, request: pb.ListSamplesRequest) -> int | None:
@@ -264,7 +266,7 @@ def _add(
     response: pb.ListSamplesResponse,
     row: sqlite3.Row,
     content: dict[str, Any] | None,
-    wanted: CompletionFilter,
+    filters: CompletionFilter,
     version: int | None,
     *,
     full: bool,
@@ -272,8 +274,8 @@ def _add(
     prompt = row["prompt_json"] or '""'
     step = row["step"] if version is None else version
     completions = content["completions"] if content is not None else []
-    passed = [index for index, each in enumerate(completions) if wanted.passes(each, prompt, step)]
-    if not passed and (completions or not wanted.is_empty):
+    passed = [index for index, each in enumerate(completions) if filters.passes(each, prompt, step)]
+    if not passed and (completions or not filters.is_empty):
         return
     group = response.groups.add(
         group_id=row["group_id"],
@@ -288,9 +290,9 @@ def _add(
         group.step = step
     if row["reward"] is not None:
         group.reward = row["reward"]
-    known = [each["reward"] for each in completions if each["reward"] is not None]
+    rewards = [each["reward"] for each in completions if each["reward"] is not None]
     for index in passed:
-        _add_completion(group, index, completions[index], step, known, full=full)
+        _add_completion(group, index, completions[index], step, rewards, full=full)
 
 
 def _cut(prompt_json: str) -> str:
@@ -402,10 +404,10 @@ def ended_lives(ledger: Ledger, run_id: str, group_id: int) -> list[dict[str, An
 
 
 def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: exchange_pb2.SampleText) -> dict[str, Any]:
-    own = [number for number, sample in enumerate(owners.samples) if sample == index]
-    first = own[0] if own else 0
+    numbers = [number for number, sample in enumerate(owners.samples) if sample == index]
+    first = numbers[0] if numbers else 0
     messages = json.loads(text.messages_json or "[]")
-    sampled = [_sampled(rows[number]) for number in own]
+    sampled = [_sampled(rows[number]) for number in numbers]
     spans, offset = [], 0
     for completion in sampled:
         spans += [[offset + s.start, offset + s.end, s.session, s.step] for s in completion.spans]
@@ -414,14 +416,14 @@ def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: excha
         "text": _last_text(messages),
         "token_ids": [token for completion in sampled for token in completion.token_ids.tolist()],
         "logprobs": [value for completion in sampled for value in completion.logprobs.tolist()],
-        "finish_reason": rows[own[-1]].finish_reason if own else "",
+        "finish_reason": rows[numbers[-1]].finish_reason if numbers else "",
         "spans": spans,
         "messages": messages,
         "prompt": json.loads(text.prompt_json) if text.prompt_json else None,
         "tools": json.loads(text.tools_json) if text.tools_json else [],
         "ending": text.ending,
         "detail": text.detail,
-        "rows": [_sample_row(rows[number]) for number in own],
+        "rows": [_sample_row(rows[number]) for number in numbers],
         "turns": [
             [turn.row - first, turn.start, turn.end, None if math.isnan(turn.reward) else turn.reward]
             for turn in owners.turns

@@ -53,19 +53,19 @@ class Rules:
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Broken]:
         """Return the rules that the next step breaks by its metrics."""
-        known = {name: value for name, value in metrics.items() if value is not None and value == value}
+        numbers = {name: value for name, value in metrics.items() if value is not None and value == value}
         broken = []
         for rule in self._rules:
-            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(known, rule.metric)
+            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(numbers, rule.metric)
             for name in names:
-                value = known.get(name)
+                value = numbers.get(name)
                 if rule.of_change and value is not None:
                     value -= self._before.get(name, 0.0)
                 if value is not None and self._holds(rule, name, value):
                     broken.append(Broken(rule, name, value))
         self._before |= {
             name: value
-            for name, value in known.items()
+            for name, value in numbers.items()
             if any(rule.of_change and fnmatch.fnmatchcase(name, rule.metric) for rule in self._rules)
         }
         return broken
@@ -85,8 +85,8 @@ class Rules:
 
 
 def rules_of(logger: LoggerSection) -> list[Rule]:
-    own = [parsed_rule(text) for text in logger.rules]
-    return own + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in own]
+    configured = [parsed_rule(text) for text in logger.rules]
+    return configured + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in configured]
 
 
 LARGEST_ADVANTAGE = 1e3

@@ -350,11 +350,11 @@ class Energy:
             for name, value in gauges.items():
                 if name.startswith(ENERGY) and (name in now or len(now) < MAX_GPUS):
                     now[name] = max(value, now.get(name, value))
-        known = [value - self._before[name] for name, value in now.items() if name in self._before]
+        increases = [value - self._before[name] for name, value in now.items() if name in self._before]
         self._before |= now
-        if not known:
+        if not increases:
             return {}
-        joules = sum(value for value in known if value > 0)
+        joules = sum(value for value in increases if value > 0)
         found = {"gpu_energy_j": joules}
         return found | ({"joules_per_trained_token": joules / trained_tokens} if trained_tokens > 0 else {})
 

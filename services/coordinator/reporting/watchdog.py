@@ -90,15 +90,15 @@ class Watchdog:
         if self._moving_s is None or stopped or over:
             self._moving_s, self._step = now_s, -1
             return []
-        since_s, asked = self._moving_s, True
+        since_s, is_requested = self._moving_s, True
         if learners:
-            asked_s = self._exchange.first_requested_s.get(step)
-            self._moving_s, asked = now_s, asked_s is not None
+            requested_s = self._exchange.first_requested_s.get(step)
+            self._moving_s, is_requested = now_s, requested_s is not None
             has_work = row["next_batch"] > row["next_step"] or run.prompts is None
-            if asked_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
+            if requested_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
                 self._step, self._idle = -1, None
                 return []
-            since_s = self._idle_since(row["session"], step, now_s) if asked_s is None else asked_s
+            since_s = self._idle_since(row["session"], step, now_s) if requested_s is None else requested_s
         waited_s, warn_s = now_s - max(since_s, self._stopped_s), run.spec.logger.stall_warning_s
         if step != self._step:
             self._step, self._next_warning_s = step, warn_s
@@ -106,7 +106,7 @@ class Watchdog:
             return []
         while self._next_warning_s <= waited_s:
             self._next_warning_s *= 2
-        return [explain(self._facts(run, step, waited_s, len(learners), asked))]
+        return [explain(self._facts(run, step, waited_s, len(learners), is_requested))]
 
     def _idle_since(self, session: int, step: int, now_s: float) -> float:
         """Return when this session was first seen without a batch to train and without a request for one."""
@@ -114,7 +114,7 @@ class Watchdog:
             self._idle = (session, step, now_s)
         return self._idle[2]
 
-    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> Facts:
+    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, is_requested: bool) -> Facts:
         rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
         environments = self._connected(common_pb2.ROLE_ENVIRONMENT) if run.spec.environment.is_used else None
         held = self._ledger.group_queries.num_held()
@@ -123,7 +123,7 @@ class Watchdog:
             waited_s=waited_s,
             step=step,
             learners=learners,
-            asked=asked,
+            is_requested=is_requested,
             rollouts=len(rollouts),
             ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
             versions=tuple(version.step for version in self._exchange.versions.values()),
@@ -176,7 +176,7 @@ class Facts:
     """Connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
     """Environment workers that have set the run up."""
-    asked: bool = True
+    is_requested: bool = True
     """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
     """Reason why no group is admitted; empty if groups are."""
@@ -192,7 +192,7 @@ def explain(facts: Facts) -> str:
             f"no learner has worked on step {facts.step} for {waited}: none is connected. "
             "Start one, or read the log of the last one"
         )
-    if not facts.asked:
+    if not facts.is_requested:
         return (
             f"the learner has not requested the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
             "of its ranks hangs. Read the logs of its ranks"

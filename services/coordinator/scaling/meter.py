@@ -65,23 +65,23 @@ def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
     In a run with an environment rollout workers sample the turns of groups that others submit; each is credited with a
     part of these groups in proportion to its occupied room.
     """
-    own = period.of_pool(pool)
-    ready_s = sum(worker.ready_s for worker in own.values())
-    occupied_s = sum(worker.occupied_s for worker in own.values())
-    completed, held = sum(w.completed for w in own.values()), float(sum(w.held for w in own.values()))
+    workers = period.of_pool(pool)
+    ready_s = sum(worker.ready_s for worker in workers.values())
+    occupied_s = sum(worker.occupied_s for worker in workers.values())
+    completed, held = sum(w.completed for w in workers.values()), float(sum(w.held for w in workers.values()))
     if pool.role == "rollout" and period.holder != "rollout":
         everywhere_s = sum(w.occupied_s for w in period.workers.values() if w.role == "rollout")
         part = occupied_s / everywhere_s if everywhere_s else 0.0
         completed = part * sum(w.completed for w in period.workers.values() if w.role == period.holder)
         held = part * sum(w.held for w in period.workers.values() if w.role == period.holder)
-    ready = sum(worker.is_ready for worker in own.values())
+    ready = sum(worker.is_ready for worker in workers.values())
     if not ready_s:
         completed, held = 0.0, 0.0
     return Measurement(
         seconds=period.seconds,
         has_run=pool.role in period.roles,
         ready=ready,
-        starting=len(own) - ready,
+        starting=len(workers) - ready,
         completed=completed,
         held=held,
         # `decide` multiplies by the present workers; workers that came or left within the period count for their part
@@ -186,9 +186,9 @@ class Meter:
         run, waiting_s = self.running(), 0.0
         if run is not None:
             row = self._ledger.run(run.run_id)
-            asked_s = self._exchange.first_requested_s.get(row["next_batch"])
-            if asked_s is not None and row["next_batch"] <= row["next_step"]:
-                waiting_s = max(0.0, now_s - asked_s)
+            requested_s = self._exchange.first_requested_s.get(row["next_batch"])
+            if requested_s is not None and row["next_batch"] <= row["next_step"]:
+                waiting_s = max(0.0, now_s - requested_s)
         passed_s = self._passed_s + waiting_s
         return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
 

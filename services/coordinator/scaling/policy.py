@@ -142,7 +142,7 @@ class PoolState:
         return self.share * self.demand * (1 + HEADROOM) / self.rate if self.rate else 0.0
 
     @property
-    def wanted(self) -> int:
+    def needed(self) -> int:
         """Workers that keep the learner busy, at least one while any is needed; 0 while it is unknown."""
         return math.ceil(self.need - 1e-9)
 
@@ -158,13 +158,13 @@ def decide(state: PoolState, measured: Measurement, bounds: Bounds) -> PoolState
         size = max(state.desired, bounds.first, bounds.least)
         return replace(state, desired=min(size, bounds.most), low_s=0.0, largest_low=0)
     current = max(state.desired, bounds.least, 1 if state.share else 0)
-    wanted = min(max(state.wanted, bounds.least, 1 if state.share else 0), bounds.most)
-    if wanted > current and state.need > GROW_ABOVE * current:
+    needed = min(max(state.needed, bounds.least, 1 if state.share else 0), bounds.most)
+    if needed > current and state.need > GROW_ABOVE * current:
         present = max(measured.ready + measured.starting, 1)
-        size = min(wanted, max(math.ceil(present * MAX_GROWTH), current))
+        size = min(needed, max(math.ceil(present * MAX_GROWTH), current))
         return replace(state, desired=size, low_s=0.0, largest_low=0)
-    if wanted < current and state.need < SHRINK_BELOW * current:
-        low_s, largest = state.low_s + measured.seconds, max(state.largest_low, wanted)
+    if needed < current and state.need < SHRINK_BELOW * current:
+        low_s, largest = state.low_s + measured.seconds, max(state.largest_low, needed)
         if low_s < bounds.hold_s:
             return replace(state, low_s=low_s, largest_low=largest)
         return replace(state, desired=largest, low_s=0.0, largest_low=0)

@@ -38,10 +38,10 @@ from paceline.services.coordinator.scaling.policy import (
 PERIOD_S = 15.0
 """Default of the seconds between two decisions."""
 
-SETTLE_S = 30.0
+RECONNECT_S = 30.0
 """Seconds after a coordinator's restart in which its workers reconnect and nothing is decided."""
 
-FORGET_S = 3600.0
+UNUSED_S = 3600.0
 """Seconds without a request for a pool's size after which it counts as not scaled."""
 
 MAX_SHOWN = 64
@@ -61,7 +61,7 @@ class Sized:
     """The newest measurement."""
     is_declared: bool = False
     """`--pool` names it, so it is scaled whenever a run needs it."""
-    asked_s: float | None = None
+    requested_s: float | None = None
     """Time of the newest request for its size; None for a pool that nobody scales."""
 
 
@@ -90,7 +90,7 @@ class Scaler:
         self._ledger, self._clock, self._period_s = ledger, clock, period_s
         now_s = clock()
         self.meter = Meter(ledger, exchange, members, now_s)
-        self._settled_s = now_s + (SETTLE_S if ledger.term > 1 else 0.0)
+        self._reconnected_s = now_s + (RECONNECT_S if ledger.term > 1 else 0.0)
         self._decide_s = now_s
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
@@ -109,7 +109,7 @@ class Scaler:
         now_s = self._clock()
         self.meter.tick(now_s)
         began = (self.meter.running() is not None) != bool(self._roles)
-        if now_s < self._settled_s or not (began or now_s >= self._decide_s):
+        if now_s < self._reconnected_s or not (began or now_s >= self._decide_s):
             return
         self._decide_s = now_s + self._period_s
         self._decide(self.meter.take(now_s), now_s)
@@ -120,9 +120,9 @@ class Scaler:
         sized = pools.get(name)
         if sized is None:
             raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; the pools are {', '.join(sorted(pools))}")
-        sized.asked_s = now_s
-        if now_s < self._settled_s or sized.state is None:
-            wait_s = max(self._settled_s - now_s, 0.0)
+        sized.requested_s = now_s
+        if now_s < self._reconnected_s or sized.state is None:
+            wait_s = max(self._reconnected_s - now_s, 0.0)
             raise Unavailable(
                 f"the coordinator has just started, and its workers reconnect: sizes are decided in {wait_s:.0f} s; keep the "
                 "present ones"
@@ -133,9 +133,9 @@ class Scaler:
     def report(self) -> Report:
         now_s = self._clock()
         pools = self._shown()
-        if now_s < self._settled_s:
+        if now_s < self._reconnected_s:
             return Report(
-                f"the coordinator has just started; it measures in {self._settled_s - now_s:.0f} s",
+                f"the coordinator has just started; it measures in {self._reconnected_s - now_s:.0f} s",
                 0.0,
                 pools,
             )
@@ -167,11 +167,11 @@ class Scaler:
     def _decide_pool(self, sized: Sized, period: Period, share: float, now_s: float) -> None:
         measured = sized.measured = measure(period, sized.config, share)
         if sized.is_declared and measured.has_run:
-            sized.asked_s = now_s
-        elif sized.asked_s is not None and now_s - sized.asked_s > FORGET_S:
-            sized.asked_s = None
+            sized.requested_s = now_s
+        elif sized.requested_s is not None and now_s - sized.requested_s > UNUSED_S:
+            sized.requested_s = None
         state = sized.state or PoolState(held=measured.held)
-        if sized.state is None or sized.asked_s is None:  # only a person has scaled it until now
+        if sized.state is None or sized.requested_s is None:  # only a person has scaled it until now
             state = replace(state, desired=measured.ready + measured.starting)
         sized.state = decide(state, measured, sized.config.bounds)
 
@@ -247,16 +247,16 @@ class PoolFacts(NamedTuple):
 def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
     """Return the limit of a run and the change that helps, in one to three sentences. `wait_fraction` is the share of
     the learner's time in which it waits for its batch."""
-    known = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
+    measured = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
     empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
     if empty:
         return f"no {empty[0]} worker takes work: start one, or read why the last one ended in its log"
-    if not known:
+    if not measured:
         return "nothing is measured yet: no step was trained, or too few groups were completed"
-    supply = {name: _supplied(facts) for name, facts in known.items()}
+    supply = {name: _supplied(facts) for name, facts in measured.items()}
     slowest = min(supply, key=lambda name: supply[name])
-    facts = known[slowest]
-    if wait_fraction > BALANCED and facts.state.wanted > facts.workers:
+    facts = measured[slowest]
+    if wait_fraction > BALANCED and facts.state.needed > facts.workers:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
         f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
@@ -268,11 +268,11 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
             f"{supply[slowest]:.1f} times what it trains: single groups are late, or weights arrive late. A larger "
             "async_grpo.max_trajectory_age_steps lets generation run further ahead"
         )
-    return text + _spare(known)
+    return text + _spare(measured)
 
 
 def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -> str:
-    needed = facts.state.wanted
+    needed = facts.state.needed
     gain = min(1 / max(1 - wait_fraction, 0.01), needed / facts.workers)
     more = needed - facts.workers
     cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
@@ -283,15 +283,15 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
     )
 
 
-def _spare(known: Mapping[str, PoolFacts]) -> str:
+def _spare(measured: Mapping[str, PoolFacts]) -> str:
     """Return a sentence on the pool with the most surplus workers; empty if there is none."""
-    fewer = {name: facts.workers - max(1, facts.state.wanted) for name, facts in known.items()}
+    fewer = {name: facts.workers - max(1, facts.state.needed) for name, facts in measured.items()}
     name = max(fewer, key=lambda pool: (fewer[pool], pool))
     if fewer[name] < 1:
         return ""
-    facts = known[name]
+    facts = measured[name]
     saved = f", which saves {fewer[name] * facts.cost:,.2f} an hour" if facts.cost else ""
-    return f". The {name} pool needs {max(1, facts.state.wanted)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
+    return f". The {name} pool needs {max(1, facts.state.needed)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
 
 
 def _supplied(facts: PoolFacts) -> float:

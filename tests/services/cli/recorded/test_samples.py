@@ -111,7 +111,9 @@ def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> N
     assert result.stderr.startswith("Error: the samples of step 0 cannot be read; `paceline ledger verify")
     keep_none(writer)
     result = paceline("samples", RUN_ID, "--directory", runs)
-    assert result.stderr == "Error: the samples of step 0 were not kept, because the run has logger.keep_samples false\n"
+    assert (
+        result.stderr == "Error: the samples of step 0 were not kept, because the run has logger.keep_samples false\n"
+    )
 
 
 def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
