@@ -154,10 +154,18 @@ def has_record(folder: Path, head: AuditHead) -> bool:
 class AuditFiles:
     """The one writer of a log. The caller ensures that only one thread writes at a time."""
 
-    def __init__(self, folder: Path, head: AuditHead, clock: Callable[[], float]):
+    def __init__(
+        self,
+        folder: Path,
+        head: AuditHead,
+        clock: Callable[[], float],
+        max_file_bytes: int = MAX_FILE_BYTES,
+        max_files: int = MAX_FILES,
+    ):
         """`head` is the newest record that the ledger has: the log continues after it, even if the files end earlier.
         `clock` returns seconds since 1970. Raises LedgerFault if the folder cannot be written."""
         self._folder, self._clock = folder, clock
+        self._max_file_bytes, self._max_files = max_file_bytes, max_files
         self.repaired: list[str] = []
         """Faults that were found when the log was opened, to be recorded."""
         try:
@@ -175,7 +183,7 @@ class AuditFiles:
 
     def append(self, entry: Entry) -> AuditHead:
         """Append a record and return it as the new head. Raises OSError."""
-        if self._size >= MAX_FILE_BYTES:
+        if self._size >= self._max_file_bytes:
             self._rotate()
         line, digest = chained(self.head.sequence + 1, self._clock(), entry, self.head.hash)
         if os.write(self._descriptor, line) != len(line):
@@ -218,7 +226,7 @@ class AuditFiles:
         os.fdatasync(self._descriptor)
         os.close(self._descriptor)
         self._open(self.number + 1)
-        while len(self._numbers) > MAX_FILES:
+        while len(self._numbers) > self._max_files:
             (self._folder / _name(self._numbers.pop(0))).unlink(missing_ok=True)
 
     def _open(self, number: int) -> None:

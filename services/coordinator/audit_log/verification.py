@@ -24,14 +24,14 @@ from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditH
 SUBJECT = "audit log"
 
 
-def verify(ledger: Ledger) -> VerifyReport:
+def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
     """Verify the whole log beside a ledger, which is open for reading. Any damage is a problem in the report."""
     report, folder = VerifyReport(), ledger.path.parent / AUDIT_NAME
     heads = ledger.audit_heads.all()  # before the files, which are never behind the ledger
     named = dict(_named_by_manifests(ledger, report))
     chain = _Chain(report, heads, named)
     files = audit_files(folder)
-    _check_numbers(report, files, heads)
+    _check_numbers(report, files, heads, max_files)
     for number, path in files.items():
         chain.follow(number, path)
     chain.finish()
@@ -125,10 +125,10 @@ class _Chain:
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
 
 
-def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead]) -> None:
+def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
     """Check that no file is missing except the oldest of many, which are deleted."""
     for number in range(1, max([*files, *heads], default=0) + 1):
-        if number not in files and not (number < min(files, default=0) and len(files) >= MAX_FILES):
+        if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)
             report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never recorded'}")
 

@@ -114,7 +114,7 @@ class Coordinator:
         self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption, members)
         self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
         self.starter = RunStarter(self.context, self.states, self.faults, self.pool, self._prompts, self._bundles)
-        self._preemption = Preemption(self.context, self.states, self.pool.assignments)
+        self.preemption = Preemption(self.context, self.states, self.pool.assignments)
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._gauge_history = GaugeHistory(ledger.path.parent, members)
@@ -156,7 +156,7 @@ class Coordinator:
             self._put_out_revoked,
             self._expire_silent,
             self._check,
-            self._preemption.check,
+            self.preemption.check,
             self._hours.check,
             self.scaler.check,
             self._tidy_up,

@@ -33,7 +33,7 @@ NO_METRICS = ("step", "time")
 NAN = math.nan
 
 
-def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
+def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EVENTS_AT_ONCE) -> pb.GetMetricsResponse:
     """Return a page of points. Raises NotFound, InvalidInput."""
     run, kind = ledger.run(request.run_id), request.kind or KINDS[0]
     if kind not in KINDS:
@@ -49,7 +49,7 @@ def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest) -> pb.GetMetricsR
     last_step = request.to_step or run["next_step"]
     points = page_tokens.page_size(request.max_points or POINTS, MAX_POINTS)
     width = max(1, math.ceil((last_step - request.from_step + 1) / points))
-    return _points(ledger, request, kind, selected, width, last_step)
+    return _points(ledger, request, kind, selected, (width, last_step), at_once)
 
 
 def _names(ledger: Ledger, run_id: str, kind: str) -> list[str]:
@@ -66,18 +66,18 @@ def _names(ledger: Ledger, run_id: str, kind: str) -> list[str]:
 
 
 def _points(
-    ledger: Ledger, request: pb.GetMetricsRequest, kind: str, names: list[str], width: int, last_step: int
+    ledger: Ledger, request: pb.GetMetricsRequest, kind: str, names: list[str], scale: tuple[int, int], window: int
 ) -> pb.GetMetricsResponse:
     # Step s has a sequence number above s, so the events of earlier steps need not be read.
     (after,) = page_tokens.read(request.page_token, 1) or (request.from_step if kind == "step" else 0,)
     after, newest = min(after, page_tokens.LARGEST), ledger.last_sequence(request.run_id)
-    window = EVENTS_AT_ONCE
     while True:
         until = min(after + window, newest)
-        rows = _rows(ledger, request, kind, names, (width, last_step), (after, until))
+        rows = _rows(ledger, request, kind, names, scale, (after, until))
         if len(rows) != 1 or until == newest:
             break
         window *= 2  # the only point may continue after the window
+    width, _ = scale
     response = pb.GetMetricsResponse(steps_per_point=width)
     if until < newest:
         cut = rows.pop() if rows else None  # the last point may continue too
@@ -157,7 +157,7 @@ READ_AT_ONCE = 20_000
 MAX_KINDS = 16
 
 
-def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
+def list_events(ledger: Ledger, request: pb.ListEventsRequest, at_once: int = READ_AT_ONCE) -> pb.ListEventsResponse:
     """Return a page of events. Raises NotFound, InvalidInput."""
     ledger.run(request.run_id)
     if len(request.kinds) > MAX_KINDS:
@@ -165,9 +165,9 @@ def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsR
     size = page_tokens.page_size(request.page_size, PAGE_SIZE)
     newest = ledger.last_sequence(request.run_id)
     if request.newest:
-        first, until, order = max(0, newest - READ_AT_ONCE), newest, "DESC"
+        first, until, order = max(0, newest - at_once), newest, "DESC"
     else:
-        first, until, order = request.after, min(request.after + READ_AT_ONCE, newest), "ASC"
+        first, until, order = request.after, min(request.after + at_once, newest), "ASC"
     of_kinds = f" AND kind IN ({', '.join('?' * len(request.kinds))})" if request.kinds else ""
     rows = ledger.db.execute(
         "SELECT sequence, kind, json FROM events WHERE run_id = ? AND sequence > ? AND sequence <= ?"

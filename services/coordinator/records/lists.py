@@ -217,7 +217,7 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
             what = "removed" if group_id in json.loads(batch["dropped_ids"]) else "batched"
             life.hops.add(what=what, detail=f"step {step}, revision {batch['revision']}, replaced: {batch['reason']}")
     if row["state"] in BATCHED:
-        life.hops.add(what="batched", detail=f"step {step}, place {row['rank_order']}")
+        life.hops.add(what="batched", detail=f"step {step}, position {row['rank_order']}")
     receipts = (
         ledger.rows(
             "SELECT session, rank, group_ids FROM receipts WHERE run_id = ? AND step = ? ORDER BY session, rank LIMIT ?",
@@ -244,7 +244,9 @@ MAX_CHARACTERS = 4 << 20
 """Characters of the prompts of a page; the group that exceeds them is the last one."""
 
 
-def list_attempts(ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec) -> pb.ListAttemptsResponse:
+def list_attempts(
+    ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec, max_characters: int = MAX_CHARACTERS
+) -> pb.ListAttemptsResponse:
     """Return a page of scored training groups of a run with this spec. Raises InvalidInput."""
     (after,) = page_tokens.read(request.page_token, 1) or (-1,)
     size = page_tokens.page_size(request.page_size, GROUPS)
@@ -256,7 +258,7 @@ def list_attempts(ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec
     )
     response, characters = pb.ListAttemptsResponse(), 0
     for group_id, prompt_json, rewards, step in rows:
-        if len(response.attempts) == size or characters > MAX_CHARACTERS:
+        if len(response.attempts) == size or characters > max_characters:
             response.next_page_token = page_tokens.write(response.attempts[-1].group_id)
             break
         rewards_CF = np.frombuffer(rewards, "<f4").reshape(-1, len(spec.rewards))

@@ -117,7 +117,7 @@ IsAhead = Callable[[str, int], bool]
 """Returns whether the ledger does not know the line of this kind and step."""
 
 
-def set_aside(path: Path, is_ahead: IsAhead) -> int:
+def set_aside(path: Path, is_ahead: IsAhead, block_bytes: int = BLOCK_BYTES) -> int:
     """Move lines that are ahead of the ledger, and incomplete lines, to the end of `<path>.set-aside`; return their
     number.
 
@@ -127,7 +127,7 @@ def set_aside(path: Path, is_ahead: IsAhead) -> int:
     if not path.is_file():
         return 0
     with path.open("r+b") as file:
-        start, lines = _tail(file, is_ahead)
+        start, lines = _tail(file, is_ahead, block_bytes)
         ahead = [line for line in lines if _is_ahead(line, is_ahead)]
         kept = [line for line in lines if not _is_ahead(line, is_ahead)]
         if not ahead:
@@ -140,9 +140,9 @@ def set_aside(path: Path, is_ahead: IsAhead) -> int:
     return len(ahead)
 
 
-def _tail(file: BinaryIO, is_ahead: IsAhead) -> tuple[int, list[bytes]]:
+def _tail(file: BinaryIO, is_ahead: IsAhead, window: int) -> tuple[int, list[bytes]]:
     """Return the lines after the newest line of a trained step that the ledger knows, and their offset."""
-    size, window = file.seek(0, os.SEEK_END), BLOCK_BYTES
+    size = file.seek(0, os.SEEK_END)
     while True:
         start = max(0, size - window)
         file.seek(start)

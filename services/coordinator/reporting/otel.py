@@ -208,8 +208,8 @@ MAX_NAME = 200
 class StepMeters:
     """Gauges of `meter`; by default of the process's provider, which does nothing if none is set up."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
-        self._meter = meter or metrics.get_meter("paceline")
+    def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
+        self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges
         self._gauges: dict[str, metrics._Gauge] = {}
 
     def record(self, run_id: str, kind: str, step: int, numbers: Mapping[str, float]) -> None:
@@ -220,8 +220,8 @@ class StepMeters:
                 gauge.set(value, {"paceline.run": run_id})
 
     def _gauge(self, name: str) -> metrics._Gauge | None:
-        """Return the gauge of a name, with characters that OpenTelemetry allows; None beyond MAX_GAUGES."""
+        """Return the gauge of a name, with characters that OpenTelemetry allows; None beyond the limit."""
         name = re.sub(r"[^A-Za-z0-9_./-]", "_", name)[:MAX_NAME]
-        if name not in self._gauges and len(self._gauges) < MAX_GAUGES:
+        if name not in self._gauges and len(self._gauges) < self._max_gauges:
             self._gauges[name] = self._meter.create_gauge(name)
         return self._gauges.get(name)

@@ -8,7 +8,7 @@ ones.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,20 @@ from paceline.v1 import common_pb2
 class Watchdog:
     """Watchdog of one coordinator. It remembers since when the run has been in its state; a restart begins anew."""
 
-    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int):
+    def __init__(
+        self,
+        ledger: Ledger,
+        exchange: Exchange,
+        members: Members,
+        directory: Path,
+        min_free_bytes: int,
+        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    ):
         self._ledger = ledger
         self._exchange = exchange
         self._members = members
         self._directory = directory
-        self._min_free_bytes = min_free_bytes
+        self._min_free_bytes, self._free_bytes = min_free_bytes, free_bytes
         self._moving_s: float | None = None
         """Last time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
@@ -58,7 +66,7 @@ class Watchdog:
         return int((groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id))
 
     def _check_disk(self, run: ActiveRun) -> list[str]:
-        free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
+        free_bytes, to_come = self._free_bytes(self._directory), self._bytes_to_come(run)
         was_closed = bool(self._exchange.admission_closed)
         closed = free_bytes - to_come < self._min_free_bytes
         free = f"{free_bytes >> 20} MB are free in {self._directory}"

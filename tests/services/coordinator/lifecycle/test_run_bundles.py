@@ -13,7 +13,7 @@ import grpc
 import pytest
 from control_plane import Plane, refusal
 from exchange_drivers import write_prompts
-from paused_runs import state_of
+from paused_runs import put_on, reward, state_of
 
 from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.calls.bundle_transfer import send
@@ -138,8 +138,7 @@ async def test_a_corrected_function_replaces_the_bundle_at_resume(plane: Plane, 
     events = [json.loads(row["json"]) for row in plane.ledger.events(run.run_id, 0) if row["kind"] == "warning"]
     assert f"{again.manifest.digest} instead of {run.bundle}: 1 of its files differ (folder/helper.py)" in str(events)
     assert sorted(plane.ledger.bundles()) == sorted([run.bundle, again.manifest.digest])
-    assignment = plane.coordinator.pool.assignments._assignment(plane.ledger.run(run.run_id), "").run
-    assert assignment.bundle == again.manifest.digest
+    assert (await put_on(reward(plane))).bundle == again.manifest.digest
 
 
 async def test_corrected_data_are_read_at_resume(plane: Plane, tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ async def test_bundles_that_cannot_be_used_are_refused(plane: Plane, tmp_path: P
         assert (code, reason in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)
     digest = await sent(plane, bundle)
     data = next(file for file in bundle.manifest.files if file.kind == "data")
-    (plane.coordinator.blobs._path(data.sha256)).unlink()
+    (plane.directory / "blobs" / data.sha256[:2] / data.sha256[2:]).unlink()
     code, said = await refusal(plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=text, bundle=digest)))
     assert "'data/folder/train.jsonl' of bundle" in said
     assert not (await plane.runs.List(run_pb2.ListRequest())).runs

@@ -167,7 +167,7 @@ async def test_pools_of_one_role_share_its_demand_by_cost(tmp_path: Path) -> Non
         bench.step(5.0)  # 1.6 groups/s are asked, and each worker completes one
     assert (bench.scaler.desired("spot"), bench.scaler.desired("fixed")) == (2, 0)
     assert set(bench.scaler.report().pools) == {"spot", "fixed", "reward", "environment"}
-    with pytest.raises(NotFound, match="no pool 'rollout'; there are environment, fixed, reward, spot"):
+    with pytest.raises(NotFound, match="no pool 'rollout'; the pools are environment, fixed, reward, spot"):
         bench.scaler.desired("rollout")
     bench.world.close()
 
