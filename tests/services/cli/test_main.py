@@ -185,7 +185,7 @@ class Dropping:
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.cli.running.runs.Client", Dropping)
     assert paceline("drop", "sums-1", "3", "15").stdout == (
-        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
+        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` continues it\n"
     )
     assert paceline("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
     (facts,) = lines_of(paceline("drop", "sums-1", "3", "--json"))

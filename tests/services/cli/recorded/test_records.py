@@ -84,7 +84,7 @@ def test_a_backup_is_a_whole_ledger_although_one_writes(writer: Writer, tmp_path
     assert paceline("ledger", "verify", RUN_ID, "--directory", copies).exit_code == 0
     assert [path.name for path in copies.iterdir() if "partial" in path.name] == []
     result = paceline("ledger", "backup", tmp_path / "no" / "copy", "--directory", tmp_path / "runs")
-    assert result.stderr == f"Error: no folder {tmp_path / 'no'}; create it first\n"
+    assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
 
 
 def test_export_needs_a_complete_checkpoint(writer: Writer, tmp_path: Path) -> None:

@@ -111,9 +111,7 @@ def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> N
     assert result.stderr.startswith("Error: the samples of step 0 cannot be read; `paceline ledger verify")
     keep_none(writer)
     result = paceline("samples", RUN_ID, "--directory", runs)
-    assert (
-        result.stderr == "Error: the samples of step 0 were not kept, because the run has logger.keep_samples false\n"
-    )
+    assert result.stderr == "Error: the samples of step 0 were not kept: the run has logger.keep_samples false\n"
 
 
 def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_pairs_of_texts_and_pairs_that_are_not_there(writer: Writer, tmp_path: P
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["export", RUN_ID, "x.txt"], "'.txt' is none of .parquet, .jsonl, .csv"),
+    (["export", RUN_ID, "x.txt"], "'.txt' of its extension is none of .parquet, .jsonl, .csv"),
     (["export", RUN_ID, "x.csv", "--best", "1"], "--best and --worst are bounds of --pairs"),
     (["export", RUN_ID, "x.csv", "--pairs", "--best", "0", "--worst", "1"], "--worst 1 is above --best 0"),
     ([RUN_ID, "--version", "1"], "--version is for --eval"),
