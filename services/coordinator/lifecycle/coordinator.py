@@ -78,6 +78,7 @@ class Coordinator:
         scaling_period_s: float = PERIOD_S,
         refusal: Callable[[Caller], str] = lambda caller: "",
         pools: Sequence[PoolConfig] = (),
+        tick_s: float = TICK_S,
     ):
         """`blobs` has the files of the runs; by default those below `directory`. `scaling_period_s` is the time between
         two decisions on the sizes of pools, and `pools` those with bounds. `refusal` returns why a member's caller
@@ -103,7 +104,7 @@ class Coordinator:
         )
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
-        self.stopping = False
+        self.stopping, self._tick_s = False, tick_s
         self.pool = Pool(self, members)
         self._refusal = refusal
         self.states = RunStates(self.context, self.pool.assignments)
@@ -144,7 +145,7 @@ class Coordinator:
         try:
             while True:
                 await self._tick()
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(self._tick_s)
         finally:
             watching.cancel()
 
@@ -280,7 +281,7 @@ class Coordinator:
             leaving = [member.member_id for member in self.members.all() if member.draining]
             if waited_s > DRAIN_NOTICE_S and not leaving:
                 return
-            await asyncio.sleep(TICK_S / 5)
+            await asyncio.sleep(self._tick_s / 5)
 
     async def end_streams(self) -> None:
         """End the streams of workers and watchers, which have no end otherwise."""

@@ -19,7 +19,8 @@ from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.services.common.processes.supervisor import Service
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.cluster import LOCK_NAME, LocalCluster
+from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
 
@@ -242,24 +243,30 @@ def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
     assert "coordinator was killed by SIGKILL" in said[0]
 
 
-def test_what_the_coordinator_is_told_to_leave_free_closes_admission(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A coordinator that is told to leave more of the disk free than there is."""
+    options = {"coordinator": ["--min-free-mb", "99999999"]}
+    cluster = LocalCluster(tmp_path_factory.mktemp("full"), ClusterSection(), options=options, say=lambda line: None)
+    try:
+        cluster.start_coordinator()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def test_what_the_coordinator_is_told_to_leave_free_closes_admission(full: LocalCluster, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     tree = {
         "policy": {"model_name": "m"},
         "data": {"train": f"file://{tmp_path}/train.jsonl"},  # so that no file has to be sent
         "rewards": [{"function": "length"}],
     }
-    options = {"coordinator": ["--min-free-mb", "99999999"]}
-    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), options=options, say=lambda line: None)
-    try:
-        cluster.start_coordinator()
-        with Client(cluster.address, timeout_s=DEADLINE_S) as client:
-            run_id = client.submit(parse_spec(tree)).run_id
-            said = next(event.content for event in client.watch(run_id) if event.kind == "warning")
-            assert "--min-free-mb is 99999999" in said["message"]
-            assert client.get(run_id).groups["admitted"] == 0
-    finally:
-        cluster.stop()
+    with Client(full.address, timeout_s=DEADLINE_S) as client:
+        run_id = client.submit(parse_spec(tree)).run_id
+        said = next(event.content for event in client.watch(run_id) if event.kind == "warning")
+        assert "--min-free-mb is 99999999" in said["message"]
+        assert client.get(run_id).groups["admitted"] == 0
 
 
 def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
@@ -272,24 +279,19 @@ def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> Non
     finally:
         cluster.stop()
         ledger.close()
+    lock = FolderLock(tmp_path / LOCK_NAME, "test", "directory")
+    lock.take()  # the cluster has released it
+    lock.release()
 
 
-def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
-    first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-    try:
-        address = first.start_coordinator()
-        for _ in range(2):  # nothing of the first refusal blocks the second
-            second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-            with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
-                second.start_coordinator()
-            second.stop()
-        assert (tmp_path / "logs" / "coordinator.address").read_text().strip() == address
-        assert "another coordinator" not in (tmp_path / "logs" / "coordinator.log").read_text()
-    finally:
-        first.stop()
-    third = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-    third.start_coordinator()  # the lock was given back
-    third.stop()
+def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(full: LocalCluster) -> None:
+    for _ in range(2):  # nothing of the first refusal blocks the second
+        second = LocalCluster(full.directory, ClusterSection(), say=lambda line: None)
+        with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
+            second.start_coordinator()
+        second.stop()
+    assert (full.directory / "logs" / "coordinator.address").read_text().strip() == full.address
+    assert "another coordinator" not in (full.directory / "logs" / "coordinator.log").read_text()
 
 
 @pytest.mark.merge
