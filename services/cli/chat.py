@@ -308,7 +308,6 @@ def generate(
 
 
 def _print(text: str, completion: Completion | GeneratedCompletion, spans: list[list[int]], as_json: bool) -> None:
-    """Print a completion; `spans` are [start, end, session, step]."""
     if not as_json:
         click.echo(visible(text))
         return

@@ -288,7 +288,6 @@ def _default(parameter: inspect.Parameter) -> str:
 
 
 def _text(found: Any) -> str:
-    """Return a docstring as paragraphs, with its examples as blocks."""
     paragraphs = []
     for paragraph in (inspect.getdoc(found) or "").split("\n\n"):
         indented = paragraph and all(line.startswith("    ") or not line for line in paragraph.splitlines())

@@ -173,7 +173,6 @@ class BlobStore:
             raise NotFound(_gone(sha256))
 
     def _open(self, sha256: str) -> IO[bytes]:
-        """Open a file for reading, decrypted. Raises NotFound, WrongKey."""
         path = self._path(sha256)
         try:
             return plaintext(path.open("rb"), str(path))

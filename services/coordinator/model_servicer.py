@@ -317,7 +317,6 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
 
 
 def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
-    """Return the JSON objects of the texts. Raises InvalidInput."""
     found = []
     for index, text in enumerate(texts):
         if len(text) > MAX_DOCUMENT:
@@ -333,7 +332,6 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
 
 
 def _read_token(token: str) -> tuple[str, int]:
-    """Return the name and version that a page begins after. Raises InvalidInput."""
     name, _, version = token.rpartition(":")
     if token and not (name and version.isascii() and version.isdigit() and len(version) < 19):
         raise InvalidInput(f"page_token {token[:40]!r} is invalid; send `next_page_token` of the previous answer")

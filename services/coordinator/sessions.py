@@ -80,7 +80,6 @@ def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
 
 
 def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
-    """Return the folder of the run's checkpoints."""
     return checkpoint_folder(run.spec.checkpointing, ledger.run_store(run.run_id), run.run_id)
 
 

@@ -234,7 +234,6 @@ def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> Traine
 
 
 def _needs_a_person(event: Event) -> bool:
-    """Return whether the run is paused until somebody resumes it."""
     paused = event.kind == "state" and event.content.get("state") == RunState.PAUSED
     return paused and RETRIED not in str(event.content.get("message", ""))
 

@@ -123,7 +123,6 @@ def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
 
 
 def _threads(spec: RunSpec, checkpoints: list[Checkpoint]) -> int:
-    """Return the threads that a checkpoint recorded, else the spec's."""
     for checkpoint in checkpoints:
         try:
             return read_manifest(Folder(checkpoint.path))[0].num_threads

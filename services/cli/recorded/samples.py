@@ -287,7 +287,6 @@ def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, An
 
 
 def _lines(shown: list[dict[str, Any]], number: int, of_evaluation: bool) -> Iterator[str]:
-    """Yield the text of each group, and at the end how to see the rest."""
     for group in shown:
         yield render.sample_text(group, of_evaluation=of_evaluation)
     if len({group["group_id"] for group in shown}) < number:

@@ -178,7 +178,6 @@ class AuditFiles:
 
     @property
     def number(self) -> int:
-        """Return the number of the newest file."""
         return self._numbers[-1]
 
     def append(self, entry: Entry) -> AuditHead:

@@ -227,7 +227,7 @@ class Coordinator:
         await self._finish_if_done()
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
-        """Pause a run that cannot go on."""
+        """Pause a run that cannot continue."""
         await self.states.pause_on_fault(run_id, message, retried=retried)
 
     async def learner_finished(self, session: int) -> None:
@@ -261,11 +261,9 @@ class Coordinator:
         return any(version is not None and version.step < self.exchange.num_steps(run) for version in versions)
 
     async def warn(self, messages: list[str]) -> None:
-        """Add warnings to the events of the active run."""
         await self.watchers.warn(messages)
 
     async def tell_watchers(self) -> None:
-        """Wake `Watch` calls for new events."""
         await self.watchers.notify()
 
     # The end

@@ -123,7 +123,6 @@ class Preemption:
             await self._states.preempt(run.run_id, first["run_id"], first["priority"])
 
     def _ends_soon(self, run: ActiveRun) -> bool:
-        """Return whether all steps of the run are trained, so that only its export is left."""
         return bool(self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run))
 
     async def _go_on(self, run: ActiveRun) -> None:

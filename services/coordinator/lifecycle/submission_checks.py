@@ -397,7 +397,6 @@ def required(function: Function) -> list[str]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement may rebind."""
     return {
         node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     } | {node.name for node in ast.walk(statement) if isinstance(node, Definition)}

@@ -106,7 +106,6 @@ class Faults:
         await self.check(time.monotonic())
 
     async def on_ready(self, member: Member) -> None:
-        """Note that a member has set up the active run."""
         member.fault = None
         await self.check(time.monotonic())
 
@@ -144,7 +143,6 @@ class Faults:
             await self._retry_learner(next_step, now_s)
 
     async def _retry_learner(self, next_step: int, now_s: float) -> None:
-        """Give the learner a new session after its back-off."""
         if self._retry_learner_s is None:
             if next_step > self._step:
                 self._backoff.reset()

@@ -203,7 +203,6 @@ def _add_hops(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGroupLi
 
 
 def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGroupLifeResponse) -> None:
-    """Add the batches that it was in, with those that were replaced, and the sessions that trained it."""
     if row["step"] is None:
         return
     step, group_id = row["step"], row["group_id"]

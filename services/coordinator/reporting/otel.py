@@ -94,7 +94,6 @@ class StateMeters:
         return found
 
     def _needed(self) -> set[str]:
-        """Return the pools that the active run needs to make steps."""
         run = self._exchange.active
         if run is None:
             return set()

@@ -220,7 +220,6 @@ class PoolConfig:
     """Cost of a worker for an hour, in any currency; 0: unknown."""
 
     def has(self, role: str, member_id: str) -> bool:
-        """Return whether a worker belongs to the pool."""
         return role == self.role and member_id.startswith(self.members)
 
 
