@@ -41,9 +41,6 @@ NOT_READY_S = 60.0
 """Seconds without listening after which, and again after each such time, a line says that the coordinator still starts.
 """
 
-COORDINATOR_BACKOFF_S = 10.0
-"""Longest back-off before the coordinator is restarted, because everything waits for it."""
-
 GRACE_S = 25.0
 """Default of the seconds that a service may take to end after SIGTERM."""
 
@@ -67,6 +64,9 @@ log = logging.getLogger(__name__)
 
 class LocalCluster:
     """A coordinator, rollout × N, reward × M, environment × E and one learner of K ranks on this host, supervised."""
+
+    coordinator_backoff_s = 10.0
+    """Longest back-off before the coordinator is restarted, because everything waits for it."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class LocalCluster:
             self._say,
             self._give_up,
             max_deaths,
-            COORDINATOR_BACKOFF_S if role == "coordinator" else MAX_BACKOFF_S,
+            self.coordinator_backoff_s if role == "coordinator" else MAX_BACKOFF_S,
         )
         services[index : index + 1] = [service]
         service.start()
