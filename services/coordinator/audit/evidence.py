@@ -27,7 +27,7 @@ from paceline.wire import CompletionArrays, TurnArrays, decode_reference, decode
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRows:
     """The rows of one run that several comparisons read."""
 
     ledger: Ledger
@@ -60,11 +60,11 @@ KINDS = ("result", "prefix", "reference")
 STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
-def receipts(record: Record, report: VerifyReport) -> None:
+def receipts(of_run: RunRows, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
     of one session, and no group was trained in two steps. A session that died in a step, or replays it, has only
     some."""
-    rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
+    rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
         lives.setdefault((row["step"], row["session"]), []).append(row)
@@ -73,7 +73,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
     for (step, session), received in lives.items():
         subject = f"step {step}, session {session}"
         with report.reading(subject, "a receipt"):
-            if session > record.run["session"]:
+            if session > of_run.run["session"]:
                 report.problem(subject, "a receipt of a session that has not begun")
             for row in received:
                 for group_id in json.loads(row["group_ids"]):
@@ -82,24 +82,24 @@ def receipts(record: Record, report: VerifyReport) -> None:
             whole = [row["rank"] for row in received] == list(range(received[0]["world_size"]))
             if whole:
                 complete[step] = session
-            if record.has_batches:
-                _compare_with_batch(record, report, subject, step, received, whole)
-    for step in range(record.run["next_step"]):
+            if of_run.has_batches:
+                _compare_with_batch(of_run, report, subject, step, received, whole)
+    for step in range(of_run.run["next_step"]):
         if step not in complete:
             report.problem(f"step {step}", "it is trained, but no session has a receipt of every rank")
     report.facts |= {"receipts": len(rows), "sessions": sorted(set(complete.values()))}
 
 
-def payloads(record: Record, report: VerifyReport) -> None:
+def payloads(of_run: RunRows, report: VerifyReport) -> None:
     """Compare the stored arrays with digest, tokens, age and the rewards' shape in the ledger."""
-    measured = record.rows(
+    measured = of_run.rows(
         "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
         " WHERE run_id = ? AND class != 'train' AND state = 'scored'"
     )
-    groups = {g["group_id"]: g for g in (*record.groups, *measured)}
-    group_ids = {row[0] for row in record.rows("SELECT group_id FROM groups WHERE run_id = ?")}
+    groups = {g["group_id"]: g for g in (*of_run.groups, *measured)}
+    group_ids = {row[0] for row in of_run.rows("SELECT group_id FROM groups WHERE run_id = ?")}
     found: set[int] = set()
-    for stored in _stored(record):
+    for stored in _stored(of_run):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
@@ -107,15 +107,15 @@ def payloads(record: Record, report: VerifyReport) -> None:
             continue  # a prefix, the reference's, or of a running evaluation
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
-            _compare_arrays(record, report, subject, row, stored)
+            _compare_arrays(of_run, report, subject, row, stored)
     for row in groups.values():
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
 
 
-def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row) -> None:
-    texts, arrays = read_checked(record.ledger, stored)
+def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row) -> None:
+    texts, arrays = read_checked(of_run.ledger, stored)
     prompt_ids, completions = decode_result(arrays, texts)
     rows = split_rows(CompletionArrays.of(arrays), completions)
     group = Group(row["group_id"], prompt_ids, completions, rows=rows)
@@ -131,7 +131,7 @@ def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sql
     functions = json.loads(row["functions"])
     expected = group.num_samples * len(functions)
     report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
-    labels = [reward.label for reward in record.spec.rewards]
+    labels = [reward.label for reward in of_run.spec.rewards]
     report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)
 
 
@@ -146,24 +146,24 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     return content
 
 
-def _stored(record: Record, kind: str = "") -> Iterator[sqlite3.Row]:
+def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
     """Yield the rows of stored arrays one by one, because those of a backup contain the arrays."""
-    yield from record.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (record.run_id,))
+    yield from of_run.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (of_run.run_id,))
 
 
-def references(record: Record, report: VerifyReport) -> None:
+def references(of_run: RunRows, report: VerifyReport) -> None:
     """Compare the reference's log-probabilities, if the pool serves it, with the tokens of every scored group."""
-    serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
+    serves, groups = of_run.spec.pool_serves_reference, {g["group_id"]: g for g in of_run.groups}
     found: set[int] = set()
-    for stored in _stored(record, " AND kind = 'reference'"):
+    for stored in _stored(of_run, " AND kind = 'reference'"):
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):
-            logprobs = decode_reference(read_checked(record.ledger, stored)[1])
+            logprobs = decode_reference(read_checked(of_run.ledger, stored)[1])
             text = "its reference has {} tokens, the ledger has {}"
             report.compare(subject, text, len(logprobs), row and row["tokens"])
             _compare_scores(report, subject, row, [logprobs])
-    for row in record.groups:
+    for row in of_run.groups:
         subject = f"group {row['group_id']}"
         if serves and row["state"] in ("scored", "batched") and row["group_id"] not in found:
             report.problem(subject, f"it is {row['state']} without the reference's log-probabilities")
@@ -184,10 +184,10 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 
 
 def _compare_with_batch(
-    record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
+    of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
     """Compare a session's receipts with the groups of the step's batch: all of them, each once, by their digests."""
-    groups = record.of_step.get(step, [])
+    groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
     scores = {g["group_id"]: g["scores_digest"] for g in groups}
@@ -223,28 +223,28 @@ WAITING = (State.ADMITTED, State.LEASED)
 """States of groups whose turns are kept one by one."""
 
 
-def episodes(record: Record, report: VerifyReport) -> None:
+def episodes(of_run: RunRows, report: VerifyReport) -> None:
     """Check that each turn agrees with its arrays and follows the one before, that an open group without a result has
     the tokens of its turns, and that the lives of a sample are numbered without a gap."""
-    turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
-    ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
-    if not turns and not ended and not record.spec.environment.is_used:
+    turns = of_run.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
+    ended = of_run.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
+    if not turns and not ended and not of_run.spec.environment.is_used:
         return
     lives: dict[Life, list[sqlite3.Row]] = {}
     for turn in turns:
         lives.setdefault((turn["group_id"], turn["sample"], turn["life"]), []).append(turn)
         subject = f"turn {turn['turn']} of sample {turn['sample']} of group {turn['group_id']}"
         with report.reading(subject, "its arrays"):
-            _compare_turn(record, report, subject, turn)
+            _compare_turn(of_run, report, subject, turn)
     _check_lives(report, lives, ended)
     for life, of_life in lives.items():
         _order(report, life, of_life)
-    _journaled_groups(record, report, turns, ended)
+    _groups_of_turns(of_run, report, turns, ended)
     report.facts |= {"journaled_turns": len(turns), "ended_lives": len(ended)}
 
 
-def _compare_turn(record: Record, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
-    arrays = TurnArrays.decode(read_checked(record.ledger, turn)[1])
+def _compare_turn(of_run: RunRows, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
+    arrays = TurnArrays.decode(read_checked(of_run.ledger, turn)[1])
     digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
     report.compare(subject, "its arrays have the digest {}, the ledger has {}", digest, turn["digest"])
     digest = context_digest(arrays.context_ids)
@@ -294,14 +294,14 @@ def _next_life(before: sqlite3.Row | None) -> int:
     return 1 if before is None else int(before["life"]) + 1
 
 
-def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
+def _groups_of_turns(of_run: RunRows, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
     tokens: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for turn in turns:
         group_id = turn["group_id"]
         tokens[group_id] = tokens.get(group_id, 0) + turn["tokens"]
         oldest[group_id] = min(turn["oldest_step"], oldest.get(group_id, turn["oldest_step"]))
-    rows = record.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
+    rows = of_run.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
     group_ids = {row["group_id"] for row in rows}
     for row in rows:
         subject, group_id = f"group {row['group_id']}", row["group_id"]

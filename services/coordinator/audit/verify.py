@@ -29,7 +29,7 @@ import click
 from paceline.errors import NotFound, PacelineError
 from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.coordinator.audit import evidence, side_records
-from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.audit_log.verification import check_end
 from paceline.services.coordinator.ledger.file_check import (
     LOST,
@@ -70,24 +70,24 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
             with report.reading("the SQLite file"):
                 ledger.db.execute("BEGIN")
             check_file(ledger.db, report)
-            record = _read(ledger, run_id, deep, report)
-            if record is not None:
+            of_run = _read(ledger, run_id, deep, report)
+            if of_run is not None:
                 report.facts |= {
                     "run_id": run_id,
-                    "state": record.run["state"],
-                    "steps": record.run["next_step"],
+                    "state": of_run.run["state"],
+                    "steps": of_run.run["next_step"],
                 }
                 # A row that cannot be read ends one comparison, not the others.
                 for name, comparison in COMPARISONS.items():
                     with report.reading(name, "a record"):
-                        comparison(record, report)
+                        comparison(of_run, report)
         finally:
             if ledger.db.in_transaction:
                 ledger.db.execute("ROLLBACK")
     return report
 
 
-def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
+def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunRows | None:
     """Return the run's rows; None, and a problem in the report, if they cannot be read. Raises NotFound."""
     if not report.found:
         try:
@@ -110,16 +110,16 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
         for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
             if group["step"] is not None:
                 of_step.setdefault(group["step"], []).append(group)
-        return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
+        return RunRows(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
     return None
 
 
-def _groups(record: Record, report: VerifyReport) -> None:
+def _groups(of_run: RunRows, report: VerifyReport) -> None:
     """Check that no group is lost: ids without gaps, a row for every admitted group, end states as counted."""
-    groups, counters = record.groups, record.counters
+    groups, counters = of_run.groups, of_run.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
-    report.compare("groups", "{} prompts were drawn, {} were admitted", record.run["cursor"], admitted)
+    report.compare("groups", "{} prompts were drawn, {} were admitted", of_run.run["cursor"], admitted)
     missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
     if missing:
         report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
@@ -132,13 +132,13 @@ def _groups(record: Record, report: VerifyReport) -> None:
     report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
 
 
-def _slots(record: Record, report: VerifyReport) -> None:
+def _slots(of_run: RunRows, report: VerifyReport) -> None:
     """Check that a group has a step only if its state has one, and that each slot belongs to one group at a time.
 
     The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
     """
-    fixed_last = record.run["next_step"]
-    for group in record.groups:
+    fixed_last = of_run.run["next_step"]
+    for group in of_run.groups:
         subject = f"group {group['group_id']}"
         if group["reason"] == "run_ended" and group["state"] == "dropped" and group["step"] == fixed_last:
             continue
@@ -146,29 +146,29 @@ def _slots(record: Record, report: VerifyReport) -> None:
             report.problem(subject, f"its state {group['state']!r} is unknown")
         elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):
             report.problem(subject, f"it is {group['state']}, but its step is {group['step']}")
-    holders = Counter(g["slot"] for g in record.groups if g["state"] != "dropped")
+    holders = Counter(g["slot"] for g in of_run.groups if g["state"] != "dropped")
     for slot, number in holders.items():
-        if number > 1 or slot >= record.run["next_slot"]:
-            report.problem(f"slot {slot}", f"{number} groups hold it, of {record.run['next_slot']} slots")
-    free = record.rows("SELECT slot FROM free_slots WHERE run_id = ?")
+        if number > 1 or slot >= of_run.run["next_slot"]:
+            report.problem(f"slot {slot}", f"{number} groups hold it, of {of_run.run['next_slot']} slots")
+    free = of_run.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
-    if slots != list(range(record.run["next_slot"])):
-        odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
+    if slots != list(range(of_run.run["next_slot"])):
+        odd = sorted(Counter(slots).keys() ^ set(range(of_run.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
         report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or several times")
 
 
-def _tokens(record: Record, report: VerifyReport) -> None:
+def _tokens(of_run: RunRows, report: VerifyReport) -> None:
     """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of samples."""
-    counters, groups = record.counters, record.groups
+    counters, groups = of_run.counters, of_run.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
     dropped = dict.fromkeys((str(g["reason"]) for g in groups if g["state"] == "dropped"), 0)
     for group in groups:
         if group["state"] == "dropped":
             dropped[str(group["reason"])] += group["tokens"]
-    for reason, tokens in record.ledger.episodes.tokens_by_reason(record.run_id).items():
+    for reason, tokens in of_run.ledger.episodes.tokens_by_reason(of_run.run_id).items():
         dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
@@ -185,27 +185,27 @@ def _tokens(record: Record, report: VerifyReport) -> None:
     }
 
 
-def _batches(record: Record, report: VerifyReport) -> None:
+def _batches(of_run: RunRows, report: VerifyReport) -> None:
     """Check that every step has one batch of B groups, and that digests and chain follow from the groups."""
-    if not record.has_batches:
-        report.compare("batches", "{} are in the ledger, {} expected", len(record.batches), 0)
+    if not of_run.has_batches:
+        report.compare("batches", "{} are in the ledger, {} expected", len(of_run.batches), 0)
         return
-    run, chain, trained_chain = record.run, "", ""
-    steps = [int(batch["step"]) for batch in record.batches]
+    run, chain, trained_chain = of_run.run, "", ""
+    steps = [int(batch["step"]) for batch in of_run.batches]
     report.compare("batches", "steps in the ledger {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
         report.problem("batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained")
-    for step in sorted(record.of_step.keys() - set(steps)):
+    for step in sorted(of_run.of_step.keys() - set(steps)):
         report.problem(f"step {step}", "it has groups, but no batch")
-    for batch in record.batches:
+    for batch in of_run.batches:
         step, trained = int(batch["step"]), batch["step"] < run["next_step"]
-        groups, subject = record.of_step.get(step, []), f"step {step}"
-        report.compare(subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step)
+        groups, subject = of_run.of_step.get(step, []), f"step {step}"
+        report.compare(subject, "it has {} groups, B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step)
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
         report.compare(subject, "its groups have the digest {}, its batch has {}", digest, batch["digest"])
-        chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
+        chain = extend_chain(_replaced(of_run, report, chain, batch), step, digest)
         report.compare(subject, "the batches up to it have the chain {}, the ledger has {}", chain, batch["chain"])
         report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
@@ -216,9 +216,9 @@ def _batches(record: Record, report: VerifyReport) -> None:
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
-def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
+def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
     """Return the chain's link before a batch; the batches that it has replaced follow the step before it."""
-    rows = record.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
+    rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
@@ -235,7 +235,7 @@ def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
 
-COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
+COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "groups": _groups,
     "slots": _slots,
     "tokens": _tokens,
@@ -251,7 +251,7 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "models": side_records.models,
     "checkpoints": side_records.checkpoints,
     "export": side_records.export,
-    "audit log": lambda record, report: check_end(record.ledger, report),
+    "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
 """Comparisons, by the subject of the problem if a comparison cannot continue."""
 

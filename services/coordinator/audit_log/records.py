@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Record:
+class AuditRecord:
     """A line of the log."""
 
     sequence: int
@@ -87,7 +87,7 @@ def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[
     return body[:-1] + _HASH + digest.encode() + b'"}\n', digest
 
 
-def read_line(line: bytes) -> Record:
+def read_line(line: bytes) -> AuditRecord:
     """Return the record of a line without its line end. Raises ValueError if it is no record or its hash is wrong."""
     body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
     if not (end.startswith(_HASH) and end.endswith(b'"}')):
@@ -99,7 +99,7 @@ def read_line(line: bytes) -> Record:
     sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
     if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
         raise ValueError("it lacks its sequence, time or previous hash")
-    return Record(sequence, time, previous, given, fields)
+    return AuditRecord(sequence, time, previous, given, fields)
 
 
 def _json(fields: dict[str, Any]) -> bytes:

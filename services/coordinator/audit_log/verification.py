@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.records import MAX_FILES, Record, audit_files, end_of, read_line
+from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditRecord, audit_files, end_of, read_line
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
@@ -59,7 +59,7 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
         report.facts["audit_log"] = f"not here; the ledger has record {newest.sequence}"
 
 
-def records(folder: Path) -> Iterator[Record]:
+def records(folder: Path) -> Iterator[AuditRecord]:
     """Yield the records, the oldest first. Raises ValueError for a damaged one; an incomplete last line is left out."""
     for path in audit_files(folder).values():
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ class _Chain:
                     f"the log ends with record {self.head.sequence}, but {who} has record {sequence}: its end was cut off",
                 )
 
-    def _take(self, record: Record, name: str) -> None:
+    def _take(self, record: AuditRecord, name: str) -> None:
         expected, previous = self.head.sequence + 1, self.head.hash
         subject = f"record {record.sequence}"
         if record.sequence > expected:

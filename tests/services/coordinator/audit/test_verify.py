@@ -17,7 +17,7 @@ from ledger_files import opened
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.services.coordinator.audit import side_records
-from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.audit.verify import COMPARISONS, verify
 from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.file_check import VerifyReport
@@ -229,7 +229,7 @@ def test_what_is_pruned_while_verify_reads_is_no_problem(
     """The learner deletes a checkpoint that the ledger has forgotten after the snapshot was taken."""
     compare = side_records.checkpoints
 
-    def prune_first(record: Record, report: VerifyReport) -> None:
+    def prune_first(record: RunRows, report: VerifyReport) -> None:
         if (tmp_path / "checkpoint").exists():
             trained.ledger.db.execute("UPDATE checkpoints SET removed = 1")
             shutil.rmtree(tmp_path / "checkpoint")

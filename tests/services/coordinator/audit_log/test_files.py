@@ -8,8 +8,8 @@ import pytest
 
 from paceline.services.coordinator.audit_log.records import (
     AuditFiles,
+    AuditRecord,
     Entry,
-    Record,
     audit_files,
     has_record,
     read_line,
@@ -30,7 +30,7 @@ def write(folder: Path, number: int, head: AuditHead = NONE, **limits: int) -> A
     return log.head
 
 
-def read(folder: Path) -> list[Record]:
+def read(folder: Path) -> list[AuditRecord]:
     return [read_line(line) for path in audit_files(folder).values() for line in path.read_bytes().splitlines()]
 
 
