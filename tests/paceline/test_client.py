@@ -112,7 +112,7 @@ def test_a_second_run_waits_for_the_first(client: Client, spec_path: Path) -> No
 def test_a_bad_spec_is_refused_before_it_is_sent(client: Client, spec_path: Path) -> None:
     with pytest.raises(SpecError, match="did you mean 'max_num_steps'"):
         client.submit(spec_path, ["grpo.max_num_step=5"])
-    with pytest.raises(InvalidInput, match="overrides need a spec's file"):
+    with pytest.raises(InvalidInput, match="overrides go with a spec's file"):
         client.submit(load_spec(spec_path), ["grpo.max_num_steps=5"])
     assert client.runs() == []
 
@@ -141,7 +141,7 @@ def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> N
     assert state_name(client.pause(run_id)) == "paused"
     assert state_name(client.resume(run_id)) == "running"
     assert state_name(client.cancel(run_id)) == "cancelled"
-    with pytest.raises(Conflict, match="cancelled already"):
+    with pytest.raises(Conflict, match="already cancelled"):
         client.cancel(run_id)
     assert [e.content["state"] for e in events] == ["paused", "running", "cancelled"]
 
