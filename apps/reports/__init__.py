@@ -1,7 +1,7 @@
 """Pages about runs: outcome, curves and samples in one HTML file."""
 
 COMMANDS = {
-    "What is on record": {
+    "Records of runs": {
         "plot": ("paceline.apps.reports.report:plot", "Write the curves of runs as an HTML page."),
         "report": (
             "paceline.apps.reports.report:report",

@@ -1,7 +1,7 @@
 """Traces as data: written, converted, paired and compared."""
 
 COMMANDS = {
-    "What is on record": {
+    "Records of runs": {
         "traces": (
             "paceline.apps.traces.traces:traces",
             "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",

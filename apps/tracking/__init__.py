@@ -1,7 +1,7 @@
 """Runs sent to Weights & Biases, MLflow and TensorBoard."""
 
 COMMANDS = {
-    "What is on record": {
+    "Records of runs": {
         "track": (
             "paceline.apps.tracking.track:track",
             "Send runs to Weights & Biases, MLflow or TensorBoard.",

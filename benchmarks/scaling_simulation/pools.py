@@ -67,16 +67,20 @@ class SimulatedPool:
     def pass_time(self, since_s: float, until_s: float) -> None:
         """Add up what stands between two events."""
         seconds = until_s - since_s
-        for worker in self.workers:
-            self.cost += self.price * seconds
-            if worker.ready_s <= since_s and not worker.leaving:
-                self.ready_s += seconds
-                self.occupied_s += seconds * worker.held / self.slots
+        if not seconds:
+            return
+        held = [worker.held for worker in self.workers if worker.ready_s <= since_s and not worker.leaving]
+        self.cost += self.price * seconds * len(self.workers)
+        self.ready_s += seconds * len(held)
+        self.occupied_s += seconds * sum(held) / self.slots
 
     def free_worker(self, now_s: float) -> SimulatedWorker | None:
         """The ready worker with most room; None without any."""
-        able = [w for w in self.workers if w.ready_s <= now_s and not w.leaving and w.held < self.slots]
-        return min(able, key=lambda worker: worker.held, default=None)
+        found, least = None, self.slots
+        for worker in self.workers:
+            if worker.held < least and worker.ready_s <= now_s and not worker.leaving:
+                found, least = worker, worker.held
+        return found
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`paceline certs`: a certificate authority for one cluster, and the short-lived certificates of its processes and people."""
+"""`paceline certs`: a certificate authority for one cluster, and certificates of its processes and people."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def _days_option(default: float) -> Callable[[CommandT], CommandT]:
 
 @click.group()
 def certs() -> None:
-    """Make certificates for TLS: `init` once, then `issue` for each process. Certificates of any other authority serve as well."""
+    """Make certificates for TLS: `init` once, then `issue` for each process. Certificates of any other authority work
+    as well."""
 
 
 @certs.command("init")
 @click.argument("folder", type=FOLDER)
 @_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
-    """Make a certificate authority in FOLDER. Its ca.key can issue certificates for everybody: keep it off the cluster."""
+    """Make a certificate authority in FOLDER. Its ca.key can issue any certificate: keep it off the cluster."""
     made = make_authority(folder, days)
     click.echo(f"authority {made.name!r} in {folder}, valid until {made.ends:%Y-%m-%d}")
 
@@ -56,20 +57,20 @@ def init(folder: Path, days: float) -> None:
     "--host",
     "hosts",
     multiple=True,
-    help="DNS name or IP address by which others reach the process; may be given several times. Names of this host are always in.",
+    help="Further DNS name or IP address of the process; may be given several times. Names of this host are always included.",
 )
 @_days_option(CERTIFICATE_DAYS)
 def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], days: float) -> None:
-    """Issue a certificate to NAME by the authority in FOLDER. FOLDER/NAME is what the process gets as its --tls-dir."""
+    """Issue a certificate to NAME by the authority in FOLDER. Give FOLDER/NAME to the process as its --tls-dir."""
     click.echo(str(issue(folder, name, role, hosts, days)))
 
 
 @certs.command("renew")
 @folder_argument
 @click.argument("names", nargs=-1)
-@click.option("--days", type=POSITIVE, help="Life; default: that of the one before.")
+@click.option("--days", type=POSITIVE, help="Validity; default: that of the previous certificate.")
 def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> None:
-    """Issue certificates anew: those of NAMES, or all that have less than a third of their life left."""
+    """Issue new certificates for NAMES, or for all that have less than a third of their validity left."""
     due = names or tuple(name for name, certificate in issued(folder) if certificate.is_due)
     for name in due:
         click.echo(str(renew(folder, name, days)))
@@ -81,17 +82,18 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
 @click.argument("name")
 @directory_option
 def revoke_command(name: str, directory: Path) -> None:
-    """Revoke the certificates of NAME at the coordinator whose directory this is, for good: within five seconds calls over its
-    connections are refused, its streams end, and its workers are out. Issue the next one to another name."""
+    """Revoke the certificates of NAME for good, at the coordinator of this directory: within five seconds calls over
+    its connections are refused, its streams end, and its workers are removed. Issue the next certificate to another
+    name."""
     revoke_certificate(directory / REVOKED_NAME, name)
-    click.echo(f"the certificates of {name} do not count any more")
+    click.echo(f"the certificates of {name} are revoked")
 
 
 @certs.command("show")
 @folder_argument
 @json_option
 def show(folder: Path, as_json: bool) -> None:
-    """List the authority and the certificates in FOLDER, or the certificate of a --tls-dir."""
+    """List the authority and the certificates in FOLDER, or show the certificate of a --tls-dir."""
     found: dict[str, Certificate | None] = {**dict(issued(folder))} or {folder.name: _own(folder)}
     if (folder / AUTHORITY).is_file():
         found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes()), **found}

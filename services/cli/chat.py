@@ -1,4 +1,4 @@
-"""`paceline chat` and `paceline generate`: completions of a model in this process, without services, or of a rollout worker."""
+"""`paceline chat` and `paceline generate`: completions of a model in this process, or of a rollout worker."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ UNFINISHED = "\ufffd"
 
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
-@click.option("--system", help="System message at the beginning; default the run's.")
+@click.option("--system", help="System message; default the run's.")
 @click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Longest answer; default the run's.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of an answer; default the run's.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
 @directory_option
 def chat(
@@ -49,8 +49,8 @@ def chat(
     seed: int,
     directory: Path,
 ) -> None:
-    """Talk to the exported model of a run (its id or its folder), to a model folder or its URL, or to a registered model of
-    --directory. No service has to run.
+    """Chat with the exported model of a run (its id or its folder), with a model folder or its URL, or with a
+    registered model of --directory. No service has to run.
 
     A model without a chat template continues each line by itself. An empty line or the end of the input ends the chat.
     """
@@ -60,8 +60,8 @@ def chat(
 
 
 def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSpec:
-    """Return the settings to sample with from a run's export or from a model folder; with `scores` the model may be a reward
-    model. Raises NotFound, InvalidInput."""
+    """Return the settings to sample with from a run's export or from a model folder; with `scores` the model may be a
+    reward model. Raises NotFound, InvalidInput."""
     if is_url(model):
         return _spec_of_folder(model)
     folder = Path(model).expanduser()
@@ -81,14 +81,16 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
     except NotFound as error:
         if not folder.is_dir():
             raise
-        raise NotFound(f"{error}; and the folder {model!r} has no config.json, as a model has") from None
+        raise NotFound(f"{error}; and the folder {model!r} has no config.json, as a model folder has") from None
     if not export or not (is_url(export) or (Path(export) / "config.json").is_file()):
         raise NotFound(
             f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
-            "checkpoint, and `paceline chat FOLDER` talks to it"
+            "checkpoint, and `paceline chat FOLDER` chats with it"
         )
     if spec.has_scoring_head and not scores:
-        raise InvalidInput(f"run {run_id} has trained a reward model, which writes no text")
+        raise InvalidInput(
+            f"run {run_id} has trained a reward model, which generates no text; name a run that has trained a language model"
+        )
     lora = spec.policy.lora_cfg.model_copy(update={"enabled": False})
     policy = {"model_name": str(export), "tokenizer_name": None, "lora_cfg": lora}
     spec = spec.model_copy(update={"policy": spec.policy.model_copy(update=policy)})
@@ -102,7 +104,6 @@ def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
 
 
 def _spec_of_folder(model: str) -> RunSpec:
-    """Return the settings for a model at a path or a URL. Raises InvalidInput, Unreadable."""
     from transformers import AutoConfig
 
     from paceline.models.loading import fault_of_load
@@ -136,7 +137,7 @@ def changed(spec: RunSpec, temperature: float | None, max_new_tokens: int | None
     longest = spec.policy.max_total_sequence_length
     if max_new_tokens is not None and not 0 < max_new_tokens < longest:
         raise InvalidInput(
-            f"--max-new-tokens is {max_new_tokens}, must be from 1 to {longest - 1}: prompt and answer have "
+            f"--max-new-tokens is {max_new_tokens}, must be from 1 to {longest - 1}: prompt and answer may have "
             f"{longest} tokens together"
         )
     given = {"temperature": temperature, "max_new_tokens": max_new_tokens}
@@ -147,7 +148,7 @@ def changed(spec: RunSpec, temperature: float | None, max_new_tokens: int | None
 
 @dataclass
 class Talk:
-    """One conversation with a model. `show` gets each piece of an answer as it is sampled."""
+    """One conversation with a model. `show` gets each piece of an answer when it is sampled."""
 
     engine: Engine
     tokenizer: Any
@@ -161,18 +162,18 @@ class Talk:
         return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
 
     async def answer(self, line: str, show: Any = None) -> str:
-        """Return the model's answer to a line, after the conversation so far. Raises InvalidInput: it is too long."""
+        """Return the model's answer to a line of the conversation. Raises InvalidInput if it is too long."""
         from paceline.data.tokens import encode_prompt, with_system_prompt
 
         data, prompt = self.spec.data, line
         if self.is_chat:
-            asked = [*self.messages, {"role": "user", "content": line}]
-            prompt = with_system_prompt(asked, data)
+            messages = [*self.messages, {"role": "user", "content": line}]
+            prompt = with_system_prompt(messages, data)
         ids = encode_prompt(self.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs)
         (completion,) = await self.sample(ids, 1, show)
         text = self.text(completion)
         if self.is_chat:
-            self.messages = [*asked, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         self._turn += 1
         return text
 
@@ -209,7 +210,6 @@ class Talk:
         return completions
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion; see `completion_text`."""
         from paceline.chat.completion_texts import completion_text
         from paceline.rollout.stop_strings import StopStrings
 
@@ -241,13 +241,13 @@ async def _chat(spec: RunSpec, seed: int) -> None:
     talk = await open_talk(spec, seed)
     try:
         if not talk.is_chat:
-            click.echo("the model has no chat template: it continues each line by itself", err=True)
+            click.echo("the model has no chat template, so it continues each line by itself", err=True)
         while line := await asyncio.to_thread(_read_line):
             try:
                 await talk.answer(line, lambda piece: click.echo(visible(piece), nl=False))
                 click.echo()
             except InvalidInput as error:
-                click.echo(f"{error}; begin a new chat", err=True)
+                click.echo(f"{error}; start a new chat", err=True)
     finally:
         await talk.engine.close()
 
@@ -256,7 +256,7 @@ def _read_line() -> str:
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):
-        click.echo()  # what follows begins on a line of its own
+        click.echo()  # the next output begins on a new line
         return ""
 
 
@@ -264,14 +264,14 @@ def _read_line() -> str:
 @click.argument("prompt")
 @click.option("--n", default=1, show_default=True, help="Number of completions.")
 @click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Longest completion; default the run's.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of a completion; default the run's.")
 @click.option("--seed", default=0, show_default=True, help="The same seed and weights give the same completions.")
 @click.option(
     "--export",
     "exported",
     metavar="RUN|FOLDER|URL|NAME@ALIAS",
-    help="Sample from this run's exported model, the model at this folder or URL, or a registered one, in this process: no service "
-    "has to run.",
+    help="Sample in this process, without any service, from this run's exported model, the model at this folder or URL, or a "
+    "registered model.",
 )
 @coordinator_option
 @directory_option
@@ -287,7 +287,7 @@ def generate(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Ask the rollout worker with the newest weights for completions of PROMPT; as JSON lines with --json."""
+    """Request completions of PROMPT from the rollout worker with the newest weights; with --json as JSON lines."""
     if exported is not None:
         quiet_libraries()
         spec = changed(spec_of_model(exported, directory), temperature, max_new_tokens)
@@ -308,7 +308,6 @@ def generate(
 
 
 def _print(text: str, completion: Completion | GeneratedCompletion, spans: list[list[int]], as_json: bool) -> None:
-    """Print a completion; `spans` are [start, end, session, step]."""
     if not as_json:
         click.echo(visible(text))
         return
@@ -318,7 +317,7 @@ def _print(text: str, completion: Completion | GeneratedCompletion, spans: list[
 
 
 async def _from_export(spec: RunSpec, prompt: str, n: int, seed: int) -> list[tuple[str, Completion]]:
-    """Return text and completion of each of `n` samples; the prompt is encoded as a rollout worker does."""
+    """Return text and completion of each of `n` samples; the prompt is encoded as in a rollout worker."""
     from paceline.data.tokens import encode_prompt
 
     talk = await open_talk(spec, seed)

@@ -34,16 +34,16 @@ from paceline.services.common.options import json_option
 @click.option(
     "--quantize",
     type=click.Choice(["int8", "float8"]),
-    help="Quantize the weights of linear layers by torchao, from 16-bit or 32-bit ones.",
+    help="Quantize the 16-bit or 32-bit weights of linear layers by torchao.",
 )
 @click.option(
     "--config",
     metavar="FOLDER|URL",
-    help="Of a checkpoint: model folder with its config.json and tokenizer; default those in the checkpoint's folder.",
+    help="For a checkpoint: model folder with its config.json and tokenizer; default those in the checkpoint's folder.",
 )
 @click.option(
     "--key",
-    help="Of a checkpoint: entry of the state dict that has the weights; default model, or the whole state dict.",
+    help="For a checkpoint: entry of the state dict that has the weights; default model, or the whole state dict.",
 )
 @json_option
 def convert(
@@ -57,11 +57,11 @@ def convert(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Write the weights of a model folder as a checkpoint of torch.distributed.checkpoint (--to dcp), those of such a
-    checkpoint as a model folder, or a model folder with another type, an adapter merged or quantized weights.
+    """Convert weights: a model folder to a checkpoint of torch.distributed.checkpoint (--to dcp), such a checkpoint to
+    a model folder, or a model folder to another type, with a merged adapter or quantized weights.
 
-    Without --dtype, --adapter and --quantize every bit of the weights stays. Peak memory does not grow with the model, but
-    for --quantize, which loads it.
+    Without --dtype, --adapter and --quantize every bit of the weights stays. Peak memory does not grow with the model,
+    except for --quantize, which loads it.
     """
     import torch
 
@@ -69,10 +69,10 @@ def convert(
     from paceline.learner.checkpoints.conversion import folders
 
     return_large_tensors()  # else blocks of several sizes leave holes in the heap
-    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    torch_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     of_dcp = folders.is_dcp(source)
     _check_options(of_dcp, to, dtype, adapter, quantize, config, key)
-    options: dict[str, Any] = {"dtype": wanted}
+    options: dict[str, Any] = {"dtype": torch_dtype}
     if of_dcp:
         folders.from_dcp(source, destination, config=config, key=key, **options)
     elif to == "dcp":
@@ -96,14 +96,12 @@ def _check_options(
     key: str | None,
 ) -> None:
     if of_dcp and to == "dcp":
-        raise click.UsageError("SOURCE is such a checkpoint already; leave --to dcp out to make a model folder of it")
+        raise click.UsageError("SOURCE is such a checkpoint already; omit --to dcp to make a model folder of it")
     if of_dcp and (adapter or quantize):
-        raise click.UsageError(
-            "--adapter and --quantize take a model folder; make one of the checkpoint first, then convert that"
-        )
+        raise click.UsageError("--adapter and --quantize need a model folder; convert the checkpoint to one first")
     if not of_dcp and (config or key):
-        raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is none")
+        raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is a model folder")
     if quantize and (to == "dcp" or adapter or dtype):
-        raise click.UsageError("--quantize stands alone; convert first, then quantize the model folder that results")
+        raise click.UsageError("--quantize cannot be combined; convert first, then quantize the resulting model folder")
     if not of_dcp and to == "folder" and not (dtype or adapter or quantize):
-        raise click.UsageError("nothing to convert: name --to dcp, --dtype, --adapter or --quantize")
+        raise click.UsageError("nothing to convert: give --to dcp, --dtype, --adapter or --quantize")

@@ -1,6 +1,5 @@
-"""`paceline data`: a spec's data before a run: counts, lengths, samples with their masks, overlap; and `data prepare`, which writes
-the training data as `data.preparation` makes them.
-"""
+"""`paceline data`: `inspect` shows a spec's data before a run (counts, lengths, samples with their masks, overlap), and
+`prepare` writes the training data as `data.preparation` makes them."""
 
 from __future__ import annotations
 
@@ -43,16 +42,18 @@ def prepare(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and say how many each
-    reason leaves out. A submission does the same by itself; `data.train: DESTINATION` trains on the file.
+    """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and print how
+    many rows each reason leaves out. A submission does the same by itself; `data.train: DESTINATION` trains on the
+    file.
 
-    The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator."""
+    The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator.
+    """
     from paceline.data.preparation.prepared import prepared_data
     from paceline.files.whole_file import written_whole
     from paceline.spec.reading import load_spec
 
     if destination.suffix != ".jsonl":
-        raise click.UsageError(f"{destination.name}: the rows are written as JSONL; name a .jsonl file")
+        raise click.UsageError(f"{destination.name} is not a .jsonl file; the rows are written as JSONL, so name one")
     loaded = load_spec(spec, overrides)
     if not loaded.data.preparation.is_used:
         raise InvalidInput("data.preparation is empty, so nothing changes; set its function or a filter")
@@ -72,7 +73,7 @@ def prepare(
 
 
 def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
-    """Return the function that reads the scored groups of a run, by its id or its folder, where the options say."""
+    """Return the function that reads the scored groups of a run, by its id or its folder, from the options' source."""
 
     def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
         with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -82,12 +83,12 @@ def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Ite
 
 
 MAX_COMPARED = 100_000
-"""Rows that are compared with the evaluation sets, from the start of the training data."""
+"""Rows from the start of the training data that are compared with the evaluation sets."""
 
 
 @click.group()
 def data() -> None:
-    """Look at the data of a spec (data inspect SPEC), or write them anew (data prepare SPEC FILE)."""
+    """Show the data of a spec (data inspect SPEC), or write them prepared (data prepare SPEC FILE)."""
 
 
 data.add_command(prepare)
@@ -100,7 +101,7 @@ data.add_command(prepare)
 @click.option(
     "--tokens",
     is_flag=True,
-    help="Show samples as the tokenizer and the chat template of SPEC make them.",
+    help="Show samples as rendered by the tokenizer and the chat template of SPEC.",
 )
 @source_options
 @json_option
@@ -113,11 +114,12 @@ def inspect(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Check the data of SPEC and show them, after data.preparation: rows, format, columns, lengths of the prompts, samples, what
-    each filter leaves out, and overlap of the training data with the validation data and with test files beside them.
+    """Check the data of SPEC and show them, after data.preparation: rows, format, columns, lengths of the prompts,
+    samples, rows that each filter leaves out, and overlap of the training data with the validation data and with
+    test files beside them.
 
-    Samples show what trains in green and what is only read dimmed. The runs of data.preparation.pass_rate_of are read from the
-    ledger of --directory, or from a coordinator.
+    In samples the trained text is green, and the text that is only read is dimmed. The runs of
+    data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator.
     """
     from paceline.data.preparation.filters import OVERLAP
     from paceline.data.preparation.prepared import prepared_data
@@ -145,7 +147,7 @@ def inspect(
     for warning in found["warnings"]:
         click.echo(f"warning: {warning}", err=True)
     for each in found["overlap"]:
-        click.echo(f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it")
+        click.echo(f"{each['evaluation']}: contains {each['rows']:,} of {each['compared']:,} training prompts")
         if each["rows"]:
             click.echo(
                 f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their words in "
@@ -218,7 +220,7 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
-    """Return the rows of each data set in a list, with the share of the draws where it has weights."""
+    """Return the rows of each data set in a list, with the share of the draws if it has weights."""
     from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)
@@ -249,7 +251,7 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
 
 
 def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
-    """Yield the text of each prompt as the algorithm reads it; of a text that trains as a whole the text."""
+    """Yield the text of each prompt as the algorithm reads it; if a text is trained as a whole, the text."""
     from paceline.data.preparation.filters import text_of
 
     for index in range(len(rows)):
@@ -275,11 +277,11 @@ def _lengths(rows: Rows, spec: RunSpec) -> dict[str, int]:
 
 
 Part = tuple[str, bool]
-"""Text, and whether it trains."""
+"""A text, and whether it is trained."""
 
 
 def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
-    """Return the texts of a row: messages with their roles before them."""
+    """Return the texts of a row, with the roles of messages before them."""
     prompt, completion, kind = exchange_of(row, spec)
     parts = [
         (shown(prompt or ""), False),
@@ -290,8 +292,8 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return a row as the tokenizer renders it, special tokens included; with its tokens and those that train. Raises
-    InvalidInput where the chat template refuses it."""
+    """Return a row as the tokenizer renders it, with special tokens, its number of tokens and that of the trained ones.
+    Raises InvalidInput if the chat template refuses it."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)
@@ -318,15 +320,15 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
 
 
 def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
-    """Return a sentence about a text of the row that the tokenizer does not keep; empty where it keeps all."""
+    """Return a message on a text of the row that the tokenizer does not preserve; empty if it preserves all."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
         return ""
-    return f"the tokenizer does not keep {found[0]!r:.80}: {found[1]!r:.80} remains"
+    return f"the tokenizer does not preserve {found[0]!r:.80}: it becomes {found[1]!r:.80}"
 
 
 def shown(value: Any) -> str:
-    """Return text or messages as one text; control characters are written out."""
+    """Return text or messages as one text, with control characters escaped."""
     text = (
         value
         if isinstance(value, str)

@@ -1,6 +1,7 @@
-"""`paceline doctor`: checks of this machine (hardware, software, isolation of user code), and of a spec's files, GPUs and memory.
+"""`paceline doctor`: checks of this machine (hardware, software, isolation of user code), and of a spec's files, GPUs
+and memory.
 
-Each finding is tested, not guessed, and has the remedy for what is missing; nothing is changed.
+Each finding is tested, not guessed, and names the remedy for a missing part; nothing is changed.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ MARKS = {"ok": "✓", "absent": "·", "fault": "✗"}
 @directory_option
 @json_option
 def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_json: bool) -> None:
-    """Say what this machine has, what is missing and how to get it; exit status 1 if something has to be fixed.
+    """Check this machine: what it has, what is missing and how to get it; exit status 1 if something has to be fixed.
 
-    With SPEC also whether its GPUs are there, and the memory that its services take by an estimate.
+    With SPEC also check its files and its GPUs, and estimate the memory of its services.
     """
     from paceline.spec.reading import load_spec
 
-    wanted = load_spec(spec, overrides) if spec else None
-    findings = [*examine(directory), *examine_sandbox(wanted), examine_user_code()]
-    if wanted is not None:
-        findings += examine_spec(wanted)
+    loaded = load_spec(spec, overrides) if spec else None
+    findings = [*examine(directory), *examine_sandbox(loaded), examine_user_code()]
+    if loaded is not None:
+        findings += examine_spec(loaded)
     for finding in findings:
         if as_json:
             print_json(dataclasses.asdict(finding))
@@ -67,16 +68,16 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
 
 
 def examine_spec(spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_bytes: int | None = None) -> list[Finding]:
-    """Return whether this machine has the local files, the GPUs and the memory that the spec asks for.
+    """Return whether this machine has the local files, the GPUs and the memory that the spec needs.
 
-    `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both are
-    detected.
+    `gpu_bytes` are the sizes of the GPUs that torch can use, and `free_bytes` the host's free memory; by default both
+    are detected.
     """
     sizes = _gpus_of_torch() if gpu_bytes is None else gpu_bytes
     findings = [Finding("its files", "fault", text) for text in missing_paths(spec)]
     if named_in(spec.cluster):
         missing = missing_gpus(spec.cluster, len(sizes))
-        status, value = ("fault", missing) if missing else ("ok", "all that the spec names are here")
+        status, value = ("fault", missing) if missing else ("ok", "all files and folders of the spec are here")
         findings.append(Finding("its GPUs", status, value))  # type: ignore[arg-type]
     try:
         cluster, _ = divide(spec.cluster, len(sizes), rollout=spec.samples)
@@ -96,12 +97,14 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
         return Finding("its memory", "absent", sentence(needed, spec), small)
     free = available_bytes() if free_bytes is None else free_bytes
     if warning := shortage(spec, free):
-        return Finding("its memory", "absent", warning, "an estimate; train where there is more, or change these keys")
+        return Finding(
+            "its memory", "absent", warning, "an estimate; train on a machine with more, or change these keys"
+        )
     return Finding("its memory", "ok", f"{sentence(needed, spec)}; {gigabytes(free)} are free here")
 
 
 def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str:
-    """Return which GPU has less memory than the roles on it take; empty when none has."""
+    """Return which GPU has less memory than its roles need; empty if none has."""
     load = dict.fromkeys(range(len(gpu_bytes)), 0)
     for on_gpu, gpus, size in (
         (needed.learner_on_gpu, spec.cluster.learner_gpus, needed.learner_bytes),
@@ -112,7 +115,7 @@ def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str
                 load[gpu] += size
     for gpu, size in load.items():
         if size > gpu_bytes[gpu]:
-            return f"GPU {gpu} has {gigabytes(gpu_bytes[gpu])} for {gigabytes(size)}"
+            return f"GPU {gpu} has {gigabytes(gpu_bytes[gpu])}, its roles need {gigabytes(size)}"
     return ""
 
 
@@ -128,18 +131,18 @@ REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/use/sandbox.md
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
-    """Return what holds here, and what isolates files, network, processes, memory and kernel. A `fault` is a sandbox that `spec`
-    names and that does not hold here."""
+    """Return which sandbox works here, and its isolation of files, network, processes, memory and kernel. A `fault` is
+    a sandbox that `spec` names and that does not work here."""
     from paceline.reward.sandbox.choosing import report
 
     found = report()
     faults = [] if spec is None else _faults(spec)
     if not found.holding:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
-        return [Finding("sandbox", "absent", f"nothing holds ({reasons})", REMEDY), *faults]
+        return [Finding("sandbox", "absent", f"no sandbox works ({reasons})", REMEDY), *faults]
     first, *others = found.holding
-    value = first + (f"; {' and '.join(others)} hold too" if len(others) > 1 else "")
-    value += f"; {others[0]} holds too" if len(others) == 1 else ""
+    value = first + (f"; {' and '.join(others)} work too" if len(others) > 1 else "")
+    value += f"; {others[0]} works too" if len(others) == 1 else ""
     for name, reason in found.reasons.items():
         value += f"; not {name}: {reason}"
     return [
@@ -150,17 +153,19 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
 
 
 def examine_user_code() -> Finding:
-    """Return whether user code can be isolated here, as `--require-isolation` asks for."""
+    """Return whether user code can be isolated here, as `--require-isolation` demands."""
     why = why_no_isolation()
     if why:
         return Finding(
-            "user code", "absent", f"not isolated: {why}", "docs/operate/security_promises.md says what holds without"
+            "user code", "absent", f"not isolated: {why}", "docs/operate/security_promises.md describes the protection without isolation"
         )
-    return Finding("user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)")
+    return Finding(
+        "user code", "ok", "isolated from other processes; beyond loopback secrets are hidden too (Landlock)"
+    )
 
 
 def _faults(spec: RunSpec) -> list[Finding]:
-    """Return the sandboxes of the spec's functions that do not hold here, unless other hosts score."""
+    """Return the sandboxes of the spec's functions that do not work here, unless other hosts score."""
     from paceline.reward.builtin import SETTINGS
 
     faults = []
@@ -185,11 +190,11 @@ class Finding:
     """`absent` is an optional part that is missing; a `fault` has to be fixed."""
     value: str
     remedy: str = ""
-    """Advice, where there is something to do."""
+    """Remedy, if something is missing."""
 
 
 def examine(directory: Path) -> list[Finding]:
-    """Check everything that a run needs of this machine; `directory` is where runs would be kept. Imports torch."""
+    """Check everything that a run needs of this machine; `directory` is the folder for runs. Imports torch."""
     return [
         _python(),
         Finding("CPU", "ok", f"{usable_cores()} cores usable"),
@@ -232,7 +237,7 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 def _disk(directory: Path) -> Finding:
-    """Check whether runs can be kept there: a file is really written, and the free space is enough for a checkpoint."""
+    """Check that runs can be kept in `directory`: write a file, and compare the free space with a checkpoint."""
     existing = directory.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -244,12 +249,12 @@ def _disk(directory: Path) -> Finding:
             "directory",
             "fault",
             f"cannot write in {existing}: {error.strerror}",
-            "name another one with --directory",
+            "name another folder with --directory",
         )
     free_bytes = shutil.disk_usage(existing).free
     value = f"{directory.resolve()} is writable, {free_bytes / GIB:.1f} GiB free"
     if free_bytes < MIN_FREE_BYTES:
-        return Finding("directory", "absent", value, "make room: checkpoints are 12 bytes for each parameter")
+        return Finding("directory", "absent", value, "free some space: checkpoints take 12 bytes for each parameter")
     return Finding("directory", "ok", value)
 
 
@@ -279,9 +284,7 @@ def _torch() -> list[Finding]:
     except (ImportError, OSError) as error:
         return [Finding("torch", "fault", str(error).splitlines()[0], "pip install torch")]
     findings = [Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")]
-    with warnings.catch_warnings(
-        record=True
-    ) as driver_warnings:  # torch reports a driver that does not fit as a warning
+    with warnings.catch_warnings(record=True) as driver_warnings:  # torch reports an unsuitable driver as a warning
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
@@ -306,7 +309,7 @@ def _torch() -> list[Finding]:
             Finding(
                 "NCCL",
                 "fault",
-                "this torch has none, and several learner ranks on GPUs need it",
+                "this torch has none, but several learner ranks on GPUs need it",
                 "install a CUDA build of torch",
             )
         )
@@ -314,7 +317,7 @@ def _torch() -> list[Finding]:
 
 
 def _no_gpu(built_for: str | None, warning: str) -> Finding:
-    """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver does not fit."""
+    """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver is unsuitable."""
     if not Path("/dev/nvidiactl").exists():
         return Finding("GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`")
     if built_for is None:
@@ -324,7 +327,7 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
             "there is one, but this torch is a build for CPUs",
             "install a CUDA build, see pytorch.org",
         )
-    remedy = "compare the driver (nvidia-smi) with it and look at CUDA_VISIBLE_DEVICES"
+    remedy = "compare the driver (nvidia-smi) with this version, and check CUDA_VISIBLE_DEVICES"
     return Finding("GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy)
 
 

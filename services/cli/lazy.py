@@ -1,8 +1,8 @@
 """A click group that imports a command's module when the command runs, and lists its commands without imports.
 
-Commands of apps are found by entry points (GROUP). An entry point names a table like `sections` below, in a module that imports
-nothing heavy; its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`.
-A command or an option that Paceline does not have is answered by what another library's word stands for, or by a near name.
+Commands of apps are found by entry points (GROUP). An entry point names a table like `sections` below, in a module that
+imports nothing heavy; its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`. For an
+unknown command or option the error names our word for another library's, or a similar name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
 @functools.cache
 def sections_of_apps() -> Sections:
-    """Return the commands of installed apps by heading. One whose table cannot be read is left out with a line on stderr."""
+    """Return the commands of apps by heading. An app with an unreadable table is left out with a line on stderr."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)):
         try:
@@ -34,14 +34,14 @@ def sections_of_apps() -> Sections:
             }
             for heading, commands in table.items():
                 found[heading] = commands | found.get(heading, {})
-        except (Exception, SystemExit) as error:  # of another project's module: every other command works
+        except (Exception, SystemExit) as error:  # the fault is another project's, and all other commands work
             click.echo(f"the app {entry.name} ({entry.value}) is left out: {error}", err=True)
     return found
 
 
 class LazyGroup(click.Group):
-    """`sections` has the commands under their headings: of each name "module:attribute" and its one line of help. Apps add commands, and
-    replace none.
+    """`sections` has the commands by heading: for each name "module:attribute" and its one line of help. Apps add
+    commands, and replace none.
 
     The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
     "Error: …" on stderr with exit status 1.
@@ -51,11 +51,11 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self._own_sections = sections
         self._own = {name: entry for section in sections.values() for name, entry in section.items()}
-        """The core's commands, for which no app is loaded."""
+        """The core's commands; apps are not loaded for them."""
 
     @functools.cached_property
     def sections(self) -> Sections:
-        """The commands under their headings, those of apps last."""
+        """Commands by heading, those of apps last."""
         of_apps = sections_of_apps()
         if self.name == "serve":
             of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; name the one that an unknown word stands for."""
+        """Find the command; the error for an unknown one names its likely meaning."""
         if args and not args[0].startswith("-") and args[0] not in self._own and args[0] not in self.entries:
             ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self.entries)}")
         return super().resolve_command(ctx, args)
@@ -148,28 +148,28 @@ MEANT = {
     }.items()
     for word in words.split()
 }
-"""Words for a command in other libraries and command lines, and ours."""
+"""Our command for each word of other libraries and command lines."""
 
 
 def remedy(word: str, commands: Iterable[str]) -> str:
-    """Return the sentence for an unknown command, such as "did you mean `paceline samples`?"."""
+    """Return the remedy for an unknown command, such as "did you mean `paceline samples`?"."""
     from paceline.spec.faults import nearest
 
-    known = list(commands)
+    names = list(commands)
     plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()
-    if plain in known:
+    if plain in names:
         return f"did you mean `paceline {plain}`?"
     meant = MEANT.get(plain, "")
-    if meant.partition(" ")[0] in known:
+    if meant.partition(" ")[0] in names:
         return f"did you mean `paceline {meant}`?"
-    guesses = nearest(plain, known)
+    guesses = nearest(plain, names)
     if guesses:
         return f"did you mean {' or '.join(f'`paceline {guess}`' for guess in guesses)}?"
     return "`paceline --help` lists the commands"
 
 
 def setting_for(option: str) -> str:
-    """Return the clause for an unknown option that is a setting: `--learning_rate` is an override here; else empty."""
+    """Return the clause for an unknown option that is a setting (`--learning_rate` is an override here); else empty."""
     from paceline.spec.faults import unknown_key
     from paceline.spec.foreign import look_up
     from paceline.spec.keys import keys

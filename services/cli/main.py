@@ -14,7 +14,7 @@ from paceline.services.cli.lazy import LazyGroup, Sections
 
 
 def _in(module: str, **summaries: str) -> dict[str, tuple[str, str]]:
-    """Return the entries of commands that a module of this package has under their own names."""
+    """Return entries for commands with these names in a module of this package."""
     return {name: (f"paceline.services.cli.{module}:{name}", line) for name, line in summaries.items()}
 
 
@@ -43,19 +43,19 @@ SECTIONS: Sections = {
     "Runs and workers": _in(
         "running.runs",
         submit="Queue a run from a spec.",
-        status="Say what limits the run that trains, and what would help.",
+        status="Show which pool limits the run that trains, and what would help.",
         runs="List the runs.",
         watch="Follow a run until it ends.",
         cancel="End a run.",
         pause="Pause a run.",
-        resume="Go on with a run that is paused.",
-        drop="Take groups out of the batch that a paused run is to train next.",
+        resume="Continue a paused run, or queue a failed one again.",
+        drop="Drop groups from the batch that a paused run is to train next.",
         checkpoint="Write a checkpoint of the run that trains.",
         members="List the workers.",
-        drain="Tell a worker to finish its work and leave.",
+        drain="Let a worker finish its work and leave.",
     )
-    | _in("chat", generate="Ask the newest weights for completions of a prompt."),
-    "What is on record": {
+    | _in("chat", generate="Sample completions of a prompt from the newest weights."),
+    "Records of runs": {
         **_in(
             "recorded.samples",
             samples="Show the completions of a step or an evaluation with their rewards, or export all.",
@@ -76,19 +76,19 @@ SECTIONS: Sections = {
             "convert",
             convert="Convert weights: model folders, checkpoints of torch, other types, merged adapters.",
         ),
-        **_in("chat", chat="Talk to a trained model in this process, without services."),
+        **_in("chat", chat="Chat with a trained model in this process, without services."),
     },
-    "Services, and who may use them": {
+    "Services and access": {
         **_in(
             "main",
             serve="Run one service: coordinator, rollout, reward, environment, learner, model or dashboard.",
         ),
         **_in(
             "certs",
-            certs="Make or revoke the certificates of processes and people, by an authority of your own.",
+            certs="Make or revoke certificates of processes and people, by your own authority.",
         ),
         **_in("token", token="Make, list and revoke tokens with a role."),
-        **_in("recorded.audit", audit="Show or verify who changed something and who was refused."),
+        **_in("recorded.audit", audit="Show or verify the log of changes and refused calls."),
     },
 }
 """The core's commands under the headings of `paceline --help`: module and attribute, and one line of help."""
@@ -116,7 +116,7 @@ SERVICES = {
         "reward": "A reward worker: scores completions.",
         "environment": "An environment worker: runs episodes of several turns.",
         "learner": "The learner: trains and publishes weights.",
-        "host-agent": "The agent that brings weights to a host's workers; they start one by themselves.",
+        "host-agent": "The relay that brings weights to a host's workers; they start one by themselves.",
     }.items()
 }
 

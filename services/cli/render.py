@@ -42,11 +42,10 @@ VERBS = {"succeeded": "has", "failed": "has", "cancelled": "was"}
 
 
 def run_facts(run: Run) -> Facts:
-    """Return the facts of a run without its spec."""
     from paceline.client import state_name
 
-    own = {"state": state_name(run), "groups": dict(run.groups), "tokens": dict(run.tokens)}
-    return {name: getattr(run, name) for name in RUN_FACTS} | own | {"warnings": list(run.warnings)}
+    converted = {"state": state_name(run), "groups": dict(run.groups), "tokens": dict(run.tokens)}
+    return {name: getattr(run, name) for name in RUN_FACTS} | converted | {"warnings": list(run.warnings)}
 
 
 def run_row(facts: Facts) -> list[str]:
@@ -65,7 +64,7 @@ def run_row(facts: Facts) -> list[str]:
 
 
 def state_cell(facts: Facts) -> str:
-    """Return the state of a run, with its place in the queue and its priority where they are not the usual ones."""
+    """Return the state of a run, with its place in the queue and its priority if these are not the defaults."""
     notes = [f"#{facts['queue_place']}"] if facts["queue_place"] else []
     notes += [f"priority {facts['priority']}"] if facts["priority"] else []
     return f"{facts['state']} ({', '.join(notes)})" if notes else str(facts["state"])
@@ -102,7 +101,7 @@ def member_row(facts: Facts) -> list[str]:
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
-    """Return one line for an event of a run. Messages can quote what models wrote, and are shown as text."""
+    """Return one line for an event of a run. Messages can quote texts of models, so they are printed without markup."""
     return visible(_event_line(kind, content))
 
 
@@ -133,10 +132,10 @@ def _event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
-    """Return a line of at most STEP_COLUMNS for a trained step: reward (or loss), length, pace, the learner's time and its
-    wait for data, and the age of its groups. The last ones are left out where they do not fit.
+    """Return a line of at most STEP_COLUMNS for a trained step: reward (or loss), length, pace, the learner's time and
+    its wait for data, and the age of its groups. The last parts are left out if they do not fit.
 
-    A run with rollouts shows its reward also in a step in which no function gave one.
+    A run with rollouts shows its reward even in a step in which no function gave one.
     """
     parts = [f"step {metrics['step']:>4}"]
     if "reward" in metrics or "completion_length" in metrics:
@@ -162,7 +161,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
 
 
 def _evaluation_line(content: Mapping[str, Any]) -> str:
-    """Return a line for an evaluation by rollout workers: total reward, then the functions where there are several."""
+    """Return a line for an evaluation by rollout workers: total reward, then the functions if there are several."""
     when = "before training" if content["step"] == 0 else f"after step {content['step'] - 1}"
     parts = [f"reward {_with_error(content, 'reward', 'reward_stderr')}"]
     names = [name.removeprefix("reward/") for name in content if name.startswith("reward/")]
@@ -194,7 +193,7 @@ def outcome(
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
         + (f": {visible(facts['message'])}" if facts["message"] else ""),
     ]
-    if any(tokens.values()):  # a run on examples has none in the books
+    if any(tokens.values()):  # the token accounting of a run on examples is empty
         lines.append(
             f"tokens: {tokens.get('trained', 0):,} trained, {tokens.get('dropped', 0):,} dropped, "
             f"{tokens.get('wasted', 0):,} wasted"
@@ -244,7 +243,7 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
 
 
 def _episode_line(episode: Mapping[str, Any]) -> str:
-    """Return how an episode ended, and its size: turns, rows, tokens that were sampled and that were only read."""
+    """Return how an episode ended, and its size: turns, rows, sampled tokens and tokens that were only read."""
     read = sum(row["sampled"].count(0) for row in episode["rows"])
     detail = f": {episode['detail']}" if episode["detail"] else ""
     return (
@@ -254,10 +253,10 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write
-    is behind a bar, as the learner masks it."""
-    own = episode["prompt"]  # what `reset` returned, in this episode's prompt alone
-    opening = [{"role": "user", "content": own}] if isinstance(own, str) else own or []
+    """Yield the lines of a conversation, from the prompt on if the episode has its own. Text that the model did not
+    write is behind a bar, as the learner masks it."""
+    prompt = episode["prompt"]  # `reset` returned it, so it is in this episode's prompt alone
+    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     for message in [*opening, *episode["messages"]]:
         by_model = message.get("role") == "assistant"
         content = message.get("content")

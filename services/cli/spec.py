@@ -50,7 +50,6 @@ def _explain(name: str, as_json: bool) -> None:
 
 
 def _list(name: str, as_json: bool) -> None:
-    """Show a key, and those directly below a section."""
     from paceline.spec.keys import ITEM, keys, keys_of
 
     section = f"{name}.{ITEM}" if name and keys()[name].type_text == "list of sections" else name

@@ -1,4 +1,4 @@
-"""`paceline token create|list|revoke`: the named tokens of the coordinator whose directory this is."""
+"""`paceline token create|list|revoke`: the named tokens of the coordinator of this directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.services.common.options import (
 
 @click.group()
 def token() -> None:
-    """Make, list and revoke tokens of a coordinator, on its host. It counts them within a second, without a restart."""
+    """Make, list and revoke tokens of a coordinator, on its host. Changes apply within a second, without a restart."""
 
 
 @token.command()
@@ -34,7 +34,7 @@ def token() -> None:
     "--role",
     required=True,
     type=click.Choice([role.value for role in CallerRole]),
-    help="viewer reads; submitter also submits, and steers their own runs; operator does everything but work; worker is for "
+    help="viewer reads; submitter also submits, and controls their own runs; operator does everything but work; worker is for "
     "workers; scraper reads metrics and the status.",
 )
 @click.option(
@@ -42,12 +42,12 @@ def token() -> None:
     default=90.0,
     show_default=True,
     type=click.FloatRange(min=0.0),
-    help="Days for which it counts; 0 is without end.",
+    help="Days for which the token is valid; 0 is without end.",
 )
 @click.option("--out", type=PATH, help="New file for the token, mode 0600. Default: print it.")
 @directory_option
 def create(name: str, role: str, days: float, out: Path | None, directory: Path) -> None:
-    """Make a token for NAME and show it, once: the coordinator keeps its digest alone."""
+    """Make a token for NAME and print it once, because the coordinator keeps only its digest."""
     if out is not None and out.exists():
         raise Conflict(f"{out} exists already; name a new file with --out")
     made = create_token(directory / FILE_NAME, name, CallerRole(role), days * DAY_S)
@@ -63,7 +63,7 @@ def create(name: str, role: str, days: float, out: Path | None, directory: Path)
 @directory_option
 @json_option
 def list_tokens(directory: Path, as_json: bool) -> None:
-    """List the tokens with their roles. None of them can be shown again."""
+    """List the tokens with their roles. The tokens themselves cannot be shown again."""
     rows = sorted(read_table(directory / FILE_NAME).values(), key=lambda row: row.created_s)
     now_s = time.time()
     if as_json:
@@ -84,8 +84,8 @@ def list_tokens(directory: Path, as_json: bool) -> None:
 @directory_option
 @caller_token_file_option
 def revoke(name: str, directory: Path) -> None:
-    """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are out. The name of
-    the token that the coordinator made in its directory is `bootstrap`."""
+    """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are
+    removed. The name of the token that the coordinator made in its directory is `bootstrap`."""
     bootstrap = read_token(token_path(directory / TOKEN_NAME)) if name == BOOTSTRAP else ""
     number = revoke_token(directory / FILE_NAME, name, bootstrap)
     click.echo(f"revoked {number} token{'s' if number > 1 else ''} of {name}")

@@ -1,8 +1,8 @@
-"""`BlobStore`: files by their SHA-256 in `blobs/ab/cdef…`, complete ones only; those under way are in `blobs/partial/`.
+"""`BlobStore`: complete files by their SHA-256 in `blobs/ab/cdef…`; incomplete ones are in `blobs/partial/`.
 
-A file is there only after it has its digest and is synced under its name. With a storage key files are encrypted, those under way too,
-which then begin anew when a transfer breaks. Methods that read or write much are for threads;
-one task at a time adds to a file, which `services/coordinator/bundle_servicer.py` sees to.
+A file gets its name only after its digest was checked and it was synced. With a storage key all files are encrypted,
+incomplete ones too; an encrypted transfer that breaks begins anew. Methods that read or write much block, so call them
+on threads. One task at a time adds to a file; `services/coordinator/bundle_servicer.py` ensures that.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CHUNK_BYTES = 1 << 20
 QUOTA_BYTES = 64 << 30
 MAX_BLOB_BYTES = 8 << 30
 FULL_S = 60.0
-"""Seconds after which a client may try again to send what there is no room for."""
+"""Seconds after which a client may retry an upload that did not fit."""
 UNUSED_S = 3600.0
-"""Seconds for which a file that no run refers to is kept: its submission may be about to come."""
+"""Seconds for which a file is kept that no run refers to, because its submission may still arrive."""
 
 
 class BlobStore:
-    """Files below `folder`, `quota_bytes` together, `max_blob_bytes` each, as long as the disk keeps `min_free_bytes`."""
+    """Files below `folder`: `quota_bytes` together, `max_blob_bytes` each; `min_free_bytes` stay free on the disk."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class BlobStore:
         self._min_free_bytes = min_free_bytes
         self._key = storage_key()
         self._lock = threading.Lock()
-        """Guards what is used and what is being sent."""
+        """Guards `_used` and `_sent`."""
         self._used: int | None = None
-        """Bytes of all files, of those that are being sent the whole; None until they are counted."""
+        """Bytes of all files, with the full sizes of those in transfer; None until they are counted."""
         self._sent: dict[str, int] = {}
-        """Size of the files that are being sent, by digest."""
+        """Sizes of the files in transfer, by digest."""
 
     def has(self, sha256: str) -> bool:
-        """Return whether a file is there. Its time of use is now, so that it is not removed soon."""
+        """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""
         path = self._path(sha256)
         if not path.is_file():
             return False
@@ -64,7 +64,7 @@ class BlobStore:
         return True
 
     def received(self, sha256: str) -> int:
-        """Return the bytes of a file that a broken transfer has left, from which the next one goes on."""
+        """Return the number of bytes that a broken transfer has left; the next transfer continues from there."""
         _check_digest(sha256)
         if self._key is not None:
             return 0
@@ -74,37 +74,41 @@ class BlobStore:
             return 0
 
     def begin(self, sha256: str, size: int, offset: int) -> None:
-        """Promise the bytes of a partial file until `end`.
+        """Reserve the bytes of a partial file until `end`.
 
-        Raises InvalidInput: larger than a file may be; Busy: beyond the quota or the free space; Conflict: another client sends
-        it, or it does not go on at `offset`.
+        Raises InvalidInput for a file that is too large; Busy beyond the quota or the free space; Conflict if another
+        client sends the file, or if the file does not continue at `offset`.
         """
         _check_digest(sha256)
         if size > self._max_blob_bytes:
             raise InvalidInput(
-                f"a file of {size / 2**20:.1f} MB is more than the {self._max_blob_bytes / 2**20:.0f} MB that this coordinator "
-                "takes for one; give the data as a URL"
+                f"a file of {size / 2**20:.1f} MB is larger than the {self._max_blob_bytes / 2**20:.0f} MB that this coordinator "
+                "accepts for one file; give the data as a URL"
             )
         with self._lock:
             if sha256 in self._sent:
-                raise Conflict(f"another client sends the file {sha256[:12]}…; ask again which are missing")
+                raise Conflict(
+                    f"another client is sending the file {sha256[:12]}…; request the list of missing files again"
+                )
             received = self.received(sha256)
             if offset != received:
-                raise Conflict(f"the file {sha256[:12]}… goes on at byte {received}, not {offset}; ask again")
+                raise Conflict(
+                    f"the file {sha256[:12]}… continues at byte {received}, not {offset}; request the list of missing files again"
+                )
             self._refuse_beyond_quota(size, received)
             self._partial.mkdir(parents=True, exist_ok=True)
             free, needed = shutil.disk_usage(self._partial).free, size - received
             if free - needed < self._min_free_bytes:
                 raise Busy(
                     f"the coordinator's disk has {free >> 20} MB free, of which --min-free-mb keeps {self._min_free_bytes >> 20}: "
-                    f"{needed / 2**20:.1f} MB of the run's files do not fit; free some, and submit again",
+                    f"{needed / 2**20:.1f} MB of the run's files do not fit; free some space, and submit again",
                     FULL_S,
                 )
             self._used = (self._used or 0) + needed
             self._sent[sha256] = size
 
     def open_partial(self, sha256: str) -> IO[bytes]:
-        """Return a partial file to append to, whose bytes `begin` has promised."""
+        """Open a partial file, whose bytes `begin` has reserved, to append to it."""
         if self._key is None:
             return (self._partial / sha256).open("ab")
         return encrypting(self._partial / sha256, self._key)
@@ -114,14 +118,14 @@ class BlobStore:
             self._used = sum(found for _, found, _ in self._entries())
         if self._used + size - received > self._quota_bytes:
             raise Busy(
-                f"the files of runs take {self._used / 2**20:.1f} MB of the {self._quota_bytes / 2**20:.0f} MB that this "
-                f"coordinator keeps, and {size / 2**20:.1f} MB do not fit; give large data as a URL, or start the coordinator "
+                f"the files of runs take {self._used / 2**20:.1f} MB of this coordinator's {self._quota_bytes / 2**20:.0f} MB, "
+                f"and {size / 2**20:.1f} MB more do not fit; give large data as a URL, or start the coordinator "
                 "with a larger --bundle-quota-mb",
                 FULL_S,
             )
 
     def end(self, sha256: str) -> None:
-        """Release what `begin` has promised; what has come of an incomplete file stays."""
+        """Release the bytes that `begin` reserved; an incomplete file stays."""
         with self._lock:
             size = self._sent.pop(sha256, None)
             if size is not None and self._used is not None and not self._path(sha256).exists():
@@ -130,7 +134,7 @@ class BlobStore:
                 (self._partial / sha256).unlink(missing_ok=True)
 
     def complete(self, sha256: str, size: int) -> None:
-        """Give a partial file its name, synced. Raises InvalidInput, and removes it, when it is not what was announced."""
+        """Sync a partial file and give it its name. Raises InvalidInput, and removes it, if size or digest differ."""
         partial, path = self._partial / sha256, self._path(sha256)
         with partial.open("rb") as stored, plaintext(stored, str(partial)) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -141,7 +145,7 @@ class BlobStore:
             partial.unlink(missing_ok=True)
             raise InvalidInput(
                 f"the file that was sent as {sha256[:12]}… ({size} bytes) has SHA-256 {found[:12]}… ({found_size} bytes): it "
-                "was changed meanwhile, or damaged on the way; submit again"
+                "was changed during the transfer, or damaged; submit again"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.replace(path)
@@ -149,8 +153,8 @@ class BlobStore:
         sync_folder(self._folder)
 
     def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
-        """Yield a range of a file in chunks; `length` 0 is all that follows. A file that is read whole is checked: if it is
-        damaged, it is removed, and the reader gets NotFound. Raises NotFound, WrongKey."""
+        """Yield a range of a file in chunks; `length` 0 means up to the end. A file that is read whole is checked: a
+        damaged one is removed, and the reader gets NotFound. Raises NotFound, WrongKey."""
         digest = hashlib.sha256() if offset == 0 and length == 0 else None
         is_damaged = False
         with self._open(sha256) as file:
@@ -162,14 +166,13 @@ class BlobStore:
                     if digest is not None:
                         digest.update(chunk)
                     yield chunk
-            except WrongKey:  # the key is the right one, because the file could be opened
+            except WrongKey:  # the file could be opened, so the key is the right one
                 is_damaged = True
         if is_damaged or (digest is not None and digest.hexdigest() != sha256):
             self._path(sha256).unlink(missing_ok=True)
             raise NotFound(_gone(sha256))
 
     def _open(self, sha256: str) -> IO[bytes]:
-        """Return a file for reading, decrypted. Raises NotFound, WrongKey."""
         path = self._path(sha256)
         try:
             return plaintext(path.open("rb"), str(path))
@@ -183,13 +186,14 @@ class BlobStore:
         with self._open(sha256) as file:
             size = file.seek(0, os.SEEK_END)
         if size > MAX_BYTES:
-            raise InvalidInput(f"the file {sha256[:12]}… is no manifest of a bundle; submit again")
+            raise InvalidInput(f"the file {sha256[:12]}… is not the manifest of a bundle; submit again")
         return Manifest.read(b"".join(self.read(sha256)))
 
     def remove_unused(self, bundles: Iterable[str], unused_s: float = UNUSED_S) -> int:
-        """Remove the files that none of the bundles needs and that nobody used for `unused_s` seconds; return their number.
+        """Remove the files that no bundle needs and that were not used for `unused_s` seconds; return their number.
 
-        Nothing is removed when the manifest of a bundle cannot be read, because its files are then unknown."""
+        Nothing is removed if the manifest of a bundle cannot be read, because its files are then unknown.
+        """
         needed = set(bundles)
         try:
             for digest in sorted(needed):
@@ -210,7 +214,7 @@ class BlobStore:
         """Yield path, bytes and time of the last use of all files, partial ones included."""
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             for path in folder.iterdir() if folder.is_dir() else ():
-                with contextlib.suppress(OSError):  # removed meanwhile
+                with contextlib.suppress(OSError):  # removed by another task
                     status = path.stat()
                     yield path, status.st_size, status.st_mtime
 
@@ -225,4 +229,4 @@ def _check_digest(sha256: str) -> None:
 
 
 def _gone(sha256: str) -> str:
-    return f"the coordinator has no (whole) file {sha256[:12]}…; `paceline resume` on the submitter's machine sends it again"
+    return f"the coordinator lacks the complete file {sha256[:12]}…; `paceline resume` on the submitter's machine sends it again"

@@ -1,4 +1,4 @@
-"""The control plane's BundleService: clients send the files that runs need, one after the other, and workers fetch them."""
+"""The control plane's BundleService: receives the files of runs one by one, and serves them to workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
-"""Seconds to wait for the next part of a file; what has come stays."""
+"""Seconds to wait for the next part of a file; the received parts stay."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
-    """Files of one store."""
+    """Serves the files of one `BlobStore`."""
 
     def __init__(self, store: BlobStore):
         self._store = store
@@ -73,7 +73,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
 
 
 async def _shielded(call: Any, *arguments: Any) -> Any:
-    """Return the result of a call on a thread. A cancelled caller waits for its end, because the thread uses its file."""
+    """Return the result of a call on a thread; a cancelled caller waits for it, because the thread uses its file."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(task)
@@ -83,26 +83,27 @@ async def _shielded(call: Any, *arguments: Any) -> Any:
 
 
 class Upload:
-    """One client's stream; `close` ends it, complete or not. The methods block: they are for a thread."""
+    """One client's stream; `close` ends it, complete or not. The methods block, so call them on a thread."""
 
     def __init__(self, store: BlobStore):
         self._store = store
         self._file: IO[bytes] | None = None
         self._sha256, self._size, self._position = "", 0, 0
         self.num_blobs = 0
-        """Files that were completed."""
+        """Number of completed files."""
 
     def take(self, sha256: str, size: int, offset: int, data: bytes) -> None:
-        """Add a part, and complete the file with its last one. A part of a file that is there already is ignored.
+        """Add a part, and complete the file after its last part. A part of a file that the store already has is
+        ignored.
 
-        Raises InvalidInput for parts that do not follow each other, for a wrong digest and for a file that is too large; Busy
-        beyond the quota; Conflict where the client has to ask again.
+        Raises InvalidInput for a part that does not follow the one before, a wrong digest or a file that is too large;
+        Busy beyond the quota; Conflict if the client has to request the list of missing files again.
         """
         if len(data) > CHUNK_BYTES:
-            raise InvalidInput(f"a part has {len(data)} bytes, not {CHUNK_BYTES} at most")
+            raise InvalidInput(f"a part has {len(data)} bytes, at most {CHUNK_BYTES} are allowed")
         if sha256 != self._sha256:
             self.finish()
-            if self._store.has(sha256):  # another client has sent it since this one asked
+            if self._store.has(sha256):  # another client has sent it in the meantime
                 return
             self._begin(sha256, size, offset)
         if size != self._size or offset != self._position or offset + len(data) > size:
@@ -131,16 +132,16 @@ class Upload:
             raise
 
     def finish(self) -> None:
-        """Check that the last file is complete. Raises Conflict."""
+        """Raise Conflict if the last file is incomplete."""
         if self._file is not None:
             raise Conflict(
-                f"the file {self._sha256[:12]}… ended at byte {self._position} of {self._size}; ask again which are missing"
+                f"the file {self._sha256[:12]}… ended at byte {self._position} of {self._size}; request the list of missing files again"
             )
 
     def close(self) -> None:
-        """Keep what has come of an incomplete file, from where a later stream goes on."""
+        """Keep the received part of an incomplete file, so that a later stream can continue it."""
         if self._sha256:
-            with contextlib.suppress(OSError):  # a disk that refuses the last bytes: the file goes on before them
+            with contextlib.suppress(OSError):  # if the disk refuses the last bytes, the file continues before them
                 if self._file is not None:
                     self._file.close()
             self._store.end(self._sha256)

@@ -1,7 +1,8 @@
-"""`paceline serve coordinator` (also `paceline-coordinator`): parse the options, open the ledger, wire the servers, serve until it is
-stopped, end in order, explain errors.
+"""`paceline serve coordinator` (also `paceline-coordinator`): parses the options, opens the ledger, wires the servers,
+serves until it is stopped, and explains errors.
 
-At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; the ledger is closed last.
+At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; it closes the
+ledger last.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ from paceline.v1 import (
 
 log = logging.getLogger(__name__)
 NEEDED_BYTES = 4 << 20
-"""Free bytes on the disk before the ledger is opened, because its recovery writes."""
+"""Free bytes that the disk needs before the ledger is opened, because its recovery writes."""
 
 
 async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
-    """Wait until the ledger can be opened and written. Workers wait too, as for any coordinator that cannot be reached."""
+    """Wait until the disk has space to open and write the ledger. Workers retry, as with any unreachable coordinator."""
     is_logged = False
     while (free_bytes := shutil.disk_usage(directory).free) < NEEDED_BYTES and not stop.is_set():
         if not is_logged:
@@ -92,7 +93,7 @@ async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error, or an error of a group, comes from a full disk."""
+    """Return whether an error, or any error of an exception group, comes from a full disk."""
     if isinstance(error, BaseExceptionGroup):
         return any(is_disk_full(each) for each in error.exceptions)
     if isinstance(error, sqlite3.OperationalError):
@@ -106,11 +107,11 @@ class CoordinatorService:
 
     directory: Path
     store: str
-    """Root of large files; empty: `directory`."""
+    """Root folder or URL of large files; empty: `directory`."""
     host: str
     port: int
     people_port: int | None
-    """Second gRPC port, where clients need no certificate under TLS; None opens none."""
+    """Second gRPC port, which accepts clients without a certificate under TLS; None opens none."""
     exchange_port: int
     exchange_endpoint: str
     timeout_s: float
@@ -119,11 +120,11 @@ class CoordinatorService:
     """Seconds to wait, at the stop, for workers that stop too."""
     min_free_bytes: int
     bundle_quota_bytes: int
-    """Most bytes of the files of runs' bundles."""
+    """Most bytes that the files of runs' bundles may take."""
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None
-    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None: there is none."""
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None opens none."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
@@ -240,16 +241,16 @@ class CoordinatorService:
 
 
 async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
-    """End the calls under way and accept no further calls; a second call does nothing."""
+    """End the active calls and refuse new ones; a second call does nothing."""
     stopped = asyncio.create_task(server.stop(STOP_GRACE_S))
-    await asyncio.sleep(0)  # the server refuses new calls from here on, so that no worker comes back at once
+    await asyncio.sleep(0)  # from here on the server refuses new calls, so that no worker reconnects at once
     await coordinator.end_streams()
     await stopped
 
 
 GC_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is
-open; Python's default would scan the newest objects after every 700 new ones."""
+"""Thresholds of the garbage collector. Hardly any object here is in a cycle, and thousands live as long as a group is
+open; with Python's default the newest objects would be scanned after every 700 new ones."""
 
 
 def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> tuple[PoolConfig, ...]:
@@ -274,7 +275,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--exchange-endpoint",
     default="",
-    help="tcp://HOST:PORT that workers use for the exchange, if a relay or NAT stands before it.",
+    help="tcp://HOST:PORT that workers use for the exchange, if a proxy or NAT stands before it.",
 )
 @click.option(
     "--heartbeat-timeout",
@@ -302,7 +303,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
     type=click.IntRange(min=1),
     default=65_536,
     show_default=True,
-    help="Most MB of files that runs bring with them, all runs together.",
+    help="Most MB that the files of bundles may take, all runs together.",
 )
 @click.option(
     "--pool",
@@ -310,7 +311,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
     multiple=True,
     metavar="KEY=VALUE,...",
     callback=_pools,
-    help="Bounds of a pool that is scaled, such as role=rollout,minWorkers=0,maxWorkers=16; may be given several times.",
+    help="Bounds of a pool that is scaled, such as role=rollout,minWorkers=0,maxWorkers=16; repeat it for further pools.",
 )
 @click.option(
     "--scaling-period",
@@ -336,7 +337,7 @@ def main(
     metrics_port: int | None,
     **options: Any,
 ) -> None:
-    """The coordinator: runs, members, exchange and ledger."""
+    """Run the coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
     set_up_metrics("coordinator", scraped=metrics_port is not None)
@@ -357,7 +358,7 @@ def main(
         **options,
     )
     keep_freed_memory()
-    gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds
+    gc.freeze()  # objects of the imports live for ever; scanning them repeatedly takes tens of milliseconds
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         run_service(service.serve)
@@ -367,8 +368,8 @@ def main(
         if not is_disk_full(error):
             raise
         raise click.ClickException(
-            f"the disk of {directory} is full. Nothing that was acknowledged is lost; the next coordinator "
-            f"begins when {NEEDED_BYTES >> 20} MB are free"
+            f"the disk of {directory} is full. No acknowledged data is lost; the next coordinator starts when "
+            f"{NEEDED_BYTES >> 20} MB are free"
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""The control plane's ModelService, and the same calls on a ledger that is opened in this process: what may be registered, promoted
-and rolled back.
+"""Registration, promotion and rollback of models: the control plane's ModelService, and the same calls on a ledger that
+this process has opened.
 
-Promise: lineage agrees with the records of the run, evidence with the exported files, and nothing is promoted past a gate without a
-recorded reason. Every call may be repeated: the second one changes nothing.
+Promise: lineage agrees with the records of the run, evidence with the exported files, and no version is promoted past a
+gate without a recorded reason. Every call is idempotent.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.v1 import registry_pb2 as pb
 from paceline.v1 import registry_pb2_grpc
 
 MAX_EVIDENCE = 64
-"""Evaluations, and verdicts, of one version."""
+"""Most evaluations, and most verdicts, of one version."""
 MAX_VERSION = 10**9
 MAX_REASON = 1000
-"""Characters of a reason."""
+"""Most characters of a reason."""
 REGISTERED, PASSED, PROMOTED, ROLLED_BACK = "registered", "passed", "promoted", "rolled_back"
 
 
@@ -41,9 +41,9 @@ def register(ledger: Ledger, model: ModelVersion) -> ModelVersion:
     _checked(model.version)
     _check_evidence(model)
     with ledger.transaction():
-        known = ledger.models.get(model.name, model.version)
-        if known is not None and known.statement_sha256 == model.statement_sha256:
-            return known
+        existing = ledger.models.get(model.name, model.version)
+        if existing is not None and existing.statement_sha256 == model.statement_sha256:
+            return existing
         newest = ledger.models.newest(model.name)
         if model.version != newest + 1:
             raise Conflict(
@@ -71,12 +71,12 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
     version = version or ledger.models.newest(reference.name)
     found = ledger.models.get(reference.name, version)
     if found is None:
-        raise NotFound(f"no registered model {reference}; `paceline models list` shows what there is")
+        raise NotFound(f"no registered model {reference}; `paceline models list` shows the registered ones")
     return found
 
 
 def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
-    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict for a version that did not pass, without `override`."""
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if not passed, without `override`."""
     check_alias(alias)
     _check_reason(override, "override")
     with ledger.transaction():
@@ -89,7 +89,7 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
             why = "it was rolled back" if model.stage == ROLLED_BACK else f"its gate says: {outcome_of(model.verdicts)}"
             raise Conflict(
                 f"{name}:{version} is not promoted, because {why}; promote a version that has passed, or give the reason to "
-                "promote it all the same (--override), which is recorded"
+                "promote this one (--override), which is recorded"
             )
         reason = "" if passed else override
         change = ModelChange(0, "promote", alias, version, previous, reason, caller, time.time())
@@ -99,8 +99,8 @@ def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, 
 
 
 def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, caller: str) -> ModelVersion:
-    """Give an alias back to the version that had it before `version`; return that one. Raises NotFound, InvalidInput; Conflict where
-    `version` does not have the alias, or none had it before."""
+    """Return an alias from `version` to its previous holder, and return that version. Raises NotFound, InvalidInput;
+    Conflict if `version` does not have the alias, or if no version had it before."""
     check_alias(alias)
     _check_reason(reason, "reason")
     if not reason:
@@ -135,7 +135,7 @@ def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
 
 def _check_evidence(model: ModelVersion) -> None:
     if max(len(model.evaluations), len(model.verdicts)) > MAX_EVIDENCE:
-        raise InvalidInput(f"{model.name} comes with more than {MAX_EVIDENCE} evaluations or verdicts; give fewer")
+        raise InvalidInput(f"{model.name} has more than {MAX_EVIDENCE} evaluations or verdicts; give fewer")
     check_evidence(
         model.export_sha256,
         {f"evaluation {index}": each for index, each in enumerate(model.evaluations)},
@@ -144,7 +144,7 @@ def _check_evidence(model: ModelVersion) -> None:
 
 
 def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
-    """Raises Conflict where the run's records say something else, NotFound for a run that is not on record."""
+    """Raise Conflict if the run's records disagree, NotFound for an unknown run."""
     if not model.run_id:
         for field in ("session", "step", "chain", "spec_sha256", "data", "code"):
             if getattr(model, field):
@@ -172,7 +172,7 @@ def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
         given = getattr(model, field)
         if given != value:
             raise Conflict(
-                f"{field} is {given!r}, and the records of run {model.run_id} at step {model.step} say {value!r}; register again"
+                f"{field} is {given!r}, but the records of run {model.run_id} at step {model.step} say {value!r}; register again"
             )
 
 
@@ -197,23 +197,23 @@ def _checked(version: int) -> int:
 
 PAGE_SIZE = 100
 MAX_PATH = 4096
-"""Characters of the path or URL of a model's files."""
+"""Most characters of the path or URL of a model's files."""
 MAX_DOCUMENT = 1 << 20
-"""Characters of an evaluation's result or of a verdict."""
+"""Most characters of an evaluation's result or of a verdict."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 COPIED = (
     *("name", "version", "run_id", "chain", "path", "export_sha256", "statement_sha256", "spec_sha256"),
     *("data", "code", "parent", "stage", "registered_by", "registered_s"),
 )
-"""Fields that message and record have by the same name."""
+"""Fields with the same name in the message and in `ModelVersion`."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryCalls:
-    """The methods of ModelService on one ledger. `committed` is read, `ledger` is written."""
+    """The methods of ModelService on one ledger. Reads use `committed`, writes use `ledger`."""
 
     def __init__(self, ledger: Ledger, committed: Ledger, caller: Callable[[], str] = lambda: ""):
-        """`caller` returns the name of whoever makes the call."""
+        """`caller` returns the name of the current caller."""
         self._ledger, self._committed, self._caller = ledger, committed, caller
 
     def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
@@ -260,8 +260,8 @@ class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
         caller = current_caller()
         if not request.run_id and caller is not None and not caller.steers_all:
             raise InvalidInput(
-                f"run_id is empty; {caller.name} may register models of their own runs, so name the run. Models from elsewhere are "
-                "for operators"
+                f"run_id is empty; {caller.name} may register models of their own runs only, so name the run. Models from elsewhere "
+                "need the role operator"
             )
         async with self._lock:
             return self._calls.Register(request)
@@ -300,7 +300,7 @@ def message(ledger: Ledger, model: ModelVersion, *, with_evidence: bool = True) 
 
 
 def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
-    """Return the record of a message that is to be registered. Raises InvalidInput."""
+    """Return the model of a message that is to be registered. Raises InvalidInput."""
     for field in ("export_sha256", "statement_sha256"):
         if not SHA256.fullmatch(getattr(model, field)):
             raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits")
@@ -317,7 +317,6 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
 
 
 def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
-    """Return JSON objects. Raises InvalidInput."""
     found = []
     for index, text in enumerate(texts):
         if len(text) > MAX_DOCUMENT:
@@ -325,7 +324,7 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{field}[{index}] is no JSON: {error}") from None
+            raise InvalidInput(f"{field}[{index}] is not JSON: {error}") from None
         if not isinstance(document, dict):
             raise InvalidInput(f"{field}[{index}] is {text[:40]!r}, must be an object")
         found.append(document)
@@ -333,10 +332,9 @@ def _read_documents(field: str, texts: Any) -> list[dict[str, Any]]:
 
 
 def _read_token(token: str) -> tuple[str, int]:
-    """Return name and version after which a page begins. Raises InvalidInput."""
     name, _, version = token.rpartition(":")
     if token and not (name and version.isascii() and version.isdigit() and len(version) < 19):
-        raise InvalidInput(f"page_token {token[:40]!r} is none; send `next_page_token` of the answer before")
+        raise InvalidInput(f"page_token {token[:40]!r} is invalid; send `next_page_token` of the previous answer")
     return (name, int(version)) if token else ("", 0)
 
 

@@ -1,4 +1,4 @@
-"""The control plane's services for people and workers: runs, members, what limits the run, callers of the workers' services."""
+"""The control plane's services for people and workers: runs, members, identities of callers, status."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         while True:
             async with (
                 self._coordinator.watchers.changed
-            ):  # held from the query to the wait: no event is missed in between
+            ):  # held from the query to the wait, so that no event is missed in between
                 ended = ledger.run(request.run_id)["state"] in ENDED
                 events = ledger.events(request.run_id, after, EVENTS_AT_ONCE)
                 if not events and not ended and not self._coordinator.stopping:
@@ -80,7 +80,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             if ended and not events:
                 return
             if self._coordinator.stopping:
-                raise Unavailable("the coordinator stops; watch on when it is back")
+                raise Unavailable("the coordinator is stopping; watch again when it is back")
 
     @with_status
     async def Cancel(self, request: run_pb2.CancelRequest, context: Context) -> run_pb2.CancelResponse:
@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise member.stream_error
         finally:
             reports.cancel()
-            member.stream_error = None  # it refers to this call by its traceback, and the member stays
+            member.stream_error = None  # the error's traceback refers to this call, and the member stays
             await self._coordinator.pool.disconnected(member)
 
     @with_status
@@ -178,7 +178,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.WorkerServiceDrainResponse(held=held.get(member.member_id, 0))
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
-        """Take the member's reports; when its stream ends, or a report fails, end our stream to it."""
+        """Process the member's reports; if its stream ends, or a report fails, end our stream to it."""
         try:
             with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
                 async for report in reports:
@@ -189,7 +189,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             member.end_stream()
 
     def _check_room(self, member_id: str) -> None:
-        """Raises Unavailable when there are too many members; the worker tries again, and others may have left by then."""
+        """Raise Unavailable if there are too many members; the worker retries, and others may have left by then."""
         members = self._coordinator.members
         if self._capacity is None or members.get(member_id) is not None:
             return
@@ -210,14 +210,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _hello(reports: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.Hello:
-    """Return the first message of a stream. Raises InvalidInput, Conflict; Unavailable when none comes."""
+    """Return the first message of a stream. Raises InvalidInput, Conflict; Unavailable if none comes."""
     try:
         async with asyncio.timeout(HELLO_WAIT_S):
             first = await anext(aiter(reports), None)
     except TimeoutError:
         raise Unavailable(f"no hello within {HELLO_WAIT_S:g} s") from None
     if first is None or first.WhichOneof("report") != "hello":
-        raise InvalidInput("the first message of a stream has to be hello")
+        raise InvalidInput("the first message of a stream must be hello")
     check_hello(first.hello)
     return first.hello
 
@@ -227,10 +227,10 @@ IDENTIFY = "paceline.v1.AccessService/Identify"
 
 
 class AccessServicer(access_pb2_grpc.AccessServiceServicer):
-    """The callers of one coordinator."""
+    """Identifies the callers of one coordinator by their tokens."""
 
     def __init__(self, callers: TokenCallers, note: Callable[[Call], None] = lambda call: None):
-        """`note` takes questions about tokens that are nobody's, or do not count any more."""
+        """`note` is called with each request about an unknown or invalid token."""
         self._callers, self._note = callers, note
 
     @with_status
@@ -243,7 +243,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
             self._note_refusal(request, context, str(denied))
             return access_pb2.IdentifyResponse(refusal=str(denied))
         if caller is None:
-            self._note_refusal(request, context, "it is no token of this coordinator")
+            self._note_refusal(request, context, "it is not a token of this coordinator")
             return access_pb2.IdentifyResponse()
         return access_pb2.IdentifyResponse(name=caller.name, roles=sorted(caller.roles))
 
@@ -255,7 +255,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
 
 
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
-    """What limits the run that trains."""
+    """The status of the run that trains: what limits it, and its pools."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
@@ -279,8 +279,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 def _pool_status(name: str, sized: Sized) -> status_pb2.PoolStatus | None:
-    """Return None for a pool without a decision yet, and for one without run, scaler and workers."""
-    measured, state, is_scaled = sized.measured, sized.state, sized.asked_s is not None
+    """Return the pool's status; None before its first decision, and for a pool without run, scaler and workers."""
+    measured, state, is_scaled = sized.measured, sized.state, sized.requested_s is not None
     if measured is None or state is None:
         return None
     if not (is_scaled or measured.has_run or measured.ready + measured.starting):

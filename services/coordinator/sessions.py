@@ -1,13 +1,14 @@
 """Sessions of the learner: their numbers, the checkpoints that they begin from, and which checkpoints are kept.
 
-A checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and the next session
-begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
+A checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and the next
+session begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
 
-Versions and checkpoints are named by session and step. After a backup was put back the ledger knows less than the disk and the
-workers do, and a number given twice would be one name for two sets of weights: so a new one is unknown to all of them.
+Versions and checkpoints are named by session and step. A ledger that was restored from a backup knows less than the
+disk and the workers, and a number that is assigned twice would name two sets of weights. So a new number is always
+larger than all that they know.
 
-Of checkpoints the newest are kept, or the newest and the best by a metric. The ledger deletes its rows first, then the learner deletes
-the files: if a process dies in between, a restart never gets a checkpoint that is gone.
+The newest checkpoints are kept, or the newest and the best by a metric. The ledger deletes its rows first, then the
+learner deletes the files, so a restart never gets a deleted checkpoint if a process dies in between.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """Return the newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are
-    gone."""
+    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of the steps after it are gone."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     if run.spec.logger.keep_samples:
@@ -54,40 +54,37 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
     reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "none is registered"
     raise NotFound(
-        f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
-        f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
+        f"no checkpoint can be loaded from which training could continue ({reasons}), and the samples of step {gone} were "
+        f"not kept (logger.keep_samples is false). Restore a checkpoint, then `paceline resume {run.run_id}`"
     )
 
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
-    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not the
-    run's. Inside a transaction."""
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not one
+    of the run's. Inside a transaction."""
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty when it is accepted. The next session would open what it
-    names."""
+    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the path in it."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
     if not SHA256.fullmatch(report.sha256):
-        return f"{report.sha256[:80]!r} is no SHA-256"
+        return f"{report.sha256[:80]!r} is not a SHA-256"
     if not 0 <= report.step <= run.spec.max_num_steps:
-        return f"step {report.step} is beyond the run's last, {run.spec.max_num_steps}"
+        return f"step {report.step} is after the run's last, {run.spec.max_num_steps}"
     return ""
 
 
 def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
-    """Return the folder of the run's checkpoints."""
     return checkpoint_folder(run.spec.checkpointing, ledger.run_store(run.run_id), run.run_id)
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
-    """Return the session of the folder that a learner found in the place of its own checkpoint; None for another
-    folder."""
+    """Return the session of the folder that a learner found at the path of its own checkpoint; None for another path."""
     path, _, name = report.checkpoint_path.rpartition("/")
     session = session_of(name)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
@@ -106,24 +103,23 @@ class OnDisk(NamedTuple):
     """Content of the folder of a run's checkpoints."""
 
     session: int = 0
-    """Largest session that a folder in it names."""
+    """Largest session in the names of its folders."""
     moved: tuple[str, ...] = ()
     """Checkpoints ahead of the ledger that were set aside."""
     place: str = ""
-    """Folder where they are now."""
+    """Folder of the checkpoints that were set aside."""
 
 
 class SessionNumbers:
-    """Sessions that were found outside of the ledger, by run."""
+    """Largest sessions that were reported from outside the ledger, by run."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
 
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
-        """Note that something names this session of the run, whose newest on record is `newest`; return False for an
-        impossible number."""
+        """Note a session of the run, whose newest in the ledger is `newest`; return False for an impossible number."""
         if not 0 <= session <= newest + MOST_LOST:
-            log.warning("session %d of run %s cannot be, the newest is %d", session, run_id, newest)
+            log.warning("ignoring session %d of run %s, because the newest is %d", session, run_id, newest)
             return False
         self._heard[run_id] = max(self._heard.get(run_id, 0), session)
         return True
@@ -141,11 +137,10 @@ def session_of(name: str) -> int | None:
 def scan_checkpoints(
     checkpoints: Path, position: tuple[int, int], known_paths: Collection[str], *, move: bool
 ) -> OnDisk:
-    """Return the content of the folder of a run's checkpoints; `position` are the ledger's newest session and next
-    step.
+    """Return the content of the folder of a run's checkpoints; `position` is the ledger's newest session and next step.
 
-    With `move`, complete checkpoints that are ahead of the ledger are set aside in the same folder, where retention
-    does not delete them; checkpoints of `known` paths stay.
+    With `move`, complete checkpoints that are ahead of the ledger are moved to a folder beside them, where retention
+    does not delete them; checkpoints of `known_paths` stay.
     """
     if not checkpoints.is_dir():
         return OnDisk()
@@ -178,14 +173,14 @@ class Candidate(NamedTuple):
     value: float | None
     """Value of the metric; None if there is none."""
     pending: bool = False
-    """True when the evaluation that gives the value is not done yet."""
+    """True until the evaluation that gives the value has ended."""
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
     """Return the paths to keep, of `candidates` from oldest to newest.
 
     Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
-    (the newer of equal ones), and those whose value is still to come.
+    (the newer of equal ones), and those whose value is pending.
     """
     if settings.metric_name is None:
         return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
@@ -196,10 +191,9 @@ def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[
 
 
 def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
-    """Mark the checkpoints that are not to be kept as removed. Inside a transaction.
+    """Mark the surplus checkpoints as removed. Inside a transaction.
 
-    A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is
-    kept.
+    A checkpoint that could not be loaded is not counted. It stays while it is newer than the oldest one that is kept.
     """
     kept = ledger.checkpoints.kept(run_id)
     sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
@@ -209,7 +203,7 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
     keep = set(choose(candidates, settings))
     resumable = ledger.checkpoints.newest(
         run_id
-    )  # the newest may be ahead of the receipts, and is no help before they arrive
+    )  # the newest checkpoint may be ahead of the receipts, and cannot be used before they arrive
     if resumable is not None:
         keep.add(resumable.path)
     oldest = min((checkpoint.step for checkpoint in sound if checkpoint.path in keep), default=0)
@@ -218,13 +212,12 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the checkpoints that the ledger counts on, oldest first, and those that could not be loaded, because a
-    person may repair them."""
+    """Return the kept checkpoints, oldest first, with unloadable ones, because a person may repair them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 
 def _value(ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection) -> tuple[float | None, bool]:
-    """Return the metric of the weights after `step` steps, and whether it is still to come."""
+    """Return the metric of the weights after `step` steps, and whether it is pending."""
     if settings.metric_name is None:
         return None, False
     kind, _, name = settings.metric_name.partition(":")

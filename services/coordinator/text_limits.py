@@ -1,4 +1,4 @@
-"""Bounds on texts, names and numbers from members that end up in events, metrics and logs."""
+"""Limits on texts, names and numbers from members that enter events, metrics and logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT_BYTES = 4096
-"""Bytes of a reason, a warning, an error."""
+"""Bytes of a reason, a warning or an error."""
 
 MAX_LINE_BYTES = 1000
 """Bytes of a text in a line of the log; the run's events have the whole text."""
@@ -23,7 +23,7 @@ MAX_NAME = 64
 """Characters of a gauge's or metric's name."""
 
 MAX_EVENT_BYTES = 256 << 10
-"""Bytes of one event; a page of events fits into a message to a watcher."""
+"""Bytes of one event, so that a page of events fits into a message to a watcher."""
 
 
 def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
@@ -41,13 +41,13 @@ def one_line(text: str, limit: int = MAX_LINE_BYTES) -> str:
 
 
 def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite gauges with names of a usual length, MAX_GAUGES at most."""
+    """Return the finite gauges with names of at most MAX_NAME characters; MAX_GAUGES at most."""
     named = bounded_metrics(values, MAX_GAUGES)
     return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
 def bounded_metrics(values: Mapping[str, float], limit: int = MAX_METRICS) -> dict[str, float]:
-    """Return metrics with names of a usual length, `limit` at most; a loss need not be finite."""
+    """Return metrics with names of at most MAX_NAME characters, `limit` at most; a loss need not be finite."""
     kept: dict[str, float] = {}
     for name, value in values.items():
         if len(kept) == limit:
@@ -63,7 +63,7 @@ def seconds(value: float) -> float:
 
 
 def event_json(content: Mapping[str, Any]) -> str:
-    """Return an event as JSON, whatever it holds: texts are cut where it would be too large for a watcher."""
+    """Return an event as JSON; if it is too large for a watcher, its texts are cut."""
     text = json.dumps(content)
     if len(text) <= MAX_EVENT_BYTES:
         return text

@@ -1,4 +1,4 @@
-"""`paceline demo`: make the files, start the services, train twice, and report the result."""
+"""`paceline demo`: makes the files, starts the services, trains twice, and reports the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.spec.reading import load_spec
 
 FILES = "demo-files"
 STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
-"""Steps from one printed line to the next: of a run with rollouts, of a run on examples."""
+"""Steps between two printed lines: of a run with rollouts, of a run on examples."""
 
 
 @click.command()
@@ -37,7 +37,7 @@ STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
     help="Folder for the ledger and the runs.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the model, the data and both runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print only one JSON object at the end.")
 def main(overrides: tuple[str, ...], directory: Path, seed: int, as_json: bool) -> None:
     """Train a small model on this machine with all services, in a few minutes.
 
@@ -95,7 +95,7 @@ def make_files(directory: Path, seed: int) -> Path:
 
 
 def _train(client: Client, spec: RunSpec, title: str, screen: Screen) -> dict[str, Any]:
-    """Submit a run, follow it to the end, and return its summary.json. Raises PacelineError when the run did not succeed."""
+    """Submit a run, follow it to the end, and return its summary.json. Raises PacelineError if the run did not succeed."""
     run = client.submit(spec)
     screen.begin(title, spec)
     for event in client.watch(run.run_id):

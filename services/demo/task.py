@@ -1,9 +1,9 @@
 """The demo's task: `07+45=` → `250`, the sum's digits, least significant first.
 
-Least significant first, since a left-to-right model then needs one carry at a time. Problems are held out by a hash
-of the prompt, so no training answer ever shows a held-out one.
+This order lets a left-to-right model work with one carry at a time. Problems are held out by a hash of the prompt, so
+no training answer ever shows a held-out one.
 
-Model and tokenizer are made on the spot: a two-layer Qwen3 with random weights, one token a character.
+The model is a two-layer Qwen3 with random weights, and the tokenizer has one token a character.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def make_model(
 ) -> None:
     """Write a randomly initialised model with its tokenizer to `directory`.
 
-    initializer_range 0.05: at the usual 0.02 a model this small stays on a plateau for thousands of steps.
+    initializer_range is 0.05, because at the usual 0.02 a model this small stays on a plateau for thousands of steps.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -112,5 +112,5 @@ def make_model(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    # safetensors lets nobody but the owner read its files; containers read this one as another user.
+    # safetensors makes files readable only by their owner, but containers read this one as another user.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")

@@ -1,6 +1,7 @@
 """`paceline serve host-agent`: the relay of a host, which receives weights for all workers there and passes them on.
 
-Workers start one by themselves where there is none; the command is for those who place processes themselves (a DaemonSet).
+Workers start one by themselves if there is none; the command is for deployments that place processes themselves (a
+DaemonSet).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from paceline.weights.hosts.relay import Relay
 from paceline.weights.hosts.transport import transport_of
 
 FIRST_CLIENT_S = 20.0
-"""Seconds after its start in which the first worker has to come."""
+"""Seconds after its start within which the first worker has to connect."""
 LINGER_S = 1.0
-"""Seconds after the last worker has left: a worker that is started again finds the host's weights."""
+"""Seconds for which it stays after the last worker has left, so that a restarted worker finds the host's weights."""
 CHECK_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -47,15 +48,15 @@ log = logging.getLogger(__name__)
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @fabric_option
-@click.option("--port", default=0, show_default=True, help="Port for other hosts' agents; 0 takes a free one.")
+@click.option("--port", default=0, show_default=True, help="Port for relays of other hosts; 0 takes a free one.")
 @click.option(
     "--socket",
     "name",
     default="",
     hidden=True,
-    help="Name of the socket; default by coordinator and address.",
+    help="Name of the socket; default: derived from coordinator and address.",
 )
-@click.option("--stay", is_flag=True, help="Stay when no worker is there.")
+@click.option("--stay", is_flag=True, help="Stay even without workers.")
 def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: bool) -> None:
     """Bring weights to all workers of this host, once for all of them, and pass them on to the next host."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -79,7 +80,7 @@ def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: b
     except OSError as error:
         raise click.ClickException(f"cannot listen on {address}:{port}: {error.strerror}") from None
     threading.Thread(target=relay.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
-    log.info("agent %s listens at %s and on %s:%d", relay.agent_id, name, address, relay.port)
+    log.info("relay %s listens at %s and on %s:%d", relay.agent_id, name, address, relay.port)
     reminded_s = -math.inf
     while not stopped.wait(CHECK_S):
         if (sentence := insecurity(address)) and time.monotonic() - reminded_s > REMIND_S:

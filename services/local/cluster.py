@@ -5,11 +5,11 @@
 
 The services and the clients of this process find the coordinator's token by an environment variable with its path.
 
-Promises: every service has a separate log file under `<directory>/logs/`. A service that dies is started again and its
-death is logged in one line; all services end with the cluster. A service that keeps dying is restarted at growing
-intervals while the others go on; only a coordinator that cannot start at all ends the cluster. The coordinator keeps its
-port when it is restarted, so its address stays the same. One cluster at a time works in a directory, because its lock is
-taken before anything there is touched. The services themselves ensure that losing one loses no sample.
+Promises: every service has a separate log file under `<directory>/logs/`. A service that dies is restarted and its
+death is logged in one line; all services end with the cluster. A service that keeps dying is restarted with back-off
+while the others continue; only a coordinator that cannot start at all ends the cluster. The coordinator keeps its port
+when it is restarted, so its address stays the same. One cluster at a time works in a directory, because it takes the
+directory's lock before it touches anything there. The services themselves ensure that losing one loses no sample.
 """
 
 from __future__ import annotations
@@ -36,31 +36,26 @@ from paceline.spec import ClusterSection
 
 LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
-"""Ports of the coordinator and of its page, where they are free."""
+"""Default ports of the coordinator and of its page, if they are free."""
 NOT_READY_S = 60.0
-"""Seconds without listening, and each time again, after which a line says that the coordinator still starts."""
-
-COORDINATOR_BACKOFF_S = 10.0
-"""Longest pause before the next coordinator is started, because everything waits for it."""
+"""Seconds without listening after which, and again after each such time, a line says that the coordinator still starts.
+"""
 
 GRACE_S = 25.0
-"""Default of the seconds that a service has to end in good order after SIGTERM."""
+"""Default of the seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""Seconds after a service's grace until it is killed: for leaving and unloading, which are not part of the grace."""
+"""Seconds after a service's grace until it is killed, because leaving and unloading are not part of the grace."""
 
 EXPLAIN_AFTER_S = 3.0
-"""Seconds of waiting for services that end, after which a line names them."""
+"""Seconds of waiting for services to end, after which a line names them."""
 
-LEARNER_ENDS = (
-    ": the learner ends its step and writes a checkpoint, and one that is cut off is not used: training goes on from the one "
-    "before"
-)
+LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if that is cut off, training continues from the checkpoint before"
 WORKERS = ("rollout", "reward", "environment", "learner")
 DASHBOARD = "dashboard"
 TRACKERS = "trackers"
 READERS = (DASHBOARD, TRACKERS)
-"""Services that read the coordinator's records and that nothing waits for."""
+"""Services that read the coordinator's records; nothing waits for them."""
 ROLES = (*WORKERS, "coordinator", *READERS)
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -69,6 +64,9 @@ log = logging.getLogger(__name__)
 
 class LocalCluster:
     """A coordinator, rollout × N, reward × M, environment × E and one learner of K ranks on this host, supervised."""
+
+    coordinator_backoff_s = 10.0
+    """Longest back-off before the coordinator is restarted, because everything waits for it."""
 
     def __init__(
         self,
@@ -87,9 +85,9 @@ class LocalCluster:
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
         `--grace`; `options` are further options of a role's command line, and `launchers` commands that start a
         role's services, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a
-        service that dies so often in a row is given up, and `check` raises: for callers who prefer a failure to
+        service that dies so often in a row is given up, and `check` raises, for callers who prefer a failure to
         waiting. `gpus` are this host's, by their names in CUDA_VISIBLE_DEVICES; by default they are detected.
-        Services get those that `cluster` names. Raises SpecError when they cannot be divided."""
+        Services get those that `cluster` names. Raises SpecError if they cannot be divided."""
         self.directory = Path(directory).resolve()
         self.cluster = cluster
         self.address = ""
@@ -131,9 +129,9 @@ class LocalCluster:
         self.stop()
 
     def start_coordinator(self) -> str:
-        """Start the coordinator, wait until it listens and return its address. Raises Conflict when another cluster
-        works in the directory, and PacelineError, with the end of its log, when the coordinator ends before it
-        listens: a second start would fail too. A coordinator that waits, as for room on the disk, is waited for."""
+        """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
+        in the directory, and PacelineError, with the end of its log, if the coordinator ends before it listens,
+        because a second start would fail too. A coordinator may take its time, for example while the disk is full."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -160,11 +158,11 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner; they find the coordinator by themselves. `cluster.environment_workers` is a
-        number here: the caller knows whether its runs have environments."""
+        """Start the workers and the learner; they find the coordinator by themselves. `cluster.environment_workers`
+        must be a number here, because the caller knows whether its runs have environments."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
-                f"everything runs on CPUs, and this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
+                f"everything runs on CPUs, although this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
                 "cluster.rollout_gpus"
             )
         for role, number in (
@@ -177,8 +175,8 @@ class LocalCluster:
                 self.add(role)
 
     def start_dashboard(self, port: int) -> Path:
-        """Start the page of this coordinator and return the file that will have its address; 0 takes a free port. It is not
-        waited for: nothing else depends on it."""
+        """Start the page of this coordinator and return the file that will have its address; 0 takes a free port. Does
+        not wait for the page, because nothing depends on it."""
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
@@ -194,13 +192,13 @@ class LocalCluster:
         return ready_file
 
     def start_trackers(self) -> None:
-        """Start the process that sends runs to the trackers that their specs name. Nothing waits for it."""
+        """Start the process that sends runs to the trackers in their specs. Nothing waits for it."""
         options = ["--directory", str(self.directory), "--coordinator", self.address]
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout
-        worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        """Start one more service of `role` and return its name: that of a removed service that has ended, if there is
+        one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -210,21 +208,21 @@ class LocalCluster:
             role_options[role] += [
                 "--device",
                 "cuda",
-            ]  # a worker that cannot use its GPU fails, and does not fall back to the CPU
+            ]  # a worker that cannot use its GPU fails instead of using the CPU
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *role_options.get(role, [])]
         command = [f"paceline.services.{role}.main", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name
 
     def remove(self, role: str) -> str:
-        """Let the newest service of `role` end in good order and return its name, without waiting: it returns its work within
-        its grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        """Terminate the newest service of `role` and return its name, without waiting: it returns its work within its
+        grace, and is killed if it needs much longer. Raises NotFound without a service."""
         staying = [service for service in self._services[role] if service.stays]
         if not staying:
             raise NotFound(f"there is no {role} service to remove")
         service = staying[-1]
         service.terminate()
-        # Not joined: `stop` waits for the service itself.
+        # Not joined, because `stop` waits for the service itself.
         limit_s = self._grace_s + KILL_AFTER_S
         threading.Thread(target=service.wait_ended, args=(limit_s,), name=f"end of {service.name}", daemon=True).start()
         return service.name
@@ -241,7 +239,7 @@ class LocalCluster:
             self.remove(role)
 
     def pids(self, role: str) -> dict[int, int]:
-        """Return the process ids of the services of `role` by their index; a service that is being restarted has none."""
+        """Return the process ids of the services of `role` by their index, without those that are being restarted."""
         found = {index: service.pid for index, service in enumerate(self._services[role])}
         return {index: pid for index, pid in found.items() if pid is not None}
 
@@ -250,16 +248,15 @@ class LocalCluster:
         return list(self._service(role, index).deaths)
 
     def log_path(self, role: str, index: int = 0) -> Path:
-        """Return the log file of a service."""
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
         """Send a signal to a service and to all its processes; it is restarted after half a second and the death does
-        not count against it. Return False when it is just being restarted. Raises NotFound."""
+        not count against it. Return False if it is just being restarted. Raises NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:
-        """Raise the reason when a service was given up."""
+        """Raise the reason if a service was given up."""
         if self.failure is not None:
             raise self.failure
 
@@ -268,8 +265,8 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all services in good order: SIGTERM to the workers and the learner, which return their leases and write a
-        checkpoint, then to the coordinator, which takes both. A service that needs longer than its grace is killed."""
+        """End all services: SIGTERM to the workers and the learner, which return their leases and write a checkpoint,
+        then to the coordinator, which receives both. A service that needs longer than its grace is killed."""
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
@@ -278,7 +275,7 @@ class LocalCluster:
         self._lock.release()
 
     def _wait_ended(self, services: Sequence[Service]) -> None:
-        """Wait for services that were told to end; name those that take long, and kill them when their time is over."""
+        """Wait for terminated services; name those that take long, and kill them after their time."""
         started_s = time.monotonic()
         allowed_s = self._grace_s + KILL_AFTER_S
         while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:
@@ -306,14 +303,14 @@ class LocalCluster:
             self._say,
             self._give_up,
             max_deaths,
-            COORDINATOR_BACKOFF_S if role == "coordinator" else MAX_BACKOFF_S,
+            self.coordinator_backoff_s if role == "coordinator" else MAX_BACKOFF_S,
         )
         services[index : index + 1] = [service]
         service.start()
         return service
 
     def _free_index(self, role: str) -> int:
-        """Return the index of a service that was removed and has ended, else that of a further one."""
+        """Return the index of a removed service that has ended, else the next one."""
         services = self._services[role]
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 
@@ -321,7 +318,7 @@ class LocalCluster:
         return [*self._launchers.get(role, ()), sys.executable, "-m", *arguments]
 
     def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
-        # Beside a GPU, threads copy and convert tensors; more processes than GPUs share these alone.
+        # Beside a GPU, threads copy and convert tensors; more processes than GPUs share these threads.
         threads = threads_beside(self._gpu_uses) if gpus else 1
         return os.environ | {
             THREADS_VARIABLE: str(max(self.cluster.threads_per_process, threads)),
@@ -348,7 +345,7 @@ WAIT_S = 120.0
 
 
 def start_page(cluster: LocalCluster, host: str, say: Callable[[str], None]) -> None:
-    """Start the page of a cluster, and say its link once it listens. A thread waits for it, so that the run goes on meanwhile."""
+    """Start the page of a cluster; a thread waits until it listens and prints its link."""
     ready_file = cluster.start_dashboard(free_port(host, PAGE_PORT))
     thread = threading.Thread(target=_say_link, args=(ready_file, cluster.token_file, say), daemon=True)
     thread.start()

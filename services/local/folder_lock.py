@@ -1,6 +1,6 @@
 """A lock on a folder: one process at a time works there, and the error for the next process names the holder.
 
-The lock dies with its holder, however that ends. Its file stays, with the holder's process id for people.
+The lock ends with its holder's process. Its file stays, with the holder's process id for people.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ class FolderLock:
     """A lock that one object at a time holds, from `take` to `release`."""
 
     def __init__(self, path: Path, who: str, option: str = "--directory"):
-        """`path` is the lock's file, in the folder that it protects; `who` describes the holder, and `option` names another
-        folder."""
+        """`path` is the lock's file in its folder; `who` describes the holder, and `option` names another folder."""
         self._path = path
         self._who = who
         self._option = option
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Take the lock at once, and make the folder if need be. Raises Conflict when another process holds it."""
+        """Take the lock at once, and create the folder if it is missing. Raises Conflict if another process holds it."""
         make_directory(self._path.parent)
         file = self._path.open("a+")
         try:

@@ -1,8 +1,9 @@
-"""A function object as a file: its source, with what it uses of its module, for reward functions of a notebook or script.
+"""Writes a function object to a file with everything that it uses of its module, for reward functions of a notebook or
+script.
 
-Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined beside it, the
-imports that they use, and constants. A function that needs more, such as a variable of an enclosing function, is refused
-with that name.
+Nothing is pickled. The file has the function, the functions and classes that it uses and that were defined beside it,
+the imports that they use, and constants. A function that needs more, such as a variable of an enclosing function, is
+refused with that name.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from paceline.errors import InvalidInput
 from paceline.files.whole_file import write_whole
 
 CLASS_NAMES = {"__name__", "__module__", "__qualname__"}
-"""Names that the body of a class sets and reads by itself."""
+"""Names that the body of a class sets and reads itself."""
 PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def named_function(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function` for a function object: its own file where that can be imported, else a new file in
+    """Return `path/to/file.py:function` for a function object: its own file if that can be imported, else a new file in
     `folder` with its source.
 
-    Raises InvalidInput: a lambda, a method, a built-in, a function that uses variables of another function, or an object
-    that has no source.
+    Raises InvalidInput for a lambda, a method, a built-in, a function that uses variables of another function, and an
+    object without source.
     """
     if not isinstance(function, FunctionType):
         raise InvalidInput(
@@ -55,7 +56,7 @@ def named_function(function: Callable[..., Any], folder: Path) -> str:
 
 
 def _importable_file(function: FunctionType) -> Path | None:
-    """Return the file of a function at the top of a module that is no script; None for any other."""
+    """Return the file of a function at the top of a module that is not a script; None for any other."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     at_top = getattr(module, function.__name__, None) is function
@@ -63,15 +64,15 @@ def _importable_file(function: FunctionType) -> Path | None:
 
 
 class _Source:
-    """Source of functions and classes with what they use, each name once."""
+    """Sources of functions and classes with everything that they use, each name once."""
 
     def __init__(self) -> None:
         self._imports: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._objects: dict[str, object] = {}
-        """Functions and classes by name, those under way included."""
+        """Functions and classes by name, with those in progress."""
         self._definitions: list[str] = []
-        """Their sources, each after what it uses."""
+        """Their sources, each after those that it uses."""
         self._folders: set[str] = set()
         """Folders of modules that only this process finds."""
 
@@ -80,8 +81,8 @@ class _Source:
         self._objects[function.__name__] = function
         if function.__code__.co_freevars:
             raise InvalidInput(
-                f"{function.__name__} uses {', '.join(function.__code__.co_freevars)} of the function around it, and its source "
-                "alone does not have that; pass values as kwargs of the reward, or define them at the top"
+                f"{function.__name__} uses {', '.join(function.__code__.co_freevars)} of the enclosing function, which its source "
+                "alone does not have; pass values as kwargs of the reward, or define them at the top"
             )
         for name in sorted(_global_names(function.__code__) | _names_in_head(source)):
             if name in function.__globals__:
@@ -126,7 +127,7 @@ class _Source:
             self._folders |= _private_folder(module)
         else:
             raise InvalidInput(
-                f"{user} uses {name}, a {type(value).__name__}, which cannot be written to a file as it is; make it inside the "
+                f"{user} uses {name}, a {type(value).__name__}, which cannot be written to a file; create it inside the "
                 "function, or put both into a .py file and name that (`file.py:function`)"
             )
 
@@ -145,16 +146,15 @@ class _Source:
 
 
 def _private_folder(module: str) -> set[str]:
-    """Return the folder of a module that is found only from this process' script or working directory; empty for any
-    other."""
+    """Return the folder of a module that only this process' script or working directory can import; else empty."""
     top = sys.modules.get(module.partition(".")[0])
     file = getattr(top, "__file__", None)
     if not file:
         return set()
     folder = Path(file).resolve().parent
     folder = folder.parent if hasattr(top, "__path__") else folder
-    own = {Path(sys.path[0] or ".").resolve(), Path.cwd()} if sys.path else {Path.cwd()}
-    return {str(folder)} if folder in own else set()
+    private = {Path(sys.path[0] or ".").resolve(), Path.cwd()} if sys.path else {Path.cwd()}
+    return {str(folder)} if folder in private else set()
 
 
 def _is_in_module(value: object, module: str) -> bool:
@@ -174,7 +174,7 @@ def _source_of(function: FunctionType) -> str:
 
 
 def _class_source(value: type, functions: list[FunctionType]) -> str:
-    """Return the source of a class, found by that of its methods: a notebook's classes have no file of their own."""
+    """Return the source of a class, found by that of its methods, because a notebook's classes have no file."""
     for function in functions:
         lines = linecache.getlines(function.__code__.co_filename)
         for node in ast.walk(ast.parse("".join(lines))):
@@ -186,13 +186,13 @@ def _class_source(value: type, functions: list[FunctionType]) -> str:
 
 def _without_source(value: object) -> InvalidInput:
     return InvalidInput(
-        f"{_name(value)} has no source that could be read (was it made by exec?); put it into a .py file and name that "
+        f"{_name(value)} has no source that can be read (was it made by exec?); put it into a .py file and name that "
         "(`file.py:function`)"
     )
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the global names that code reads, that of its inner functions included."""
+    """Return the global names that code reads, with that of its inner functions."""
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in reads}
     for constant in code.co_consts:
@@ -202,7 +202,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _names_in_head(source: str) -> set[str]:
-    """Return the names in decorators, default values and a class' body outside of its methods: code objects lack them."""
+    """Return names in decorators, defaults and a class' body outside of methods, because code objects lack them."""
     definition = ast.parse(source).body[0]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     parts: list[ast.AST] = [*getattr(definition, "decorator_list", ())]

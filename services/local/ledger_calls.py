@@ -1,4 +1,4 @@
-"""Calls of the coordinator that only read, answered from a ledger in this process, beside its coordinator or without one."""
+"""Answers the coordinator's read-only calls from a ledger in this process, with or without a running coordinator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Called(Protocol):
 
 
 class LedgerCalls:
-    """A ledger, read-only, beside its coordinator or without one. One thread reads."""
+    """A read-only ledger. One thread reads."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -40,15 +40,17 @@ class LedgerCalls:
         return await self._on_thread(self._answer, method, request)
 
     async def stream(self, method: Called, request: Any, token: str = "") -> AsyncIterator[Any]:
-        """Yield the events on record; only Watch is answered."""
+        """Yield the recorded events; only Watch is answered."""
         if not isinstance(request, run_pb2.WatchRequest):
             raise _needs_coordinator(method)
-        wanted = records_pb2.ListEventsRequest(run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE)
+        page_request = records_pb2.ListEventsRequest(
+            run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE
+        )
         while True:
-            found = await self._on_thread(lambda: self._opened().ListEvents(wanted))
+            found = await self._on_thread(lambda: self._opened().ListEvents(page_request))
             for event in found.events:
                 yield run_pb2.WatchResponse(sequence=event.sequence, kind=event.kind, json=event.json)
-            wanted.after = found.next_after
+            page_request.after = found.next_after
             if not found.more:
                 return
 

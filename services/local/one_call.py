@@ -5,8 +5,8 @@
     )
     pandas.DataFrame(result.metrics).plot("step", "reward")
 
-Promise: the services end with the call, however it ends. A run that was interrupted is cancelled, so the next call does
-not go on with it.
+Promise: the services end with the call, however it ends. An interrupted run is cancelled, so the next call does not
+continue it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
 
 MAX_DEATHS = 5
-"""Deaths in a row after which a service is given up: a caller prefers an error to waiting."""
+"""Deaths in a row after which a service is given up, because a caller prefers an error to waiting."""
 RETRIED = "It is retried automatically"
 """End of the message of a pause that the coordinator ends by itself."""
 
@@ -60,8 +60,9 @@ class TrainedRun:
     """Content of summary.json."""
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
-        rewards. Raises NotFound: no such step, samples that were not kept, a ledger that is on another machine."""
+        """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions
+        and rewards. Raises NotFound if there is no such step, if samples were not kept, or if the ledger is on
+        another machine."""
         from paceline.services.coordinator.ledger.ledger import Ledger
         from paceline.services.coordinator.records.reader import records_in
 
@@ -88,16 +89,16 @@ def train(
     connect: Callable[..., Client] = Client,
     **sections: Any,
 ) -> TrainedRun:
-    """Train one run on this host, and return its results once it has succeeded.
+    """Train one run on this host, and return its results after it has succeeded.
 
     `spec` is a `RunSpec`, a mapping of sections, or a YAML file with `overrides` ("section.key=value"); `sections`
-    (`policy={...}`, `algorithm="sft"`) are laid over it, and make a spec by themselves. `rewards` are function objects,
-    names (`math_accuracy`, `file.py:function`) or sections with weights. `data` and `validation` are paths, or rows that
-    are written to a file. `directory` holds the ledger and the runs; `show` gets a line for each step and warning, None
+    (`policy={...}`, `algorithm="sft"`) are laid over it, or are the whole spec. `rewards` are function objects, names
+    (`math_accuracy`, `file.py:function`) or sections with weights. `data` and `validation` are paths, or rows that are
+    written to a file. `directory` holds the ledger and the runs; `show` gets a line for each step and warning, None
     shows nothing. `start_cluster` and `connect` are for tests.
 
-    Raises InvalidInput (SpecError, DataError) for what cannot be trained, PacelineError for a run that has not succeeded,
-    with its message.
+    Raises InvalidInput (SpecError, DataError) for invalid input, PacelineError for a run that has not succeeded, with
+    its message.
     """
     directory = Path(directory).resolve()
     spec = assembled(spec, overrides, sections, rewards, data, validation, directory)
@@ -138,7 +139,7 @@ def assembled(
 ) -> RunSpec:
     """Return the spec of a call of `train`; files that it needs are written below `directory`. Raises InvalidInput."""
     if overrides and not isinstance(spec, str | Path):
-        raise InvalidInput("overrides go with a spec's file; give sections as keyword arguments instead")
+        raise InvalidInput("overrides need a spec's file; give sections as keyword arguments instead")
     if isinstance(spec, str | Path):
         spec = load_spec(spec, tuple(overrides))
     tree = spec.model_dump(mode="json") if isinstance(spec, RunSpec) else _copied(spec or {})
@@ -148,12 +149,12 @@ def assembled(
         tree[name] = {**before, **section} if laid_over and isinstance(before, dict) else _copied(section)
     if rewards is not None:
         tree["rewards"] = [_reward(reward, directory / "functions") for reward in rewards]
-        tree["folder"] = ""  # they need not lie below the folder of the spec's file
+        tree["folder"] = ""  # they may lie outside the folder of the spec's file
     for key, source in (("train", data), ("validation", validation)):
         if source is not None:
             section = tree.setdefault("data", {})
             if not isinstance(section, dict):
-                raise InvalidInput(f"data is {type(section).__name__}, a section is a mapping")
+                raise InvalidInput(f"data is {type(section).__name__}, it has to be a mapping")
             section[key] = _data_file(source, directory / "data")
     folder = tree.pop("folder", "")
     return parse_spec(tree, base=Path.cwd()).model_copy(update={"folder": folder})
@@ -183,8 +184,7 @@ def _named(function: Any, folder: Path) -> str:
 
 
 def _data_file(source: Data, folder: Path) -> str:
-    """Return the path of a data set; rows are written to a file that is named after their content, encrypted with the storage key where
-    there is one."""
+    """Return the path of a data set; rows go to a file named after their content, encrypted with a storage key."""
     if isinstance(source, str | Path):
         return str(source)
     lines = []
@@ -203,7 +203,7 @@ def _data_file(source: Data, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Leave the environment's token as it was, because the next call may have another directory."""
+    """Restore the environment's token afterwards, because the next call may have another directory."""
     before = os.environ.get(VARIABLE)
     try:
         yield
@@ -213,7 +213,6 @@ def _own_token() -> Iterator[None]:
 
 
 def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> TrainedRun:
-    """Follow a run to its end. Raises PacelineError unless it succeeds."""
     metrics: list[dict[str, float]] = []
     evaluations: list[dict[str, float]] = []
     for event in client.watch(run_id):
@@ -224,7 +223,7 @@ def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> Traine
         if line := _line(event):
             say(line)
         if _needs_a_person(event):
-            raise PacelineError(f"run {run_id} is paused, and was cancelled: {event.content.get('message', '')}")
+            raise PacelineError(f"run {run_id} was paused, so it was cancelled: {event.content.get('message', '')}")
     run = client.get(run_id)
     state, folder = RunState.of(run), Path(run.directory)
     if state is not RunState.SUCCEEDED:
@@ -235,7 +234,6 @@ def _followed(client: Client, run_id: str, say: Callable[[str], None]) -> Traine
 
 
 def _needs_a_person(event: Event) -> bool:
-    """Return whether the run is paused until somebody resumes it."""
     paused = event.kind == "state" and event.content.get("state") == RunState.PAUSED
     return paused and RETRIED not in str(event.content.get("message", ""))
 

@@ -1,4 +1,4 @@
-"""What a run needs of this host: memory and GPUs, services of each role, and the local files and folders that its spec names."""
+"""The resources of this host for a run: memory, GPUs, services of each role, and the spec's local files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def room_here() -> Room:
 
 
 def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
-    """Return the spec with the GPUs of this host divided as `paceline up` does it, and the sentence on it; unchanged where the
+    """Return the spec with the GPUs of this host divided as by `paceline up`, and a sentence on it; unchanged if the
     spec names GPUs, or the size of GPUs elsewhere."""
     if spec.cluster.gpu_gb is not None or spec.cluster.learner_gpus or spec.cluster.rollout_gpus:
         return spec, ""
@@ -35,10 +35,10 @@ def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` for a run on this host, and what was chosen.
+    """Return the spec without `auto` for a run on this host, and sentences on the chosen values.
 
-    Raises SpecError when a GPU cannot hold its load. What does not fit into the host's free memory, which changes, is only
-    warned of (`paceline.models.memory_estimate.shortage`).
+    Raises SpecError if a GPU cannot hold its load. A spec that does not fit into the host's free memory, which changes,
+    gets only a warning (`paceline.models.memory_estimate.shortage`).
     """
     room, shape = room_here(), read_shape(spec.policy.model_name)
     spec, chosen = planned(spec, shape, room, has_vllm=importlib.util.find_spec("vllm") is not None)
@@ -48,8 +48,8 @@ def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
 
 
 def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
-    """Return the services that the runs need: as the first of them with rollouts says. Runs on examples need no workers, and
-    only runs with an environment need environment workers, one unless they say how many."""
+    """Return the services that the runs need, as the first of them with rollouts says. Runs on examples need no
+    workers, and only runs with an environment need environment workers: one unless they say how many."""
     sizes = next((spec.cluster for spec in specs if spec.samples), specs[0].cluster)
     if not any(spec.samples for spec in specs):
         none = {"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
@@ -62,18 +62,18 @@ def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
 
 
 MAX_SIBLINGS = 1000
-"""Files of a folder that are compared with a name that is not there."""
+"""Most files of a folder that are compared with a missing name."""
 
 
 def check_paths_are_here(spec: RunSpec) -> None:
-    """Raises SpecError, a line for each local path of a model, data file or file of code that is not on this machine."""
+    """Raise SpecError, a line for each local path of a model, data file or code file that is missing here."""
     missing = missing_paths(spec)
     if missing:
         raise SpecError("\n".join(missing))
 
 
 def missing_paths(spec: RunSpec) -> list[str]:
-    """Return a sentence for each such path. Names of a hub and URLs are left to the workers, which read them."""
+    """Return a sentence for each such path. Names of a hub and URLs are not checked, because the workers read them."""
     return [*_models(spec), *_data(spec), *_functions(spec)]
 
 
@@ -120,7 +120,7 @@ def _functions(spec: RunSpec) -> list[str]:
 
 
 def _remedy(path: Path) -> str:
-    """Return what to do about a path that is not there: the nearest name beside it, if one is near."""
+    """Return the remedy for a missing path: the nearest name beside it, if one is near."""
     try:
         siblings = [each.name for each, _ in zip(path.parent.iterdir(), range(MAX_SIBLINGS), strict=False)]
     except OSError:

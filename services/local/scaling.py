@@ -1,7 +1,7 @@
-"""`paceline up --scale`: the pools of one host get the sizes that the coordinator decides, as KEDA gives them to a cluster's pools.
+"""`paceline up --scale`: gives the pools of one host the sizes that the coordinator decides, as KEDA does in a cluster.
 
-One thread asks for the coordinator's status and adds or removes services. A service that is removed drains: it returns its
-work before it ends. Nothing changes while the coordinator is away or does not know.
+One thread requests the coordinator's status and adds or removes services. A removed service drains: it returns its work
+before it ends. Nothing changes while the coordinator is away or does not know the sizes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from paceline.spec import ClusterSection
 from paceline.v1 import status_pb2, status_pb2_grpc
 
 ASK_S = 2.0
-"""Seconds between two questions."""
+"""Seconds between two requests."""
 
 CALL_S = 10.0
 AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
-"""Statuses after which it simply asks again."""
+"""Statuses after which the request is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Settings of a host's pools: processes start faster than hosts do, and cost nothing but the host's own cores."""
+"""Settings of a host's pools: processes start faster than hosts do, and cost only the host's cores."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are fewest and most workers by
-    role; by default none between runs, and as many as the host has cores, or as the spec says where they have GPUs."""
+    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are fewest and most
+    workers by role; the default is none between runs, and as many as the host has cores, or with GPUs as the spec
+    says."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),
@@ -58,7 +59,7 @@ def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -
 
 
 class LocalScaler:
-    """The sizes of the pools of one cluster, from entry to exit."""
+    """Follows the sizes of the pools of one cluster, from entry to exit."""
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None], ask_s: float = ASK_S):
         self._cluster, self._say, self._ask_s = cluster, say, ask_s
@@ -72,7 +73,7 @@ class LocalScaler:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """End the thread, before the cluster stops: nothing is started after that."""
+        """End the thread before the cluster stops, so that nothing is started after that."""
         self._ended.set()
         self._thread.join(CALL_S + self._ask_s)
 
@@ -84,7 +85,7 @@ class LocalScaler:
                     self._apply(pool.name, pool.desired)
 
     def _scaled(self, stub: status_pb2_grpc.StatusServiceStub) -> list[status_pb2.PoolStatus]:
-        """Return the pools with a size to follow; none while the coordinator is away or does not know."""
+        """Return the pools with a size to follow; none while the coordinator is away or does not know the sizes."""
         try:
             status = stub.Status(status_pb2.StatusRequest(), timeout=CALL_S)
         except grpc.RpcError as error:
@@ -96,5 +97,5 @@ class LocalScaler:
     def _apply(self, role: str, size: int) -> None:
         before = self._cluster.size(role)
         if size != before and not self._ended.is_set():
-            self._say(f"{role} workers: {before} become {size} (`paceline status` says why)")
+            self._say(f"{role} workers: {before} become {size} (`paceline status` explains the size)")
             self._cluster.resize(role, size)

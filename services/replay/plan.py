@@ -1,7 +1,7 @@
-"""The plan of a replay: which steps, from which checkpoint, on how many ranks, with which groups.
+"""The plan of a replay: its steps, the checkpoint to start from, the ranks and their groups.
 
-It is read from the ledger, which is opened read-only, so a replay can neither disturb a run nor be disturbed by it. The
-promise: each rank gets the groups that it trained, by the function with which the exchange served them.
+It is read from the ledger, which is opened read-only, so run and replay cannot disturb each other. Promise: each rank
+gets the groups that it trained, by the function with which the exchange served them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.wire import decode_group
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Steps [start, end) of a run, as recorded."""
+    """Recorded steps [start, end) of a run."""
 
     run_id: str
     spec: RunSpec
@@ -34,7 +34,7 @@ class ReplayPlan:
     ranks: int
     """World size that trained step `start`."""
     steady: bool
-    """True when all steps were trained at that world size; a replay is not bit-identical otherwise."""
+    """True if all steps were trained at that world size; a replay is not bit-identical otherwise."""
     threads: int
     """Compute threads of each rank."""
     checkpoint: Checkpoint | None
@@ -46,10 +46,10 @@ class ReplayPlan:
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
-    """Make a plan from the record. `end` None is after the last trained step.
+    """Make a plan from the ledger. `end` None is after the last trained step.
 
-    Raises NotFound: no such run, no checkpoint of step `start`, a step that was not trained, samples that were not
-    kept; SpecError: a spec of another version, in which more than unknown keys cannot be read.
+    Raises NotFound for an unknown run, without a checkpoint of step `start`, for a step that was not trained, and if
+    samples were not kept; SpecError for a spec of another version that differs in more than unknown keys.
     """
     row = ledger.run(run_id)
     spec, warnings = spec_of_run(run_id, row["spec_yaml"])
@@ -69,7 +69,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     )
     gone = ledger.group_queries.first_step_without_payloads(run_id, start, end) if spec.samples else None
     if gone is not None:
-        raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
+        raise NotFound(f"the samples of step {gone} were not kept, because the run has logger.keep_samples false")
     return ReplayPlan(
         run_id=run_id,
         spec=spec,
@@ -85,18 +85,19 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
 
 
 def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int) -> list[Group]:
-    """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a group that was
-    changed."""
+    """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a changed group."""
     groups = []
     for row in split_batch(ledger.db, run_id, step, world_size)[rank]:
         payload = ledger.payload(run_id, row["group_id"])
-        assert payload is not None, "plan_replay has looked"
+        assert payload is not None, "plan_replay has checked it"
         rewards = np.frombuffer(row["rewards"], "<f4").tolist()
         reference_row = ledger.payload(run_id, row["group_id"], "reference")
         reference = None if reference_row is None else read_frame(reference_row.arrays)
         group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
         if group.digest(row["digest"]) != row["digest"]:
-            raise Conflict(f"group {row['group_id']} of step {step} is not what was trained; its digest differs")
+            raise Conflict(
+                f"group {row['group_id']} of step {step} has changed since it was trained; its digest differs"
+            )
         groups.append(group)
     return groups
 
@@ -122,7 +123,6 @@ def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
 
 
 def _threads(spec: RunSpec, checkpoints: list[Checkpoint]) -> int:
-    """Return the threads that a checkpoint recorded, else the spec's."""
     for checkpoint in checkpoints:
         try:
             return read_manifest(Folder(checkpoint.path))[0].num_threads

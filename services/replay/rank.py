@@ -2,8 +2,8 @@
 it.
 
 There is no coordinator and no member: batches come from the ledger, weights from a checkpoint or the model, and results
-go to a folder. It takes the same steps through the same trainer as `services/learner/training/run.py`, so on CPUs, at the
-recorded world size and thread count, it reaches the run's weights bit for bit.
+go to a folder. It takes the same steps through the same trainer as `services/learner/training/run.py`, so on CPUs, at
+the recorded world size and thread count, it reaches the run's weights bit for bit.
 
 Rank 0 prints one JSON object on a line for each step, and one for the checkpoint of the last step.
 """
@@ -99,7 +99,7 @@ def replay(
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @click.option("--device", required=True)
 def main(ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, output: Path, device: str) -> None:
-    """One rank of a replay; `paceline replay` sets its options."""
+    """Run one rank of a replay; `paceline replay` sets the options."""
     die_with_starter()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     bound_caches()
@@ -107,13 +107,13 @@ def main(ledger_path: Path, run_id: str, spec_path: Path, start: int, end: int, 
     status = 0
     try:
         ledger = Ledger(ledger_path, read_only=True)
-        spec = spec_from_yaml(spec_path.read_text())  # of a run that a coordinator has accepted
+        spec = spec_from_yaml(spec_path.read_text())  # a coordinator has accepted it
         replay(ledger, run_id, spec, start, end, output, set_up_device(device, "127.0.0.1"))
     except PacelineError as error:
         log.error("%s", error)
         status = 1
     except Exception:
-        log.exception("the replay cannot go on")
+        log.exception("the replay cannot continue")
         status = 1
     end_process(status)
 

@@ -152,7 +152,7 @@ def test_pause_and_resume_follow_the_state(client: Client, spec_path: Path) -> N
     assert state_name(client.pause(run_id)) == "paused"
     assert state_name(client.resume(run_id)) == "running"
     assert state_name(client.cancel(run_id)) == "cancelled"
-    with pytest.raises(Conflict, match="cancelled already"):
+    with pytest.raises(Conflict, match="already cancelled"):
         client.cancel(run_id)
     assert [e.content["state"] for e in events] == ["paused", "running", "cancelled"]
 

@@ -33,6 +33,7 @@ from paceline.v1 import (
 from paceline.wire import PROTOCOL
 
 DEADLINE_S = 60.0
+TICK_S = 0.05
 
 
 class Plane:
@@ -41,7 +42,7 @@ class Plane:
     def __init__(self, directory: Path, timeout_s: float = 60.0, capacity: Capacity | None = None):
         self.directory = directory
         self.ledger = Ledger(directory / "ledger.sqlite")
-        self.coordinator = Coordinator(self.ledger, directory, Members(timeout_s), "127.0.0.1", 0)
+        self.coordinator = Coordinator(self.ledger, directory, Members(timeout_s), "127.0.0.1", 0, tick_s=TICK_S)
         self.server = GrpcServer("127.0.0.1", 0)
         runs, workers = (
             RunServicer(self.coordinator),

@@ -1,1 +1,1 @@
-"""Commands that read the records of runs: no coordinator is needed."""
+"""Commands that read the records of runs, with or without a coordinator."""

@@ -1,4 +1,4 @@
-"""`paceline audit verify|show`: the audit log of the coordinator whose directory this is. They need no coordinator."""
+"""`paceline audit verify|show`: the audit log of the coordinator of this directory, which need not run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ COLUMNS = ("record", "time", "who", "from", "what", "about", "result", "why")
 
 @click.group()
 def audit() -> None:
-    """Show or verify who changed something and who was refused, on the coordinator's host."""
+    """Show or verify the log of changes and refused calls, on the coordinator's host."""
 
 
 @audit.command()
 @directory_option
 @json_option
 def verify(directory: Path, as_json: bool) -> None:
-    """Verify the chain of the audit log, with the ledger and the manifests of checkpoints; exit status 1 if a record was changed
-    or is missing."""
+    """Verify the chain of the audit log, with the ledger and the manifests of checkpoints; exit status 1 if a record
+    was changed or is missing."""
     from paceline.services.coordinator.audit_log import verification
 
     with opened_ledger(directory / LEDGER_NAME) as opened:
@@ -43,11 +43,11 @@ def verify(directory: Path, as_json: bool) -> None:
 
 @audit.command()
 @click.option("--last", type=click.IntRange(min=1), default=50, show_default=True, help="Newest records to show.")
-@click.option("--all", "shows_all", is_flag=True, help="All records, from the oldest.")
+@click.option("--all", "shows_all", is_flag=True, help="Show all records, from the oldest.")
 @directory_option
 @json_option
 def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
-    """Show the newest records, oldest first. With --json one JSON object a line, with all fields."""
+    """Show the newest records, oldest first; with --json as JSON lines, with all fields."""
     from paceline.services.coordinator.audit_log.verification import records
 
     folder = directory / AUDIT_NAME
@@ -57,7 +57,7 @@ def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
     damage = ""
     try:
         for record in records(folder):
-            if shows_all and as_json:  # a gigabyte need not fit into memory
+            if shows_all and as_json:  # a gigabyte may not fit into memory
                 print_json(record.fields)
             else:
                 newest.append(record.fields)
@@ -75,7 +75,7 @@ def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
 def _row(fields: Mapping[str, Any]) -> list[str]:
     count, why = fields.get("count", 1), fields.get("why", "")
     result = f"{fields['result']} ×{count}" if count > 1 else str(fields["result"])
-    why = why.partition("; ")[0]  # without the remedy, which was for the caller
+    why = why.partition("; ")[0]  # without the remedy, which is the caller's
     certificate = fields.get("certificate", "")
     who = " ".join(filter(None, (fields.get("who", ""), certificate and f"({certificate})")))
     subject, address = fields.get("subject", ""), fields.get("address", "")

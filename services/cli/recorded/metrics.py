@@ -1,4 +1,4 @@
-"""`paceline metrics RUN`: the metrics of a run as a table, CSV, Parquet or JSON. It needs no coordinator, and takes one."""
+"""`paceline metrics RUN`: the metrics of a run as a table, CSV, Parquet or JSON, from a ledger or a coordinator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
 TIME = "time"
-"""Name of the wall clock of a step."""
+"""Name of the wall-clock time of a step."""
 Row = dict[str, Any]
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations.")
+@click.option(
+    "--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Metrics of steps or of evaluations."
+)
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
 @click.option("--parquet", type=FILE, help="Write every step to this Parquet file.")
 @click.option("--explain", metavar="NAME", help="Explain a metric, or all that a pattern fits, instead.")
@@ -46,10 +48,11 @@ def metrics(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Show the last value of every metric of RUN (its id or its folder), or of those of the NAMEs (reward, 'age/*'), with
-    its range over the run.
+    """Show the last value and the range of every metric of RUN (its id or its folder), or of the metrics that match
+    NAMES (reward, 'age/*').
 
-    With --csv, --parquet or --json every step is a row; the column `step` is the number of the step, or the version evaluated.
+    With --csv, --parquet or --json every step is a row; the column `step` is the number of the step, or the evaluated
+    version.
     """
     if explain is not None:
         _explain(explain, as_json)
@@ -105,7 +108,7 @@ def metric_rows(events: Iterable[RecordedEvent], kind: str) -> list[Row]:
 
 
 def selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """Return the rows with `step` and the metrics whose name fits one of the patterns; with all if there is no pattern."""
+    """Return the rows with `step` and the metrics that match one of the patterns; all metrics without patterns."""
     return [
         {
             name: value
@@ -117,7 +120,7 @@ def selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
 
 
 def check_names(patterns: Sequence[str], names: Sequence[str], run_id: str) -> None:
-    """Raises NotFound for a pattern that no metric fits, with the nearest name. A run without steps has none yet."""
+    """Raise NotFound, with the nearest name, for a pattern that matches no metric, unless the run has no steps yet."""
     for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
@@ -136,7 +139,7 @@ def _write_csv(rows: Sequence[Row]) -> None:
 
 
 def _write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write a column of doubles for each metric, whole or not at all. Raises NotFound without the file's folder."""
+    """Write a column of doubles for each metric, atomically. Raises NotFound if the file's folder is missing."""
     from paceline.data.table_rows import need_table_packages
 
     need_table_packages("a Parquet file")
@@ -147,14 +150,14 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parquet(columns: dict[str, Any], path: Path) -> None:
-    """Write a table, whole or not at all. Raises NotFound without the file's folder."""
+    """Write a table atomically. Raises NotFound if the file's folder is missing."""
     import pyarrow as pa
     import pyarrow.parquet
 
     from paceline.files.whole_file import written_whole
 
     if not path.parent.is_dir():
-        raise NotFound(f"no folder {path.parent}; make it first")
+        raise NotFound(f"no folder {path.parent}; create it first")
     with written_whole(path) as partial:
         pyarrow.parquet.write_table(pa.table(columns), partial, compression="zstd")
 

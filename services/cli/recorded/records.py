@@ -1,5 +1,4 @@
-"""Commands on the records of a run: ledger verify, ledger backup, ledger encrypt, export. They need no coordinator, and those that
-only read take one."""
+"""`paceline ledger` and `paceline export`. They need no coordinator; those that only read can use one."""
 
 from __future__ import annotations
 
@@ -45,21 +44,21 @@ def ledger() -> None:
     "--repair",
     "repairs",
     is_flag=True,
-    help="First have untrained groups that cannot be read generated again, and mark damaged checkpoints. Stop the coordinator before.",
+    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before.",
 )
 @source_options
 @json_option
 def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. A coordinator
-    compares them on its own host."""
+    """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. With
+    --coordinator they are compared on the coordinator's host."""
     from paceline.services.coordinator.audit.repair import repair
 
     if repairs and coordinator:
         raise click.UsageError("--repair changes files; run it on the coordinator's host, without --coordinator")
-    done: list[str] = []
+    repaired: list[str] = []
     if repairs:
         path = find_run(run, directory)[0] if run else directory / LEDGER_NAME
-        repair(path, done.append if as_json else click.echo)
+        repair(path, repaired.append if as_json else click.echo)
     if run:
         with records_of_run(run, directory, coordinator) as (source, run_id):
             reports = {run_id: source.records.verify(run_id, deep=deep)}
@@ -69,7 +68,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
             reports = {each: source.records.verify(each, deep=deep) for each in run_ids(source)}
     found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
     if as_json:
-        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
+        print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": repaired} if repairs else {}))
     else:
         for each, report in reports.items():
             click.echo(render.verify_text(each, report.problems, report.facts))
@@ -82,7 +81,7 @@ def verify(run: str | None, deep: bool, repairs: bool, directory: Path, coordina
 @directory_option
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
-    """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
+    """Write a consistent copy of the ledger to the file DESTINATION; the coordinator may keep running."""
     from paceline.services.coordinator.ledger.backup import back_up
 
     with opened_ledger(directory / LEDGER_NAME) as opened:
@@ -97,17 +96,17 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--old-key-file",
     type=FILE,
-    help="File with the storage key that the ledger is encrypted with now; default: it is not encrypted.",
+    help="File with the ledger's present storage key; default: it is not encrypted.",
 )
 @directory_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
-    """Encrypt the ledger with the storage key that the environment gives. Stop the coordinator before; the ledger's disk needs
-    room for a second copy of it meanwhile."""
+    """Encrypt the ledger with the storage key from the environment. Stop the coordinator before; the ledger's disk
+    needs room for a second copy meanwhile."""
     from paceline.services.coordinator.ledger.backup import encrypt_ledger
 
     new = storage_key()
     if new is None:
-        raise InvalidInput(f"no storage key is given; name a file that has it by {FILE_VARIABLE}")
+        raise InvalidInput(f"no storage key is given; name a file with the key in {FILE_VARIABLE}")
     encrypt_ledger(directory / LEDGER_NAME, _key_in(old_key_file) if old_key_file else None, new, click.echo)
 
 
@@ -126,7 +125,7 @@ def _key_in(path: Path) -> StorageKey | None:
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Type of the weights; default the run's checkpointing.export_dtype.",
 )
-@click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone.")
+@click.option("--adapter", is_flag=True, help="Write only the LoRA adapter.")
 @source_options
 @json_option
 def export(
@@ -138,15 +137,15 @@ def export(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Write a Hugging Face model folder from the newest complete checkpoint of RUN (its id or its folder), to a folder or an
-    fsspec URL (s3://bucket/model).
+    """Write a Hugging Face model folder from the newest complete checkpoint of RUN (its id or its folder), to a folder
+    or an fsspec URL (s3://bucket/model).
 
-    Without a destination it is `exports/step-N` beside the run's checkpoints, where `run:RUN` in a spec finds it.
-    A LoRA adapter is merged into its base; with --adapter the folder holds the adapter alone, as peft reads it. With
-    --coordinator the checkpoint has to be at a URL, or in a folder that this machine has too.
+    The default destination is `exports/step-N` beside the run's checkpoints, where `run:RUN` in a spec finds it. A LoRA
+    adapter is merged into its base; with --adapter the folder has only the adapter, as peft reads it. With
+    --coordinator the checkpoint has to be at a URL, or in a folder that this machine shares.
     """
     if adapter and dtype:
-        raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
+        raise click.UsageError("--dtype is for whole models; an adapter is always float32")
     from paceline.spec.reading import spec_of_run
 
     with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -181,11 +180,10 @@ def export(
 
 
 def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
-    """Return the checkpoint to export. Raises NotFound."""
     newest = _newest(source.records, run)
     if newest is None:
         raise NotFound(
-            f"run {run.run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+            f"run {run.run_id} has no complete checkpoint yet; checkpointing.save_period sets when it writes one"
         )
     if isinstance(source, Client) and "://" not in newest.path and not os.path.isdir(newest.path):
         raise NotFound(
@@ -196,8 +194,7 @@ def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
 
 
 def _newest(records: Records, run: Run) -> RecordedCheckpoint | None:
-    """Return the checkpoint of the highest trained step whose chain is that of the run's batches, of those that can be loaded; None
-    without one."""
+    """Return the loadable checkpoint of the highest trained step on the chain of the run's batches, or None."""
     found = [each for each in records.checkpoints(run.run_id) if not each.damaged and each.step <= run.step]
     for checkpoint in sorted(found, key=lambda each: (each.step, each.session), reverse=True):
         before = next(records.batches(run.run_id, checkpoint.step - 1), None) if checkpoint.step else None

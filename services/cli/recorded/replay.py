@@ -1,4 +1,4 @@
-"""`paceline replay RUN --from STEP`: train recorded steps again, without the services, and compare with the run."""
+"""`paceline replay RUN --from STEP`: trains recorded steps without services, and compares with the run's weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     type=int,
     default=0,
     show_default=True,
-    help="First step: 0, or a step that has a checkpoint.",
+    help="First step: 0, or a step with a checkpoint.",
 )
-@click.option("--to", "end", type=int, help="Step to stop before; default after the last that was trained.")
+@click.option("--to", "end", type=int, help="Step to stop before; default after the last trained step.")
 @click.option("--output", type=PATH, help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
@@ -108,7 +108,9 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
     tree = yaml.safe_load(spec_to_yaml(spec))
     for override in overrides:
         if override.startswith(("data.", "rewards", "algorithm", "grpo.num_")):
-            raise Conflict(f"{override!r} would change the batches, which are on record; only training can change")
+            raise Conflict(
+                f"{override!r} would change the batches, which are recorded; override only settings of training"
+            )
         apply_override(tree, override)
     return parse_spec(tree)
 
@@ -127,11 +129,11 @@ def _command(ranks: int) -> list[str]:
 
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
-    """Yield the objects that rank 0 prints; pass other lines on to stderr. Raises PacelineError when the ranks fail."""
+    """Yield the objects that rank 0 prints; pass other lines on to stderr. Raises PacelineError if the ranks fail."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONSAFEPATH": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # also transformers', between the lines of the steps
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers, too, prints between the lines of the steps
     }
     with subprocess.Popen(
         [*command, *options], env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
@@ -153,7 +155,8 @@ def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dic
 def _written(
     lines: Iterator[dict[str, Any]], path: Path, recorded: Mapping[int, float], *, quiet: bool
 ) -> tuple[dict[str, Any], int]:
-    """Write the steps' metrics to a file and show them; return the checkpoint's line and the number of losses that are as recorded."""
+    """Write the steps' metrics to a file and print them; return the checkpoint's line and the number of losses that
+    equal the recorded ones."""
     saved: dict[str, Any] = {}
     equal_losses = 0
     with path.open("w") as metrics:

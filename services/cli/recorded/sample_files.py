@@ -1,7 +1,7 @@
 """Writes a run's samples to a file that a run can train on again: every completion, or pairs for preference training.
 
-The name's extension decides the format. A chat prompt stays a list of messages in Parquet and JSONL; CSV has no lists, so
-they are JSON there. Columns of the data set become columns of the file again.
+The name's extension decides the format. A chat prompt stays a list of messages in Parquet and JSONL; CSV has no lists,
+so it becomes JSON there. Columns of the data set become columns of the file again.
 """
 
 from __future__ import annotations
@@ -65,17 +65,18 @@ def export_samples(
     """Write every completion that the run has trained on as a row of `destination`; return the number of rows.
 
     With `pairs` (a, b): a row for each group whose best completion has a total reward of at least a and whose worst one
-    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step, and the folder of
-    `destination` a temporary file with all groups. The file appears whole under its name or not at all. Raises NotFound: nothing was
-    trained, samples were not kept or cannot be read, no such folder, no pair. Raises InvalidInput for another extension.
+    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step, and the
+    folder of `destination` a temporary file with all groups. The file is written atomically. Raises NotFound if nothing
+    was trained, if samples were not kept or cannot be read, without the folder, and without a pair; InvalidInput for
+    another extension.
     """
     form = destination.suffix.lower()
     if form not in FORMATS:
         raise InvalidInput(
-            f"{destination.name}: the extension names the format, and {form or 'none'!r} is none of {', '.join(FORMATS)}"
+            f"{destination.name}: the format {form or 'none'!r} of its extension is none of {', '.join(FORMATS)}; rename the file"
         )
     if not destination.parent.is_dir():
-        raise NotFound(f"no folder {destination.parent}; make it first")
+        raise NotFound(f"no folder {destination.parent}; create it first")
     if form == ".parquet":
         from paceline.data.table_rows import need_table_packages
 
@@ -109,7 +110,7 @@ def export_samples(
 
 
 class TrainedGroups:
-    """The trained groups of a run. The columns of a file depend on all of them, so they are read once, into a temporary file."""
+    """The trained groups of a run, read once into a temporary file, because the columns depend on all of them."""
 
     def __init__(self, records: Records, run_id: str, file: IO[str]):
         """Raises NotFound."""
@@ -139,7 +140,7 @@ class TrainedGroups:
         return {name: _type_of(kinds - {"null"}) for name, kinds in sorted(self._kinds.items())}
 
     def message_keys(self) -> list[str] | None:
-        """Return the keys of the messages where every prompt is a chat; None where any is a text."""
+        """Return the keys of the messages if every prompt is a chat; None if any is a text."""
         keys = ["role", "content", *sorted(self._message_keys - {"role", "content"})]
         return keys if self._prompt_kinds == {"array"} else None
 
@@ -171,8 +172,8 @@ def _type_of(kinds: set[str]) -> str:
 def _rows_of_step(groups: list[Row], columns: dict[str, str], make: Callable[[Row], list[Row]]) -> list[Row]:
     rows = []
     for group in groups:
-        own = {name: value for name, value in group["columns"].items() if name in columns}
-        rows += [own | row for row in make(group)]
+        columns_of_group = {name: value for name, value in group["columns"].items() if name in columns}
+        rows += [columns_of_group | row for row in make(group)]
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
@@ -207,7 +208,7 @@ def _completion_rows(group: Row) -> list[Row]:
 
 
 def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
-    """Return the group's best and worst completion as a pair; none where they are equal, empty or beyond the bounds."""
+    """Return the group's best and worst completion as a pair; none if they are equal, empty or outside the bounds."""
     rewarded = [c for c in group["completions"] if c["reward"] is not None and c["text"]]
     if not rewarded:
         return []
@@ -294,7 +295,7 @@ def _write_parquet(
 
 
 def _cell(value: Any, kind: str, message_keys: list[str] | None) -> Any:
-    """Return a value as Parquet takes it: a chat as messages that all have the same keys, other nested values as JSON."""
+    """Return a value in a type of Parquet: a chat as messages that all have the same keys, other nested values as JSON."""
     if kind == "prompt" and message_keys and isinstance(value, list):
         return [{key: _text(message.get(key)) for key in message_keys} for message in value]
     return _text(value) if kind in ("prompt", "string") else value

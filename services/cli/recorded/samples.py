@@ -1,6 +1,4 @@
-"""`paceline samples`: shows what a run trained on or what it answered in an evaluation, and exports it. It needs no coordinator,
-and takes one.
-"""
+"""`paceline samples`: shows or exports a run's trained samples or an evaluation's completions."""
 
 from __future__ import annotations
 
@@ -23,10 +21,12 @@ from paceline.services.common.options import json_option, print_json
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (
-    click.option("--text", metavar="TEXT", help="Only completions that have TEXT, or whose prompt has it."),
+    click.option("--text", metavar="TEXT", help="Only completions with TEXT in them or in their prompt."),
     click.option("--group", "group_id", type=click.IntRange(min=0), help="Only this group."),
     click.option("--state", help="Groups in this state instead of batches: generated, scored, dropped …"),
-    click.option("--finish-reason", metavar="REASON", help="Only completions that ended so: stop, length …"),
+    click.option(
+        "--finish-reason", metavar="REASON", help="Only completions that ended with this reason: stop, length …"
+    ),
     click.option("--min-reward", type=float, help="Least total reward of a completion."),
     click.option("--max-reward", type=float, help="Largest total reward of a completion."),
     click.option("--min-tokens", type=click.IntRange(min=0), help="Least tokens of a completion."),
@@ -37,7 +37,7 @@ FILTERS = (
 
 
 def filter_options(command: CommandT) -> CommandT:
-    """Add the filters as options; each is named as the field of ListSamplesRequest."""
+    """Add the filters as options with the names of ListSamplesRequest's fields."""
     for option in reversed(FILTERS):
         command = option(command)
     return command
@@ -45,7 +45,7 @@ def filter_options(command: CommandT) -> CommandT:
 
 @dataclass(frozen=True)
 class SampleChoice:
-    """What the options of `paceline samples` ask for."""
+    """The samples that the options of `paceline samples` select."""
 
     step: int | None
     of_evaluation: bool
@@ -54,9 +54,9 @@ class SampleChoice:
     """Fields of ListSamplesRequest that are set."""
 
     def groups(self, source: Source, run_id: str, limit: int) -> list[dict[str, Any]]:
-        """Return the groups as `paceline samples --json` prints them, with the completions that pass alone; with filters at most
-        `limit`, unless it is 0. Raises NotFound."""
-        source.get(run_id)  # raises NotFound with the runs that exist
+        """Return the groups as `paceline samples --json` prints them, with only the completions that pass; with filters
+        at most `limit`, unless it is 0. Raises NotFound."""
+        source.get(run_id)  # raises NotFound, with the existing runs
         request = self._request(source.records, run_id)
         found: list[dict[str, Any]] = []
         for group in source.records.sample_groups(run_id, full=True, **request):
@@ -72,11 +72,11 @@ class SampleChoice:
             for content in found:
                 if not content["completions"]:
                     click.echo(
-                        f"group {content['group_id']} cannot be read; `paceline ledger verify {run_id}` says why",
+                        f"group {content['group_id']} cannot be read; `paceline ledger verify {run_id}` names the damage",
                         err=True,
                     )
         if not found:
-            raise NotFound(f"run {run_id} has no sample that passes; `paceline runs` says how many steps it has")
+            raise NotFound(f"run {run_id} has no sample that passes; `paceline runs` shows how many steps it has")
         return found
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
@@ -86,7 +86,7 @@ class SampleChoice:
 
         need_table_packages("a Parquet file")
         if not destination.parent.is_dir():
-            raise NotFound(f"no folder {destination.parent}; make it first")
+            raise NotFound(f"no folder {destination.parent}; create it first")
         columns = source.records.samples(run_id, **self._request(source.records, run_id, all_steps=True))
         if not columns:
             raise NotFound(f"run {run_id} has no sample that passes")
@@ -108,7 +108,6 @@ class SampleChoice:
 
 
 def _without_completions(group: Any) -> dict[str, Any]:
-    """Return the content of a group whose completions are not stored."""
     return {
         "group_id": group.group_id,
         "step": group.step if group.HasField("step") else None,
@@ -122,12 +121,11 @@ def _without_completions(group: Any) -> dict[str, Any]:
 
 
 SHOWN = 4
-"""Groups that are shown unless --limit says otherwise."""
+"""Groups that are shown without --limit."""
 
 
 class _ShowByDefault(click.Group):
-    """Group in which `samples RUN` is `samples show RUN`. No run has the name of a command, because every run's id ends
-    with a number."""
+    """`samples RUN` is `samples show RUN`. No command has the name of a run, because a run's id ends with a number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -137,8 +135,8 @@ class _ShowByDefault(click.Group):
 
 @click.group(cls=_ShowByDefault)
 def samples() -> None:
-    """Show the groups that a step trained on (samples RUN --step STEP) or those of an evaluation (samples RUN --eval), or
-    write those of all steps to a file."""
+    """Show the groups that a step trained on (samples RUN --step STEP) or those of an evaluation (samples RUN --eval),
+    or write those of all steps to a file."""
 
 
 @samples.command("export")
@@ -191,7 +189,7 @@ def export_all(
         )
     bounds = (_or(at_least, float("-inf")), _or(at_most, float("inf"))) if pairs else None
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        source.get(run_id)  # raises NotFound with the runs that exist
+        source.get(run_id)  # raises NotFound, with the existing runs
         rows = export_samples(source.records, run_id, destination, pairs=bounds)
     render.answer(
         as_json,
@@ -214,9 +212,9 @@ def export_all(
 @click.option(
     "--parquet",
     type=FILE,
-    help="Write the completions as a table to this file instead, those of all steps unless --step is given.",
+    help="Write the completions as a table to this file; those of all steps without --step.",
 )
-@click.option("--no-pager", is_flag=True, help="Print at once, also on a terminal.")
+@click.option("--no-pager", is_flag=True, help="Print without a pager, also on a terminal.")
 @source_options
 @json_option
 def show(
@@ -234,8 +232,8 @@ def show(
     as_json: bool,
     **filters: Any,
 ) -> None:
-    """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; as JSON lines with
-    --json. Filters of completions look in all steps unless --step is given."""
+    """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; with --json as
+    JSON lines. Filters of completions search all steps without --step."""
     _check_options(step, of_evaluation, version, limit, best, worst)
     choice = SampleChoice(step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None})
     with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -257,7 +255,7 @@ def show(
         for line in _lines(shown, len(groups), of_evaluation):
             click.echo(line)
     else:
-        os.environ.setdefault("LESS", "-FRX")  # less ends by itself where all fits on the screen
+        os.environ.setdefault("LESS", "-FRX")  # `less` ends by itself if all fits on the screen
         click.echo_via_pager(f"{line}\n" for line in _lines(shown, len(groups), of_evaluation))
 
 
@@ -270,9 +268,9 @@ def _check_options(
     worst: int | None,
 ) -> None:
     if of_evaluation and step is not None:
-        raise click.UsageError("--step names a trained step; with --eval name the version: --version N")
+        raise click.UsageError("--step is for a trained step; with --eval name the version: --version N")
     if version is not None and not of_evaluation:
-        raise click.UsageError("--version goes with --eval; a trained step is --step N")
+        raise click.UsageError("--version is for --eval; name a trained step with --step N")
     if sum(option is not None for option in (limit, best, worst)) > 1:
         raise click.UsageError("--limit, --best and --worst exclude one another")
 
@@ -289,7 +287,6 @@ def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, An
 
 
 def _lines(shown: list[dict[str, Any]], number: int, of_evaluation: bool) -> Iterator[str]:
-    """Yield the text of each group, and at the end how to see those that were left out."""
     for group in shown:
         yield render.sample_text(group, of_evaluation=of_evaluation)
     if len({group["group_id"] for group in shown}) < number:

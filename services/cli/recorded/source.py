@@ -1,12 +1,12 @@
-"""Where the commands on records read them: a ledger on this machine, or a coordinator anywhere.
+"""The source of the commands on records: a ledger on this machine, or a coordinator anywhere.
 
-`--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of
-`--directory` is read, whether a coordinator works there or not; where there is none, the coordinator of
-PACELINE_COORDINATOR is asked. A command is written once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads
-a coordinator. A ledger is opened read-only, so a coordinator that works there is not disturbed.
+`--coordinator` reads from that coordinator, and needs only its address and token. Without it, the ledger of
+`--directory` is read, even if a coordinator uses it, because it is opened read-only; if there is no ledger, the
+coordinator of PACELINE_COORDINATOR is used. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a
+coordinator, so each command is written once.
 
-So are registered models found. Commands that change them open the ledger as its one writer, which is refused while a
-coordinator has it; then --coordinator names that one.
+Registered models are found in the same way. Commands that change them open the ledger as its one writer, which is
+refused while a coordinator uses it; they then need --coordinator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _coordinator_option = click.option(
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help=f"Ask the coordinator there instead of reading files; also {VARIABLE}, where --directory has no ledger.",
+    help=f"Read from the coordinator at this address instead of files; also {VARIABLE}, if --directory has no ledger.",
 )
 
 
@@ -83,12 +83,11 @@ class LedgerRuns:
 
     @property
     def models(self) -> Models:
-        """The registered models, to read."""
+        """The registered models, read-only."""
         return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
-        last."""
+        """Return the ids of all runs, oldest first, even with unreadable columns; runs with lost rows come last."""
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
@@ -98,7 +97,7 @@ class LedgerRuns:
 
 
 Source: TypeAlias = Client | LedgerRuns
-"""What the commands read: a coordinator, or a ledger here."""
+"""The source of the commands: a coordinator, or a ledger here."""
 
 
 def run_ids(source: Source) -> list[str]:
@@ -108,8 +107,7 @@ def run_ids(source: Source) -> list[str]:
 
 @contextlib.contextmanager
 def opened_ledger(path: Path) -> Iterator[Ledger]:
-    """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
-    LedgerFault."""
+    """Open the ledger at `path`, read-only; explain the damage of an unreadable file. Raises NotFound, LedgerFault."""
     from paceline.services.coordinator.ledger.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
 
@@ -123,14 +121,14 @@ def opened_ledger(path: Path) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def ledger_source(path: Path) -> Iterator[LedgerRuns]:
-    """Give the records of the ledger at `path`. Raises NotFound."""
+    """Open the records of the ledger at `path`. Raises NotFound."""
     with opened_ledger(path) as ledger:
         yield LedgerRuns(ledger)
 
 
 @contextlib.contextmanager
 def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
-    """Give the records of a coordinator, or of the ledger of `directory`. Raises NotFound, Unavailable."""
+    """Open the records of a coordinator, or of the ledger of `directory`. Raises NotFound, Unavailable."""
     address = coordinator or _address_instead(directory / LEDGER_NAME)
     with Client(address) if address else ledger_source(directory / LEDGER_NAME) as source:
         yield source
@@ -138,7 +136,7 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
-    """Give the records and the id of a run that is named by its id or by its folder. Raises NotFound, Unavailable."""
+    """Open the records of a run by its id or folder; return them with the id. Raises NotFound, Unavailable."""
     if coordinator:
         path, run_id = directory / LEDGER_NAME, run
     else:
@@ -149,9 +147,9 @@ def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterat
 
 @contextlib.contextmanager
 def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
-    """Give the runs of `directory` or, without one, of the coordinator.
+    """Open the runs of `directory` or, without one, of the coordinator.
 
-    When nobody named a coordinator and none answers, the default directory is read, if it has a ledger, and a line says
+    If nobody named a coordinator and none answers, the default directory is read, if it has a ledger, and a line says
     so. Raises Unavailable, NotFound.
     """
     if directory is None:
@@ -160,7 +158,7 @@ def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
                 yield client
                 return
         click.echo(
-            f"no coordinator answers at {coordinator}; this is what {DEFAULT_DIRECTORY} has on record",
+            f"no coordinator answers at {coordinator}; these are the records in {DEFAULT_DIRECTORY}",
             err=True,
         )
     with ledger_source((directory or DEFAULT_DIRECTORY) / LEDGER_NAME) as source:
@@ -181,7 +179,7 @@ def _answers(client: Client) -> bool:
 
 
 def _address_instead(path: Path) -> str:
-    """Return the coordinator to ask where there is no ledger at `path`, and nobody named a folder."""
+    """Return the coordinator to use if there is no ledger at `path`, and nobody named a folder."""
     source = click.get_current_context().get_parameter_source("directory")
     if os.path.lexists(path) or source != click.core.ParameterSource.DEFAULT:
         return ""
@@ -194,14 +192,14 @@ _OPTION = click.Option(["--coordinator"])
 
 @contextlib.contextmanager
 def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Give the registered models of a coordinator, or of the ledger of `directory`, to read. Raises NotFound, Unavailable."""
+    """Open the registered models of a coordinator or of a ledger, read-only. Raises NotFound, Unavailable."""
     with records_of(directory, coordinator) as source:
         yield source.models
 
 
 @contextlib.contextmanager
 def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Give the registered models to change them. Raises NotFound, Unavailable; Conflict while a coordinator has the ledger."""
+    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict beside a coordinator."""
     with records_of(directory, coordinator) as source:
         if isinstance(source, Client):
             yield source.models
@@ -214,7 +212,7 @@ def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Mod
     try:
         ledger = Ledger(path)
     except Conflict as error:
-        raise Conflict(f"{error}. Name the coordinator that works there with --coordinator HOST:PORT") from None
+        raise Conflict(f"{error}. Name the coordinator that uses it with --coordinator HOST:PORT") from None
     with contextlib.closing(ledger):
         yield _local(ledger)
 

@@ -1,7 +1,7 @@
 """Progress of a run on the screen: one line for each event, and on a terminal a bar with the reward's curve below.
 
-Elsewhere each line begins with the time and the run, and a step's line ends with the time that is left, because such lines
-are read from the log of a container.
+Off a terminal each line begins with the time and the run, and a step's line ends with the remaining time, because such
+lines are read in the log of a container.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.services.common.options import json_option, print_json
 from paceline.services.common.reporting.terminal import scaled, sparkline
 
 ALWAYS = frozenset({"warning", "state"})
-"""Kinds of events that are shown although the user wants a quiet screen."""
+"""Kinds of events that --quiet shows too."""
 
 BAR_CURVE_COLUMNS = 16
 INTERVALS = 20
-"""Newest steps whose pace gives the time that is left."""
+"""Newest steps whose pace gives the remaining time."""
 
 Show = Callable[[Event], None]
 
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
     quiet: bool = False
     """Only warnings, changes of state and the outcome."""
     bar: bool = True
-    """A progress bar, where the output is a terminal."""
+    """A progress bar, if the output is a terminal."""
 
 
 def shown_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +48,7 @@ def shown_options(command: Callable[..., None]) -> Callable[..., None]:
         command(*args, shown=Shown(as_json, quiet, not no_progress), **options)
 
     for option in (
-        click.option("--no-progress", is_flag=True, help="Print lines only, without a bar, also on a terminal."),
+        click.option("--no-progress", is_flag=True, help="Print only lines, without a bar, also on a terminal."),
         click.option("--quiet", "-q", is_flag=True, help="Print only warnings, changes of state and the outcome."),
         json_option,
     ):
@@ -57,10 +57,10 @@ def shown_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Course:
-    """The run so far, as its events tell it."""
+    """A run's progress by its events."""
 
     def __init__(self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic):
-        """Events from the step `live_from` on happen now; infinity: none does."""
+        """Events from the step `live_from` on happen now; with infinity none does."""
         self.total_steps = total_steps
         self._live_from = live_from
         self.step = 0
@@ -68,7 +68,7 @@ class Course:
         self.values: list[float] = []
         """Rewards (of a run on examples: losses) of the steps that had one."""
         self.measure = "reward"
-        """What the values are: `reward` or `loss`."""
+        """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=INTERVALS + 1)
@@ -94,7 +94,7 @@ class Course:
             self._times_s.append(self._clock())
 
     def left(self) -> str:
-        """Return the time that is left, as text; empty while it is unknown."""
+        """Return the remaining time as text; empty while it is unknown."""
         intervals, steps = len(self._times_s) - 1, self.total_steps - self.step
         if intervals < 1 or steps <= 0:
             return ""
@@ -107,8 +107,7 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Give a function that shows an event. Events with sequence numbers up to `earlier` were shown before: one line stands
-    for all of them."""
+    """Yield a function that shows an event; one line summarizes the events up to `earlier`, which were shown before."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None
@@ -139,7 +138,7 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
 
 
 def _plain(run_id: str, course: Course) -> Callable[[Event | None, str], None]:
-    """Return a function that prints a line; off a terminal with time, run and the time that is left."""
+    """Return a function that prints a line; off a terminal with time, run and the remaining time."""
     is_terminal = sys.stdout.isatty()
 
     def say(event: Event | None, line: str) -> None:

@@ -1,5 +1,4 @@
-"""Commands about runs (submit, runs, watch, cancel, pause, resume, drop, checkpoint), their pools (status) and workers
-(members, drain)."""
+"""Commands on runs, their pools (status) and workers (members, drain)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
-@click.option("--wait", "and_wait", is_flag=True, help="Return when it has ended or is paused, with an exit status.")
+@click.option(
+    "--wait", "and_wait", is_flag=True, help="Wait until the run has ended or is paused; the exit status says how."
+)
 @coordinator_option
 @shown_options
 def submit(
@@ -41,8 +42,8 @@ def submit(
 ) -> None:
     """Queue a run from a YAML spec, with overrides such as grpo.max_num_steps=50.
 
-    Exit status with --wait: 0 succeeded, 1 failed, 3 cancelled, 4 paused, with the reason on stderr; 1 also when the
-    coordinator is gone for good. Ctrl-C leaves the run as it is.
+    Exit status with --wait: 0 succeeded, 1 failed, 3 cancelled, 4 paused, with the reason on stderr; 1 also if the
+    coordinator stays away for good. Ctrl-C does not affect the run.
     """
     from paceline.spec.reading import load_spec
 
@@ -84,7 +85,7 @@ def runs(coordinator: str, directory: Path | None, as_json: bool) -> None:
 def watch(run: str, after: int, coordinator: str, directory: Path | None, shown: Shown) -> None:
     """Follow a run until it ends; exit status 1 if it does not succeed. JSON lines with --json.
 
-    RUN is its id or its folder. Of a directory, or a folder, it shows what is on record.
+    RUN is its id or its folder. With a directory or a folder it shows the recorded events.
     """
     if Path(run).is_dir() and directory is None:
         path, run = find_run(run, DEFAULT_DIRECTORY)
@@ -118,18 +119,18 @@ def pause(run: str, coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def resume(run: str, coordinator: str, as_json: bool) -> None:
-    """Go on with a run that is paused; queue a run that has failed again."""
+    """Continue a paused run, or queue a failed one again."""
     with Client(coordinator) as client:
         _say(render.run_facts(client.resume(run)), as_json)
 
 
 @click.command()
 @click.argument("run")
-@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds to wait for it.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds to wait for the checkpoint.")
 @coordinator_option
 @json_option
 def checkpoint(run: str, timeout_s: float, coordinator: str, as_json: bool) -> None:
-    """Let the learner write a checkpoint after the step under way, and print its folder once it is complete."""
+    """Let the learner write a checkpoint after its current step, and print the folder of the complete checkpoint."""
     with Client(coordinator) as client:
         path = client.checkpoint(run, timeout_s)
     render.answer(as_json, {"run_id": run, "path": path}, path)
@@ -141,18 +142,18 @@ def checkpoint(run: str, timeout_s: float, coordinator: str, as_json: bool) -> N
 @coordinator_option
 @json_option
 def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> None:
-    """Take groups out of the batch that a paused run is to train next; other groups complete the batch."""
+    """Drop groups from the batch that a paused run is to train next; other groups complete the batch."""
     with Client(coordinator) as client:
         facts = render.run_facts(client.drop_groups(run, groups))
     if as_json:
         print_json(facts)
         return
     named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` goes on")
+    click.echo(f"dropped {named} of run {run}, which is {facts['state']}; `paceline resume {run}` continues it")
 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
-    """Return a warning when this machine, where the coordinator and its workers are, has too little memory for the run."""
+    """Return a warning if the coordinator and its workers are on this machine and it has too little memory for the run."""
     from paceline.host.resources import available_bytes
     from paceline.models.memory_estimate import shortage
 
@@ -185,9 +186,9 @@ POOL = (
 @coordinator_option
 @json_option
 def status(coordinator: str, as_json: bool) -> None:
-    """Say in words which pool limits the run that trains, by how much, what to change, and what it would bring.
+    """Show which pool limits the run that trains, by how much, what to change, and how much faster a step would be.
 
-    `wanted` is the size that a scaler is told, `needed` what keeps the learner fed with a tenth to spare.
+    `wanted` is the size that a scaler gets, `needed` keeps the learner busy with a tenth to spare.
     """
     with Client(coordinator) as client:
         response = client.status()
@@ -197,7 +198,7 @@ def status(coordinator: str, as_json: bool) -> None:
     if response.run_id:
         click.echo(
             f"{response.run_id} is {response.state}, step {response.step} of {response.max_num_steps}"
-            + (f"; {response.queued_runs} more wait" if response.queued_runs else "")
+            + (f"; {response.queued_runs} more in the queue" if response.queued_runs else "")
         )
     click.echo(response.advice)
     if response.insecurity:
@@ -227,7 +228,7 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""Seconds after its grace in which a worker leaves: it returns what is unfinished, or writes a checkpoint."""
+"""Seconds after its grace in which a worker leaves: it returns unfinished work, or writes a checkpoint."""
 POLL_S = 0.2
 
 
@@ -235,7 +236,7 @@ POLL_S = 0.2
 @coordinator_option
 @json_option
 def members(coordinator: str, as_json: bool) -> None:
-    """List the workers that are members now; as JSON lines with --json."""
+    """List the connected workers; with --json as JSON lines."""
     with Client(coordinator) as client:
         facts = [render.member_facts(member) for member in client.members()]
     render.print_all(as_json, facts, render.MEMBER_COLUMNS, render.member_row, "no workers yet")
@@ -247,10 +248,10 @@ def members(coordinator: str, as_json: bool) -> None:
 @coordinator_option
 @json_option
 def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
-    """Tell a worker to finish its work and leave, and wait until it has left; exit status 1 if it stays.
+    """Let a worker finish its work and leave, and wait until it has left; exit status 1 if it stays.
 
-    MEMBER is its id, or the first characters of one id. It takes nothing new; groups that are not finished after --grace
-    are returned with their tokens, and others go on with them.
+    MEMBER is its id, or the first characters of one id. It gets no new work; groups that are unfinished after --grace
+    are returned with their tokens, and other workers continue them.
     """
     with Client(coordinator) as client:
         member_id = _member(client, member)
@@ -261,8 +262,7 @@ def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
         while any(one.member_id == member_id for one in client.members()):
             if time.monotonic() - started_s > grace_s + LEAVING_S:
                 raise PacelineError(
-                    f"{member_id} is still a member {LEAVING_S:g} s after its grace; end its process, and the coordinator gives its "
-                    "work to others"
+                    f"{member_id} is still a member {LEAVING_S:g} s after its grace; end its process, so that other workers get its work"
                 )
             time.sleep(POLL_S)
     seconds = time.monotonic() - started_s
@@ -277,7 +277,7 @@ def _member(client: Client, text: str) -> str:
     ids = [member.member_id for member in client.members()]
     found = [text] if text in ids else [member_id for member_id in ids if member_id.startswith(text)]
     if not found:
-        raise NotFound(f"no member {text!r}; there are {', '.join(ids) or 'none'}")
+        raise NotFound(f"no member {text!r}; the members are {', '.join(ids) or 'none'}")
     if len(found) > 1:
-        raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more of it")
+        raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more characters")
     return found[0]

@@ -1,8 +1,8 @@
-"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation|offline_grpo SPEC`: train a spec of that algorithm, with local services or at a
-coordinator.
+"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation|offline_grpo SPEC`: trains a spec of that algorithm, with local
+services or at a coordinator.
 
-They are one command under eight names, because algorithms differ in the source of the batch and in the loss, which the
-spec names. The name is what the user means, so a spec with another algorithm is refused.
+The eight names are one command, because algorithms differ only in the source of the batch and in the loss, which the
+spec names. The name is the user's intention, so a spec with another algorithm is refused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from paceline.spec.run import Algorithm
 
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:
-    """Load the spec, with the command's algorithm if it names none. Raises SpecError if it names another, or as
-    load_spec."""
+    """Load the spec, with the command's algorithm if it names none. Raises SpecError, also for another algorithm."""
     from paceline.spec.reading import load_spec, read_tree
 
     named = read_tree(spec).get("algorithm", algorithm)
     loaded = load_spec(spec, (f"algorithm={named}", *overrides))
     if loaded.algorithm != algorithm:
         raise SpecError(
-            f"{spec} has algorithm {loaded.algorithm!r}, the command is `paceline {algorithm}`; use "
+            f"{spec} has algorithm {loaded.algorithm!r}, but the command is `paceline {algorithm}`; use "
             f"`paceline {loaded.algorithm}`, or change the spec"
         )
     return loaded
@@ -42,7 +41,7 @@ def _command(algorithm: str) -> click.Command:
     @click.command(
         algorithm,
         help=f"Train SPEC with algorithm {algorithm} and watch the run. Without --coordinator all services that it needs "
-        "are started on this host, as `paceline up` does.",
+        "are started on this host, as by `paceline up`.",
     )
     @click.argument("spec", type=click.Path())
     @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
@@ -50,7 +49,7 @@ def _command(algorithm: str) -> click.Command:
         "--coordinator",
         metavar="HOST:PORT",
         callback=check_coordinator,
-        help="Queue the run there instead of starting services here.",
+        help="Queue the run at this coordinator instead of starting services here.",
     )
     @insecure_option
     @directory_option
@@ -69,12 +68,12 @@ def _train(
     directory: Path,
     shown: Shown,
 ) -> None:
-    wanted = load_for(algorithm, spec, overrides)
+    loaded = load_for(algorithm, spec, overrides)
     if coordinator is None:
-        run_here(wanted, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
+        run_here(loaded, directory, host="127.0.0.1", port=None, keep=False, shown=shown)
         return
     with Client(coordinator) as client:
-        follow(client, client.submit(wanted).run_id, shown=shown)
+        follow(client, client.submit(loaded).run_id, shown=shown)
 
 
 grpo, sft, dpo, kto, orpo, rm, distillation, offline_grpo = (_command(algorithm) for algorithm in get_args(Algorithm))

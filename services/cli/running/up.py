@@ -43,7 +43,7 @@ SCALED_ROLES = ("rollout", "reward", "environment")
 
 
 def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Callback of --bounds. Raises click.UsageError for anything but POOL=FEWEST:MOST."""
+    """Parse --bounds. Raises click.UsageError for anything but POOL=FEWEST:MOST."""
     bounds = {}
     for text in texts:
         match = re.fullmatch(r"(\w+)=(\d{1,5}):(\d{1,5})", text)
@@ -71,14 +71,14 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
 @click.option(
     "--port", type=int, help=f"Port of the coordinator; default {USUAL_PORT}, or a free one if that is taken."
 )
-@click.option("--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C.")
-@click.option("--no-page", is_flag=True, help="Start no page that shows the runs in a browser.")
+@click.option("--keep", is_flag=True, help="Keep the services after the run has ended, until Ctrl-C.")
+@click.option("--no-page", is_flag=True, help="Do not start the page that shows the runs in a browser.")
 @click.option(
     "--resume",
     "resumed",
     multiple=True,
     metavar="RUN",
-    help="Go on with a run that has failed or is paused, as `paceline resume` does; may be given several times.",
+    help="Continue a run that has failed or is paused, as `paceline resume` does; may be given several times.",
 )
 @click.option(
     "--min-free-mb",
@@ -96,7 +96,8 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
 @click.option(
     "--scale",
     is_flag=True,
-    help="Add and remove workers of this host as the run needs them; `paceline status` says why. Between runs there are none.",
+    help="Add and remove workers of this host as the run needs them; `paceline status` explains the sizes. Between runs there are "
+    "none.",
 )
 @click.option(
     "--bounds",
@@ -119,17 +120,17 @@ def up(
     bounds: Mapping[str, tuple[int, int]],
     **options: Any,
 ) -> None:
-    """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
+    """Start all services on this host (as many as SPEC's `cluster` section says), submit SPEC and watch the run.
 
-    Without SPEC, go on with the open runs of the directory, and list those that have failed. A service that dies is
-    started again; its output is in the directory's logs/.
+    Without SPEC, continue the open runs of the directory, and list the failed ones. A service that dies is started
+    again; its output is in the directory's logs/.
     """
     from paceline.spec.reading import load_spec
 
     if bounds and not scale:
         raise click.UsageError("--bounds needs --scale")
-    wanted = load_spec(spec, overrides) if spec else None
-    run_here(wanted, directory, page=not no_page, scaled=bounds if scale else None, **options)
+    loaded = load_spec(spec, overrides) if spec else None
+    run_here(loaded, directory, page=not no_page, scaled=bounds if scale else None, **options)
 
 
 def run_here(
@@ -148,11 +149,10 @@ def run_here(
     scaled: Mapping[str, tuple[int, int]] | None = None,
     page: bool = True,
 ) -> None:
-    """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
-    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all succeed.
-    Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
-    the coordinator's advice decides on the number of workers. Raises PacelineError.
-    """
+    """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also over restarts
+    of the coordinator. Runs of `resumed` are continued as by `paceline resume`. Exits with status 1 unless all
+    succeed. Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by
+    role, possibly none) the coordinator's advice decides the number of workers. Raises PacelineError."""
     say = functools.partial(click.echo, err=True)
     if spec is not None:
         check_paths_are_here(spec)
@@ -194,11 +194,11 @@ def run_here(
 
 @contextlib.contextmanager
 def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Exit at Ctrl-C with what goes on with the runs. Raises the fault of a service that was given up in place of its consequence."""
+    """At Ctrl-C print the command that continues the runs; raise the fault of a service that was given up."""
     try:
         yield
     except KeyboardInterrupt:
-        say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
+        say(f"stopping; `paceline up --directory {directory}` continues the open runs")
         raise click.exceptions.Exit(INTERRUPTED) from None
     except PacelineError:
         cluster.check()
@@ -236,7 +236,7 @@ def _begun(
     going_on: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Resume and submit what was asked for; return the runs to follow: the new one, else all that go on."""
+    """Resume and submit runs as requested; return the runs to follow: the new one, else all open ones."""
     for run_id in resumed:
         client.resume(run_id)
     if spec is None:
@@ -250,15 +250,15 @@ def _begun(
 def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
-    """Return the spec as it runs on this host, with what it leaves open chosen, and the services that `specs` need here. Says
-    what was chosen. Raises SpecError for what does not fit."""
+    """Return the spec with its open settings chosen for this host, and the services that `specs` need here; print the
+    choices. Raises SpecError for settings that do not fit."""
     sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
     if division:
         say(division)
     if named_in(sizes) and torch_is_for_cpus():
         raise SpecError(
-            f"this host shows GPUs ({num_gpus}), and the installed torch is a build for CPUs; install a CUDA build (see "
+            f"this host shows GPUs ({num_gpus}), but the installed torch is a build for CPUs; install a CUDA build (see "
             "`paceline doctor`), or set cluster.device=cpu and empty cluster.*_gpus"
         )
     if spec is None:
@@ -274,8 +274,8 @@ def placed(
 
 
 def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -> None:
-    """Keep the services, all runs of which have ended, until Ctrl-C, SIGTERM, or a service is given up."""
-    say("the services go on until Ctrl-C")
+    """Keep the services after the end of their runs, until Ctrl-C, SIGTERM, or a service is given up."""
+    say("the services stay until Ctrl-C")
     try:
         while not cluster.wait(3600.0):
             pass
@@ -284,11 +284,11 @@ def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -
 
 
 def _stop(cluster: LocalCluster, say: Callable[[str], None]) -> None:
-    """Stop the services in good order; at a second Ctrl-C leave at once, and they end with this process."""
+    """Stop the services; at a second Ctrl-C exit at once, and they end with this process."""
     try:
         cluster.stop()
     except KeyboardInterrupt:
-        say("ended without waiting for the services; the next `paceline up` makes again what they had not submitted")
+        say("ended without waiting for the services; the next `paceline up` computes again what they had not submitted")
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 
@@ -309,8 +309,7 @@ def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
 
 
 def function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
-    """Return the options `--functions-from` of the services: the folders that the user allows besides the specs'
-    folders."""
+    """Return the options `--functions-from` of the services: the folders that the user allows, and the specs' folders."""
     if not functions_from:
         return []
     folders = [*map(str, functions_from), *(spec.folder for spec in specs if spec.folder)]
@@ -319,7 +318,7 @@ def function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> 
 
 @contextlib.contextmanager
 def ends_with_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
+    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services are stopped."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number in before:
         signal.signal(number, signal.default_int_handler)
@@ -343,19 +342,19 @@ class Failed(NamedTuple):
 
 @dataclass
 class LeftRuns:
-    """Runs by id, oldest first."""
+    """Open and failed runs by id, oldest first."""
 
     open: dict[str, RunSpec] = field(default_factory=dict)
     """Runs that have not ended."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Runs that have not ended and whose spec this version cannot read, with the reason and what helps."""
+    """Runs that have not ended and whose spec this version cannot read, with the reason and the remedy."""
     failed: dict[str, Failed] = field(default_factory=dict)
     """Runs that `resume` would queue again."""
     events: dict[str, int] = field(default_factory=dict)
     """Sequence number of the newest event of each of these runs."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
-        """Return a sentence for each run that needs a person, without those that are `resumed` now."""
+        """Return a sentence for each run that needs a person, without the `resumed` ones."""
         failed = [(run_id, failed_run) for run_id, failed_run in self.failed.items() if run_id not in resumed]
         newest = failed[: -MAX_SHOWN - 1 : -1]
         sentences = [
@@ -380,7 +379,7 @@ class LeftRuns:
         if run_id in self.open:
             return self.open[run_id]
         run_ids = ", ".join([*self.open, *self.failed]) or "none"
-        raise NotFound(f"no run {run_id!r} has failed or is open; those that are: {run_ids}")
+        raise NotFound(f"no run {run_id!r} has failed or is open; the failed and open runs are: {run_ids}")
 
 
 def left_runs(ledger_path: Path) -> LeftRuns:

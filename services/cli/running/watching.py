@@ -1,4 +1,4 @@
-"""`follow`: a run on the screen until it has ended, and its outcome; `wait_for`: the outcome alone, as an exit status."""
+"""`follow` shows a run until it has ended; `wait_for` returns only its outcome, as an exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.services.common.reporting.terminal import visible
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
 QUEUE_S = 2.0
-"""Seconds between two looks at the run in front of a queued one."""
+"""Seconds between two queries for the run in front of a queued one."""
 
 if TYPE_CHECKING:
     from paceline.services.cli.recorded.source import Source
@@ -36,37 +36,37 @@ def follow(
     after: int = 0,
     earlier: int = 0,
 ) -> None:
-    """Print a run's events after the sequence number `after` until it has ended. Those up to `earlier` are summed up in a
-    line. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
+    """Print a run's events after the sequence number `after` until it has ended; one line summarizes those up to
+    `earlier`. Exits with status 1 unless it succeeded. Raises NotFound, Unavailable.
 
-    Of a directory's records it prints what is there, also of a run that has not ended.
+    From a directory's records it prints the recorded events, also of a run that has not ended.
     """
     facts = render.run_facts(source.get(run_id))
     is_live = isinstance(source, Client) and facts["state"] not in ENDED_STATES
     course = Course(facts["max_num_steps"], live_from=facts["step"] if is_live else math.inf)
-    told = ""
+    last_message = ""
     with contextlib.ExitStack() as waiting, screen(run_id, course, shown, earlier) as show:
         if facts["state"] == "queued":
             every_s = QUEUE_S if isinstance(source, Client) else None
-            waiting.enter_context(queue_told(source, run_id, every_s))
+            waiting.enter_context(queue_shown(source, run_id, every_s))
         for event in source.watch(run_id, after):
             show(event)
             if event.kind != "state" or event.sequence <= earlier:
                 continue
-            told = str(event.content.get("message", ""))
+            last_message = str(event.content.get("message", ""))
             if event.content.get("state") != "queued":
                 waiting.close()
     facts = render.run_facts(source.get(run_id))
     if not shown.as_json:
-        once = facts | ({"message": ""} if facts["message"] == told else {})
+        once = facts | ({"message": ""} if facts["message"] == last_message else {})
         click.echo(render.outcome(once, course.evaluations, _summary(facts), course.values, course.measure))
     if facts["state"] != "succeeded":
         raise click.exceptions.Exit(1)
 
 
 def wait_for(client: Client, run_id: str, shown: Shown) -> None:
-    """Return when a run has succeeded; exit with the status of `EXITS` when it ends otherwise, or is paused. Coordinators may
-    restart meanwhile. Raises NotFound, Unavailable."""
+    """Return when a run has succeeded; exit with the status of `EXITS` if it ends otherwise, or is paused. Coordinators
+    may restart meanwhile. Raises NotFound, Unavailable."""
     for event in client.watch(run_id):
         if event.kind == "state" and event.content.get("state") in EXITS:
             break
@@ -74,10 +74,10 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
     if shown.as_json:
         print_json(facts)
     else:
-        said = f": {facts['message']}" if facts["message"] else ""
+        reason = f": {facts['message']}" if facts["message"] else ""
         verb = render.VERBS.get(str(facts["state"]), "is")
         click.echo(
-            visible(f"run {run_id} {verb} {facts['state']} at step {facts['step']}{said}"),
+            visible(f"run {run_id} {verb} {facts['state']} at step {facts['step']}{reason}"),
             err=facts["state"] != "succeeded",
         )
     if status := EXITS.get(facts["state"], 0):
@@ -85,19 +85,18 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 
 @contextlib.contextmanager
-def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Say on stderr which run is in front of a queued one, and with `every_s` again when that is another, or in another
-    state."""
-    told = _tell(source, run_id, ())
+def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
+    """Print on stderr which run is in front of a queued one, and every `every_s` again after a change."""
+    shown = _tell(source, run_id, ())
     if every_s is None:
         yield
         return
     begun = threading.Event()
 
     def tell() -> None:
-        before = told
+        before = shown
         while not begun.wait(every_s):
-            with contextlib.suppress(PacelineError):  # the run's events tell when its coordinator is away
+            with contextlib.suppress(PacelineError):  # the run's events show when its coordinator is away
                 before = _tell(source, run_id, before)
 
     threading.Thread(target=tell, name="queue", daemon=True).start()
@@ -107,13 +106,13 @@ def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[N
         begun.set()
 
 
-def _tell(source: Source, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """Say which run is in front if that is news, and return what is known now."""
+def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
+    """Print which run is in front if it is not `shown`, and return it."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()
     state = (ahead["run_id"], ahead["state"], ahead["message"])
-    if state != told:
+    if state != shown:
         click.echo(visible(advice(run_id, ahead)), err=True)
     return state
 

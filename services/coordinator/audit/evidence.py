@@ -1,7 +1,8 @@
-"""Comparison of what ranks and workers sent with the ledger's groups, batches and journals: the second part of `verify`.
+"""Compares what ranks and workers sent with the ledger's groups, batches and turns: the second part of `verify`.
 
 Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
-None of them reads the ledger's sums, so agreement here means that what was trained is what was generated and scored.
+None of them reads the ledger's sums, so agreement means that the trained groups are those that were generated and
+scored.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from paceline.wire import CompletionArrays, TurnArrays, decode_reference, decode
 
 
 @dataclass(frozen=True)
-class Record:
-    """The rows of one run that more than one comparison reads."""
+class RunRows:
+    """The rows of one run that several comparisons read."""
 
     ledger: Ledger
     run: sqlite3.Row
@@ -37,9 +38,9 @@ class Record:
     """Training groups, without their texts, by id."""
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
-    """Groups that carry a step, in the order of its batch."""
+    """Groups with a step, in the order of its batch."""
     deep: bool
-    """True when the contents of every checkpoint are read, not of the newest alone."""
+    """True if the contents of every checkpoint are read, not only of the newest."""
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """Return the rows of a query whose first parameter is the run's id."""
@@ -59,11 +60,11 @@ KINDS = ("result", "prefix", "reference")
 STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
-def receipts(record: Record, report: VerifyReport) -> None:
+def receipts(of_run: RunRows, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
-    of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
+    of one session, and no group was trained in two steps. A session that died in a step, or replays it, has only
     some."""
-    rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
+    rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
         lives.setdefault((row["step"], row["session"]), []).append(row)
@@ -72,7 +73,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
     for (step, session), received in lives.items():
         subject = f"step {step}, session {session}"
         with report.reading(subject, "a receipt"):
-            if session > record.run["session"]:
+            if session > of_run.run["session"]:
                 report.problem(subject, "a receipt of a session that has not begun")
             for row in received:
                 for group_id in json.loads(row["group_ids"]):
@@ -81,62 +82,62 @@ def receipts(record: Record, report: VerifyReport) -> None:
             whole = [row["rank"] for row in received] == list(range(received[0]["world_size"]))
             if whole:
                 complete[step] = session
-            if record.has_batches:
-                _compare_with_batch(record, report, subject, step, received, whole)
-    for step in range(record.run["next_step"]):
+            if of_run.has_batches:
+                _compare_with_batch(of_run, report, subject, step, received, whole)
+    for step in range(of_run.run["next_step"]):
         if step not in complete:
             report.problem(f"step {step}", "it is trained, but no session has a receipt of every rank")
     report.facts |= {"receipts": len(rows), "sessions": sorted(set(complete.values()))}
 
 
-def payloads(record: Record, report: VerifyReport) -> None:
-    """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
-    measured = record.rows(
+def payloads(of_run: RunRows, report: VerifyReport) -> None:
+    """Compare the stored arrays with digest, tokens, age and the rewards' shape in the ledger."""
+    measured = of_run.rows(
         "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
         " WHERE run_id = ? AND class != 'train' AND state = 'scored'"
     )
-    groups = {g["group_id"]: g for g in (*record.groups, *measured)}
-    group_ids = {row[0] for row in record.rows("SELECT group_id FROM groups WHERE run_id = ?")}
+    groups = {g["group_id"]: g for g in (*of_run.groups, *measured)}
+    group_ids = {row[0] for row in of_run.rows("SELECT group_id FROM groups WHERE run_id = ?")}
     found: set[int] = set()
-    for stored in _stored(record):
+    for stored in _stored(of_run):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
-            continue  # a prefix, the reference's, or of an evaluation that is under way
+            continue  # a prefix, the reference's, or of a running evaluation
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
-            _compare_arrays(record, report, subject, row, stored)
+            _compare_arrays(of_run, report, subject, row, stored)
     for row in groups.values():
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
             report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
 
 
-def _compare_arrays(record: Record, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row) -> None:
-    texts, arrays = read_checked(record.ledger, stored)
+def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sqlite3.Row, stored: sqlite3.Row) -> None:
+    texts, arrays = read_checked(of_run.ledger, stored)
     prompt_ids, completions = decode_result(arrays, texts)
     rows = split_rows(CompletionArrays.of(arrays), completions)
     group = Group(row["group_id"], prompt_ids, completions, rows=rows)
-    text = "its arrays give the digest {}, on record is {}"
+    text = "its arrays have the digest {}, the ledger has {}"
     report.compare(subject, text, group.digest(row["digest"]), row["digest"])
-    report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
+    report.compare(subject, "it has {} tokens, the ledger has {}", group.num_tokens, row["tokens"])
     in_sequences = group.num_sequence_tokens
-    text = "its sequences have {} tokens, on record are {}"
+    text = "its sequences have {} tokens, the ledger has {}"
     report.compare(subject, text, in_sequences, row["sequence_tokens"])
-    report.compare(subject, "its oldest version is {}, on record {}", group.oldest_step, row["oldest_step"])
+    report.compare(subject, "its oldest version is {}, the ledger has {}", group.oldest_step, row["oldest_step"])
     if row["rewards"] is None:
         return
     functions = json.loads(row["functions"])
     expected = group.num_samples * len(functions)
     report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
-    labels = [reward.label for reward in record.spec.rewards]
+    labels = [reward.label for reward in of_run.spec.rewards]
     report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are, as in a backup within the row. Raises LedgerFault."""
+    are stored (in a backup: within the row). Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -145,24 +146,24 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     return content
 
 
-def _stored(record: Record, kind: str = "") -> Iterator[sqlite3.Row]:
-    """Yield the rows of stored arrays one by one: those of a backup hold the arrays themselves."""
-    yield from record.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (record.run_id,))
+def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
+    """Yield the rows of stored arrays one by one, because those of a backup contain the arrays."""
+    yield from of_run.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (of_run.run_id,))
 
 
-def references(record: Record, report: VerifyReport) -> None:
-    """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
-    serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
+def references(of_run: RunRows, report: VerifyReport) -> None:
+    """Compare the reference's log-probabilities, if the pool serves it, with the tokens of every scored group."""
+    serves, groups = of_run.spec.pool_serves_reference, {g["group_id"]: g for g in of_run.groups}
     found: set[int] = set()
-    for stored in _stored(record, " AND kind = 'reference'"):
+    for stored in _stored(of_run, " AND kind = 'reference'"):
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
         with report.reading(subject, "its reference"):
-            logprobs = decode_reference(read_checked(record.ledger, stored)[1])
-            text = "its reference says something of {} tokens, on record are {}"
+            logprobs = decode_reference(read_checked(of_run.ledger, stored)[1])
+            text = "its reference has {} tokens, the ledger has {}"
             report.compare(subject, text, len(logprobs), row and row["tokens"])
             _compare_scores(report, subject, row, [logprobs])
-    for row in record.groups:
+    for row in of_run.groups:
         subject = f"group {row['group_id']}"
         if serves and row["state"] in ("scored", "batched") and row["group_id"] not in found:
             report.problem(subject, f"it is {row['state']} without the reference's log-probabilities")
@@ -174,20 +175,19 @@ def references(record: Record, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compare rewards and reference of a group with the digest that its batch and its receipts have."""
+    """Compare rewards and reference of a group with the digest in its batch and its receipts."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
-    text = "its rewards and reference give the digest {}, on record is {}"
+    text = "its rewards and reference have the digest {}, the ledger has {}"
     report.compare(subject, text, digest, row["scores_digest"])
 
 
 def _compare_with_batch(
-    record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
+    of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
-    digests."""
-    groups = record.of_step.get(step, [])
+    """Compare a session's receipts with the groups of the step's batch: all of them, each once, by their digests."""
+    groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
     scores = {g["group_id"]: g["scores_digest"] for g in groups}
@@ -197,7 +197,7 @@ def _compare_with_batch(
         ids += [group_id for group_id, _ in consumed]
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
-            report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which the batch has otherwise")
+            report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which differ from the batch")
         scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
@@ -205,7 +205,7 @@ def _compare_with_batch(
             if digest != scores.get(group_id)
         ]
         if other:
-            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than on record")
+            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than the ledger has")
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
         report.compare(subject, text, row["tokens"], counted)
@@ -220,47 +220,47 @@ Life = tuple[int, int, int]
 """Group, sample and number of a life."""
 
 WAITING = (State.ADMITTED, State.LEASED)
-"""States of groups that have a journal."""
+"""States of groups whose turns are kept one by one."""
 
 
-def episodes(record: Record, report: VerifyReport) -> None:
-    """Check that each turn is what its arrays are and follows the one before, that a group has the tokens of its journal
-    until it has its result, and that the lives of a sample are numbered without a gap."""
-    turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
-    ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
-    if not turns and not ended and not record.spec.environment.is_used:
+def episodes(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that each turn agrees with its arrays and follows the one before, that an open group without a result has
+    the tokens of its turns, and that the lives of a sample are numbered without a gap."""
+    turns = of_run.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
+    ended = of_run.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
+    if not turns and not ended and not of_run.spec.environment.is_used:
         return
     lives: dict[Life, list[sqlite3.Row]] = {}
     for turn in turns:
         lives.setdefault((turn["group_id"], turn["sample"], turn["life"]), []).append(turn)
         subject = f"turn {turn['turn']} of sample {turn['sample']} of group {turn['group_id']}"
         with report.reading(subject, "its arrays"):
-            _compare_turn(record, report, subject, turn)
+            _compare_turn(of_run, report, subject, turn)
     _check_lives(report, lives, ended)
     for life, of_life in lives.items():
         _order(report, life, of_life)
-    _journaled_groups(record, report, turns, ended)
+    _groups_of_turns(of_run, report, turns, ended)
     report.facts |= {"journaled_turns": len(turns), "ended_lives": len(ended)}
 
 
-def _compare_turn(record: Record, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
-    arrays = TurnArrays.decode(read_checked(record.ledger, turn)[1])
+def _compare_turn(of_run: RunRows, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
+    arrays = TurnArrays.decode(read_checked(of_run.ledger, turn)[1])
     digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
-    report.compare(subject, "its arrays give the digest {}, on record is {}", digest, turn["digest"])
+    report.compare(subject, "its arrays have the digest {}, the ledger has {}", digest, turn["digest"])
     digest = context_digest(arrays.context_ids)
-    text = "the tokens before it give the digest {}, on record is {}"
+    text = "the tokens before it have the digest {}, the ledger has {}"
     report.compare(subject, text, digest, turn["context_digest"])
-    report.compare(subject, "it has {} tokens, on record are {}", len(arrays.token_ids), turn["tokens"])
+    report.compare(subject, "it has {} tokens, the ledger has {}", len(arrays.token_ids), turn["tokens"])
     oldest = min(Version(*span[:2]).step for span in arrays.spans)
-    report.compare(subject, "its oldest version is {}, on record {}", oldest, turn["oldest_step"])
-    report.compare(subject, "it is of row {}, on record of {}", arrays.row, turn["row_index"])
+    report.compare(subject, "its oldest version is {}, the ledger has {}", oldest, turn["oldest_step"])
+    report.compare(subject, "it is of row {}, the ledger has {}", arrays.row, turn["row_index"])
     left_out = json.loads(turn["left_out"])
     if not set(left_out) <= set(range(turn["turn"] + 1)) or (left_out and not turn["last"]):
         report.problem(subject, f"it leaves out turns {left_out[:8]}")
 
 
 def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
-    """Compare the running numbers of a life's turns with the turns themselves."""
+    """Check the numbers of a life's turns and of their rows."""
     subject = f"sample {life[1]} of group {life[0]}"
     numbers = [turn["turn"] for turn in turns]
     report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
@@ -271,11 +271,11 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
         if turn["row_index"] > num_rows:
             report.problem(subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}")
         num_rows = max(num_rows, turn["row_index"] + 1)
-        report.compare(subject, "it has {} rows, on record are {}", num_rows, turn["num_rows"])
+        report.compare(subject, "it has {} rows, the ledger has {}", num_rows, turn["num_rows"])
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
-    """Check that a sample's ended lives are 1, 2, … and that the life of its turns is the next."""
+    """Check that a sample's ended lives are 1, 2, … and that its turns are of the next life."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
         key = (row["group_id"], row["sample"])
@@ -294,27 +294,28 @@ def _next_life(before: sqlite3.Row | None) -> int:
     return 1 if before is None else int(before["life"]) + 1
 
 
-def _journaled_groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
-    """Compare every group with its journal."""
+def _groups_of_turns(of_run: RunRows, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]) -> None:
     tokens: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for turn in turns:
         group_id = turn["group_id"]
         tokens[group_id] = tokens.get(group_id, 0) + turn["tokens"]
         oldest[group_id] = min(turn["oldest_step"], oldest.get(group_id, turn["oldest_step"]))
-    rows = record.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
-    known = {row["group_id"] for row in rows}
+    rows = of_run.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
+    group_ids = {row["group_id"] for row in rows}
     for row in rows:
         subject, group_id = f"group {row['group_id']}", row["group_id"]
         if row["state"] not in WAITING:
             if group_id in tokens:
-                report.problem(subject, f"it is {row['state']}, but its journal is still there")
+                report.problem(subject, f"it is {row['state']}, but still has turns in the table episodes")
             continue
-        text = "it has {} tokens, its journal has {}"
+        text = "it has {} tokens, its turns have {}"
         report.compare(subject, text, row["tokens"], tokens.get(group_id, 0))
-        text = "its oldest version is {}, its journal's {}"
+        text = "its oldest version is {}, that of its turns {}"
         report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
     for table, found in (("episodes", turns), ("restarts", ended)):
-        missing = sorted({row["group_id"] for row in found} - known)
+        missing = sorted({row["group_id"] for row in found} - group_ids)
         if missing:
-            report.problem(f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record")
+            report.problem(
+                f"groups {missing[:5]}", f"they have rows in the table {table}, but are missing in the table groups"
+            )

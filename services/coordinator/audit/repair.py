@@ -1,9 +1,10 @@
-"""`paceline ledger verify --repair`: gives up what cannot be read any more, so that the runs go on, and reports each change.
+"""`paceline ledger verify --repair`: gives up data that cannot be read any more, so that the runs continue, and reports
+each change.
 
-Groups whose arrays cannot be read and that no session has trained are generated again; samples with a turn that cannot
-be read begin again; checkpoints that are missing or damaged are marked, so that no session begins from them. The
-coordinator must be stopped; it makes the same changes by itself when it meets such damage. The rest needs a backup, and
-`verify` reports it.
+Groups whose arrays cannot be read and that no session has trained are generated again; samples with an unreadable turn
+begin again; missing or damaged checkpoints are marked, so that no session begins from them. The coordinator must be
+stopped; it makes the same changes itself when it finds such damage. Any other damage needs a backup, and `verify`
+reports it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Say = Callable[[str], None]
 def repair(path: Path, say: Say) -> None:
     """Repair the runs of the ledger at `path`; `say` is called with a line for each change.
 
-    Raises NotFound, Conflict when a coordinator has it, LedgerFault for a damaged SQLite file or row, InvalidInput for
-    another storage key.
+    Raises NotFound; Conflict if a coordinator uses the ledger; LedgerFault for a damaged SQLite file or row;
+    InvalidInput for a wrong storage key.
     """
     if not path.is_file():
         raise NotFound(f"no ledger at {path}")
     with contextlib.closing(Ledger(path, read_only=True)) as ledger:
         report = VerifyReport()
         check_file(ledger.db, report)
-        if report.found:  # to write to it would destroy more, and seal rows anew that are not as they were written
+        if report.found:  # writing to it would destroy more, and seal damaged rows anew
             raise LedgerFault(sentence(path, report.problems[0]))
     with contextlib.closing(Ledger(path)) as ledger:
         for run in ledger.runs():
@@ -62,7 +63,7 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
-    """Admit the groups again whose arrays cannot be read any more, if no session has trained them."""
+    """Admit the groups with unreadable arrays again, if no session has trained them."""
     ledger = exchange.ledger
     rows = ledger.rows(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
@@ -80,7 +81,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
 
 
 def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
-    """End the lives of samples with a turn whose arrays cannot be read any more."""
+    """End the lives of samples with an unreadable turn."""
     if not run.spec.environment.is_used:
         return
     ledger = exchange.ledger

@@ -1,6 +1,5 @@
-"""Comparison of the records beside a run's groups, and of its checkpoints and export with their manifests: the third part of
-`verify`.
-"""
+"""Compares prompts, events, evaluations, models and deaths with a run's groups, and checkpoints and export with their
+manifests: the third part of `verify`."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
 from paceline.models.evaluation_results import check_evidence, has_passed
 from paceline.models.export_origin import Origin, origin_of
-from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
-def prompts(record: Record, report: VerifyReport) -> None:
-    """Check that every group has its prompt, and that both of its columns can be read."""
-    rows = record.rows(
+def prompts(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that every group has its prompt, and that both columns of a prompt can be read."""
+    rows = of_run.rows(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
         " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?"
     )
@@ -29,15 +28,15 @@ def prompts(record: Record, report: VerifyReport) -> None:
             with report.reading(subject, f"its prompt (table prompts, column {column})"):
                 json.loads(row[column])
         if row["class"] is None:
-            report.problem(subject, "it has a prompt (table prompts), but is not on record itself")
-    missing = {g["group_id"] for g in record.groups} - {row["group_id"] for row in rows}
+            report.problem(subject, "it has a prompt (table prompts), but is missing in the table groups")
+    missing = {g["group_id"] for g in of_run.groups} - {row["group_id"] for row in rows}
     if missing:
         report.problem("groups", f"{sorted(missing)[:5]} have no prompt (table prompts)")
 
 
-def events(record: Record, report: VerifyReport) -> None:
+def events(of_run: RunRows, report: VerifyReport) -> None:
     """Check that events are numbered without a gap, and that each can be read."""
-    rows = record.rows("SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence")
+    rows = of_run.rows("SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence")
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
         if row["sequence"] != expected:
@@ -45,22 +44,22 @@ def events(record: Record, report: VerifyReport) -> None:
             break
         with report.reading(subject, f"its content (table events, column json, kind {row['kind']!r})"):
             if not isinstance(json.loads(row["json"]), dict):
-                report.problem(subject, "its content (table events, column json) is no object")
+                report.problem(subject, "its content (table events, column json) is not an object")
     report.facts["events"] = len(rows)
 
 
-def evaluations(record: Record, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, and that each group that is only measured belongs to an
-    evaluation; to one that has ended only as a scored or dropped group."""
-    rows = record.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
+def evaluations(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that results of evaluations can be read, and that each group outside training belongs to an evaluation;
+    after the evaluation's end only as a scored or dropped group."""
+    rows = of_run.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
         with report.reading(subject, "its result (table evaluations, column result_json)"):
             json.loads(row["result_json"])
-        if row["done"] not in (0, 1) or row["step"] > record.run["next_step"]:
-            report.problem(subject, f"the run is at step {record.run['next_step']}, done is {row['done']}")
+        if row["done"] not in (0, 1) or row["step"] > of_run.run["next_step"]:
+            report.problem(subject, f"the run is at step {of_run.run['next_step']}, done is {row['done']}")
     done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
-    classes = record.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
+    classes = of_run.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
     for kind, state in classes:
         if kind not in done:
             report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
@@ -68,65 +67,64 @@ def evaluations(record: Record, report: VerifyReport) -> None:
             report.problem(f"groups of the class {kind!r}", f"the evaluation has ended, and some are {state}")
 
 
-def models(record: Record, report: VerifyReport) -> None:
-    """Compare the registered models of the run with its batches and its spec, and check that a promoted one has passed its gates
-    or has a reason on record."""
-    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
-    spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
-    found = record.ledger.models.of_run(record.run_id)
+def models(of_run: RunRows, report: VerifyReport) -> None:
+    """Compare registered models with batches and spec; a promoted one has passed its gates or has a recorded reason."""
+    chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches}
+    spec_sha256 = hashlib.sha256(of_run.run["spec_yaml"].encode()).hexdigest()
+    found = of_run.ledger.models.of_run(of_run.run_id)
     for model in found:
         subject = f"model {model.name}:{model.version}"
         report.compare(subject, "its chain is {}, the ledger's {}", model.chain, chains.get(model.step, ""))
         report.compare(subject, "its spec has the SHA-256 {}, the run's {}", model.spec_sha256, spec_sha256)
-        if model.step > record.run["next_step"]:
-            report.problem(subject, f"it is of step {model.step}, the run has {record.run['next_step']}")
+        if model.step > of_run.run["next_step"]:
+            report.problem(subject, f"it is of step {model.step}, the run has {of_run.run['next_step']}")
         with report.reading(subject, "its evidence"):
             check_evidence(
                 model.export_sha256,
                 {f"evaluation {index}": each for index, each in enumerate(model.evaluations)},
                 {f"verdict {index}": each for index, each in enumerate(model.verdicts)},
             )
-        for change in record.ledger.models.changes(model.name):
+        for change in of_run.ledger.models.changes(model.name):
             is_unexplained = not (has_passed(model.verdicts) or change.reason)
             if change.kind == "promote" and change.version == model.version and is_unexplained:
-                report.problem(subject, "it was promoted, but has not passed its gate and no reason is on record")
+                report.problem(subject, "it was promoted, but has not passed its gate, and no reason is recorded")
     if found:
         report.facts["registered_models"] = [f"{each.name}:{each.version}" for each in found]
 
 
-def deaths_and_faults(record: Record, report: VerifyReport) -> None:
+def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
     """Check that deaths belong to open groups, and faults to sessions that have begun."""
-    rows = record.rows(
+    rows = of_run.rows(
         "SELECT d.group_id, state FROM deaths d LEFT JOIN groups g ON g.run_id = d.run_id AND g.group_id = d.group_id"
         " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))"
     )
     for row in rows:
         report.problem(f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}")
-    for row in record.rows("SELECT session FROM session_faults WHERE run_id = ?"):
-        if not 0 < row["session"] <= record.run["session"]:
-            report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")
+    for row in of_run.rows("SELECT session FROM session_faults WHERE run_id = ?"):
+        if not 0 < row["session"] <= of_run.run["session"]:
+            report.problem(f"session {row['session']}", "it has a recorded fault, but has not begun")
 
 
-def checkpoints(record: Record, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, and their manifests with those that were registered; of the newest one (with
-    `deep`: of each) also the files of its manifest."""
-    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
-    rows = record.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
+def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
+    """Compare checkpoints with the chain, and their manifests with the registered ones; of the newest (with `deep`: of
+    each) also the files of its manifest."""
+    chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
+    rows = of_run.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
     on_disk = 0
     for row in rows:
         subject = f"checkpoint {row['path']} of step {row['step']}"
-        last = record.run["next_batch" if record.has_batches else "next_step"]
+        last = of_run.run["next_batch" if of_run.has_batches else "next_step"]
         if row["step"] > last:
             report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
-        elif record.has_batches:
+        elif of_run.has_batches:
             chain = chains.get(row["step"])
             report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
-            checkpoint = record.ledger.checkpoints.from_row(row)
-            on_disk += compare_checkpoint(report, subject, checkpoint, record.deep or row is usable[-1])
+            checkpoint = of_run.ledger.checkpoints.from_row(row)
+            on_disk += compare_checkpoint(report, subject, checkpoint, of_run.deep or row is usable[-1])
     report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
     damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
     if damaged:
@@ -134,11 +132,10 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
-    whether a manifest is there."""
+    """Compare a checkpoint's folder with the registered manifest and its files; return whether it has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
-        report.problem(subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it")
+        report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")
         return False
     if not folder.exists(CHECKPOINT_MANIFEST):
         report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
@@ -165,31 +162,30 @@ def compare_files(
             report.problem(subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}")
 
 
-def export(record: Record, report: VerifyReport) -> None:
-    """Compare the files of the exported model, where it is still in its place, and what they say of their run."""
-    path = record.ledger.export_path(record.run_id)
+def export(of_run: RunRows, report: VerifyReport) -> None:
+    """Compare the files of the exported model, if they are still in their folder, with the manifest and the run."""
+    path = of_run.ledger.export_path(of_run.run_id)
     if not path:
         return
     folder = Folder(path)
     subject = f"export {folder}"
     if not folder.exists():
-        report.facts["export"] = f"{folder} is not there any more"
+        report.facts["export"] = f"{folder} does not exist any more"
     elif not folder.exists(EXPORT_MANIFEST):
         report.facts["export"] = f"{folder} has no manifest"
     else:
         with report.reading(subject):
             listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
             compare_files(report, subject, folder, listed, contents=True)
-            _compare_origin(record, report, subject, origin_of(folder))
+            _compare_origin(of_run, report, subject, origin_of(folder))
             report.facts["export"] = f"{folder}: {len(listed)} files"
 
 
-def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
-    """Compare what an export says of its run."""
+def _compare_origin(of_run: RunRows, report: VerifyReport, subject: str, origin: Origin | None) -> None:
     if origin is None:
         report.problem(subject, "its files name no run")
         return
-    report.compare(subject, "its files say run {}, this one is {}", origin.run_id, record.run_id)
-    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
-    if record.has_batches:
+    report.compare(subject, "its files say run {}, this one is {}", origin.run_id, of_run.run_id)
+    chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
+    if of_run.has_batches:
         report.compare(subject, "its chain is {}, the ledger's {}", origin.chain, chains.get(origin.step))

@@ -1,14 +1,15 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
-Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
-receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their journals, the hash
-chain with the batches and the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`,
-`side_records.py`). Before all of that it checks the SQLite file itself
+Promise: it does not only add up one table. Groups are compared with the durable counters and the cursor, batches with
+the receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their turns,
+the hash chain with the batches, and the checkpoints with the chain and their files on disk
+(`services/coordinator/audit/evidence.py`, `side_records.py`). Before all of that it checks the SQLite file itself
 (`services/coordinator/ledger/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
-the coordinator; whatever damage it meets is a problem in the report, never an exception.
+the coordinator; any damage is a problem in the report, never an exception.
 
-It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart` runs
-`python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its parent ends.
+It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart`
+runs `python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its
+parent ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import click
 from paceline.errors import NotFound, PacelineError
 from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.coordinator.audit import evidence, side_records
-from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.audit_log.verification import check_end
 from paceline.services.coordinator.ledger.file_check import (
     LOST,
@@ -48,14 +49,14 @@ STATES_WITH_STEP = ("batched", "trained")
 
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
-    """Compare all records of a run; with `deep`, the contents of every checkpoint and not of the newest alone.
+    """Compare all records of a run; with `deep`, the contents of every checkpoint and not only of the newest.
 
-    `ledger` should be opened read-only. Raises NotFound for a run that a sound file does not have.
+    `ledger` should be opened read-only. Raises NotFound for a run that an undamaged file does not have.
     """
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
         return report
-    # A coordinator may have pruned what the snapshot still refers to: a real problem is in the next snapshot too.
+    # A coordinator may have pruned files that the snapshot still refers to; a real problem is in the next snapshot too.
     again = _compare_all(ledger, run_id, deep)
     subjects = {problem.subject for problem in report.found}
     again.found = [problem for problem in again.found if problem.subject in subjects]
@@ -63,32 +64,31 @@ def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
 
 
 def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
-    """Make all comparisons once, in one snapshot."""
     report = VerifyReport()
     with tolerant(ledger.db):
         try:
             with report.reading("the SQLite file"):
                 ledger.db.execute("BEGIN")
             check_file(ledger.db, report)
-            record = _read(ledger, run_id, deep, report)
-            if record is not None:
+            of_run = _read(ledger, run_id, deep, report)
+            if of_run is not None:
                 report.facts |= {
                     "run_id": run_id,
-                    "state": record.run["state"],
-                    "steps": record.run["next_step"],
+                    "state": of_run.run["state"],
+                    "steps": of_run.run["next_step"],
                 }
-                # A record that cannot be read ends one comparison, not the others.
+                # A row that cannot be read ends one comparison, not the others.
                 for name, comparison in COMPARISONS.items():
                     with report.reading(name, "a record"):
-                        comparison(record, report)
+                        comparison(of_run, report)
         finally:
             if ledger.db.in_transaction:
                 ledger.db.execute("ROLLBACK")
     return report
 
 
-def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
-    """Return the run's rows; None where they cannot be read, which is then a problem in the report. Raises NotFound."""
+def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunRows | None:
+    """Return the run's rows; None, and a problem in the report, if they cannot be read. Raises NotFound."""
     if not report.found:
         try:
             ledger.run(run_id)
@@ -110,17 +110,16 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
         for group in sorted(groups, key=lambda g: -1 if g["rank_order"] is None else int(g["rank_order"])):
             if group["step"] is not None:
                 of_step.setdefault(group["step"], []).append(group)
-        return Record(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
+        return RunRows(ledger, run, spec, ledger.counters(run_id), groups, batches, of_step, deep)
     return None
 
 
-def _groups(record: Record, report: VerifyReport) -> None:
-    """Check that no group is lost: ids without gaps, every admitted one on record, as many in each end state as were
-    counted."""
-    groups, counters = record.groups, record.counters
+def _groups(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that no group is lost: ids without gaps, a row for every admitted group, end states as counted."""
+    groups, counters = of_run.groups, of_run.counters
     admitted = counters.get("groups:ever_admitted", 0)
-    report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
-    report.compare("groups", "{} prompts were drawn, {} were admitted", record.run["cursor"], admitted)
+    report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
+    report.compare("groups", "{} prompts were drawn, {} were admitted", of_run.run["cursor"], admitted)
     missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
     if missing:
         report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
@@ -133,13 +132,13 @@ def _groups(record: Record, report: VerifyReport) -> None:
     report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
 
 
-def _slots(record: Record, report: VerifyReport) -> None:
-    """Check that a group has a step only where its state has one, and that each slot belongs to one group at a time.
+def _slots(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that a group has a step only if its state has one, and that each slot belongs to one group at a time.
 
     The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
     """
-    fixed_last = record.run["next_step"]
-    for group in record.groups:
+    fixed_last = of_run.run["next_step"]
+    for group in of_run.groups:
         subject = f"group {group['group_id']}"
         if group["reason"] == "run_ended" and group["state"] == "dropped" and group["step"] == fixed_last:
             continue
@@ -147,34 +146,34 @@ def _slots(record: Record, report: VerifyReport) -> None:
             report.problem(subject, f"its state {group['state']!r} is unknown")
         elif (group["step"] is not None) != (group["state"] in STATES_WITH_STEP):
             report.problem(subject, f"it is {group['state']}, but its step is {group['step']}")
-    holders = Counter(g["slot"] for g in record.groups if g["state"] != "dropped")
+    holders = Counter(g["slot"] for g in of_run.groups if g["state"] != "dropped")
     for slot, number in holders.items():
-        if number > 1 or slot >= record.run["next_slot"]:
-            report.problem(f"slot {slot}", f"{number} groups hold it, of {record.run['next_slot']} slots")
-    free = record.rows("SELECT slot FROM free_slots WHERE run_id = ?")
+        if number > 1 or slot >= of_run.run["next_slot"]:
+            report.problem(f"slot {slot}", f"{number} groups hold it, of {of_run.run['next_slot']} slots")
+    free = of_run.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
-    if slots != list(range(record.run["next_slot"])):
-        odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
+    if slots != list(range(of_run.run["next_slot"])):
+        odd = sorted(Counter(slots).keys() ^ set(range(of_run.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem("slots", f"{odd[:5]} are not either held by a group or free, as every slot has to be")
+        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or several times")
 
 
-def _tokens(record: Record, report: VerifyReport) -> None:
-    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of their samples."""
-    counters, groups = record.counters, record.groups
+def _tokens(of_run: RunRows, report: VerifyReport) -> None:
+    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of samples."""
+    counters, groups = of_run.counters, of_run.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
     dropped = dict.fromkeys((str(g["reason"]) for g in groups if g["state"] == "dropped"), 0)
     for group in groups:
         if group["state"] == "dropped":
             dropped[str(group["reason"])] += group["tokens"]
-    for reason, tokens in record.ledger.episodes.tokens_by_reason(record.run_id).items():
+    for reason, tokens in of_run.ledger.episodes.tokens_by_reason(of_run.run_id).items():
         dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
-    report.compare("tokens", "{} are in trained groups, {} in the books", trained, in_books)
-    report.compare("tokens", "dropped are {}, in the books {}", dropped, booked)
+    report.compare("tokens", "{} are in trained groups, {} in the token accounting", trained, in_books)
+    report.compare("tokens", "dropped are {}, in the token accounting {}", dropped, booked)
     total = in_books + sum(booked.values()) + live
     report.compare("tokens", "{} were generated, but trained + dropped + live are {}", generated, total)
     report.facts["tokens"] = {
@@ -186,46 +185,46 @@ def _tokens(record: Record, report: VerifyReport) -> None:
     }
 
 
-def _batches(record: Record, report: VerifyReport) -> None:
+def _batches(of_run: RunRows, report: VerifyReport) -> None:
     """Check that every step has one batch of B groups, and that digests and chain follow from the groups."""
-    if not record.has_batches:
-        report.compare("batches", "{} are on record, {} expected", len(record.batches), 0)
+    if not of_run.has_batches:
+        report.compare("batches", "{} are in the ledger, {} expected", len(of_run.batches), 0)
         return
-    run, chain, trained_chain = record.run, "", ""
-    steps = [int(batch["step"]) for batch in record.batches]
-    report.compare("batches", "steps on record {}, expected {}", steps, list(range(run["next_batch"])))
+    run, chain, trained_chain = of_run.run, "", ""
+    steps = [int(batch["step"]) for batch in of_run.batches]
+    report.compare("batches", "steps in the ledger {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
         report.problem("batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained")
-    for step in sorted(record.of_step.keys() - set(steps)):
+    for step in sorted(of_run.of_step.keys() - set(steps)):
         report.problem(f"step {step}", "it has groups, but no batch")
-    for batch in record.batches:
+    for batch in of_run.batches:
         step, trained = int(batch["step"]), batch["step"] < run["next_step"]
-        groups, subject = record.of_step.get(step, []), f"step {step}"
-        report.compare(subject, "it has {} groups, B is {}", len(groups), record.spec.grpo.num_prompts_per_step)
+        groups, subject = of_run.of_step.get(step, []), f"step {step}"
+        report.compare(subject, "it has {} groups, B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step)
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
-        report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
-        chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
-        report.compare(subject, "the batches so far give the chain {}, on record is {}", chain, batch["chain"])
+        report.compare(subject, "its groups have the digest {}, its batch has {}", digest, batch["digest"])
+        chain = extend_chain(_replaced(of_run, report, chain, batch), step, digest)
+        report.compare(subject, "the batches up to it have the chain {}, the ledger has {}", chain, batch["chain"])
         report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
         if wrong:
             report.problem(subject, f"its groups {wrong[:5]} are in another state than it is")
         trained_chain = chain if trained else trained_chain
-    report.compare("chain", "trained batches give {}, the run has {}", trained_chain, run["chain"])
+    report.compare("chain", "trained batches have the chain {}, the run has {}", trained_chain, run["chain"])
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
-def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
-    rows = record.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
+def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
+    """Return the chain's link before a batch; the batches that it has replaced follow the step before it."""
+    rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
     for row in rows:
         chain = extend_chain(chain, row["step"], row["digest"])
-        text = f"its batch {row['revision']}, which was replaced, gives the chain {{}}, on record is {{}}"
+        text = f"its batch {row['revision']}, which was replaced, has the chain {{}}, the ledger has {{}}"
         report.compare(subject, text, chain, row["chain"])
     return chain
 
@@ -236,7 +235,7 @@ def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
 
-COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
+COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "groups": _groups,
     "slots": _slots,
     "tokens": _tokens,
@@ -252,9 +251,9 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "models": side_records.models,
     "checkpoints": side_records.checkpoints,
     "export": side_records.export,
-    "audit log": lambda record, report: check_end(record.ledger, report),
+    "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
-"""Comparisons by the subject of the problem when a comparison cannot go on."""
+"""Comparisons, by the subject of the problem if a comparison cannot continue."""
 
 
 NICENESS = 19
@@ -262,7 +261,7 @@ VERIFY_S = 3600.0
 
 
 async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-    """Return the report of a run from a process of its own, which ends when the caller is cancelled. Raises PacelineError."""
+    """Return a run's report from a separate process, which ends if the caller is cancelled. Raises PacelineError."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, str(ledger), request.run_id),
         *(["--deep"] if request.deep else []),
@@ -275,14 +274,14 @@ async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyR
         async with asyncio.timeout(VERIFY_S):
             output, errors = await process.communicate()
     except TimeoutError:
-        raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
+        raise PacelineError(f"the comparison of the records was ended after {VERIFY_S:g} s") from None
     finally:
-        if process.returncode is None:  # the caller has gone
+        if process.returncode is None:  # the caller was cancelled
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
     if process.returncode:
-        raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
+        raise PacelineError(f"the comparison failed: {errors.decode(errors='replace')[-1000:]}")
     found = json.loads(output)
     return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
 

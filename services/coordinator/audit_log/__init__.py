@@ -1,1 +1,1 @@
-"""The audit log: who changed something or was refused. Append-only files of JSON lines, each record chained to the one before."""
+"""The audit log: who changed something or was refused, as append-only files of chained JSON lines."""

@@ -1,14 +1,17 @@
-"""The audit log of a coordinator: takes entries at any time, from any thread, and brings them to the disk and into the ledger.
+"""The audit log of a coordinator: takes entries at any time, from any thread, and writes them to the disk and into the
+ledger.
 
-A record is written at once, without a wait for the disk. Every SYNC_S a thread syncs what is new, and then the newest hash goes into
-the ledger's table `audit_heads`, from where receipts carry it to the learner and into its checkpoints' manifests. So a power cut
-loses the last SYNC_S at most, and the ledger never knows a record that is not on the disk. A log that cannot be written ends the
-coordinator, as the ledger does: a change without a record is what the log is there to exclude.
+A record is written at once, without waiting for the disk. Every SYNC_S a thread syncs the new records, and then the
+newest hash goes into the ledger's table `audit_heads`; receipts carry it from there to the learner and into its
+checkpoints' manifests. So a power cut loses the last SYNC_S at most, and the ledger never has a record that is not on
+the disk. A log that cannot be written ends the coordinator, as the ledger does, because the log must exclude unrecorded
+changes.
 
-Nobody fills the disk, or pushes older records out, by calls that are refused: `RefusalLimits` bounds their records.
+Refused calls can neither fill the disk nor push out older records, because `RefusalLimits` bounds their records.
 
-Entries name who, what and whom, never the content. The reason of a refusal is kept where the guard gave it, or a worker's Hello was refused. Other refusals may quote the request, such as
-a spec's values, so the log has their status alone.
+Entries name the caller, the call and its subject, never the content. The reason of a refusal is kept if the guard gave
+it, or if a worker's Hello was refused. Other refusals may quote the request, such as a spec's values, so the log has
+only their status.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 SYNC_S = 0.5
 WINDOW_S = 60.0
 FIRST = 10
-"""Records of one source of refusals in a window."""
+"""Most records of one source of refusals in a window."""
 MOST = 60
-"""Records of all sources in a window."""
+"""Most records of all sources in a window."""
 MAX_SOURCES = 32
 OTHERS = "others"
 """Source of refusals beyond MAX_SOURCES."""
@@ -55,9 +58,9 @@ class _Counted:
 
 
 class RefusalLimits:
-    """How many refusals are recorded one by one. A source (a caller's name, else the peer's host) has FIRST records in a window, all
-    sources together have MOST. Further refusals are counted, and one record a window and source stands for them; sources beyond
-    MAX_SOURCES share one. A pure state machine."""
+    """Decides which refusals are recorded one by one. A source (a caller's name, else the peer's host) has FIRST
+    records in a window, all sources together have MOST. Further refusals are counted, and one record a window and
+    source stands for them; sources beyond MAX_SOURCES share one. A pure state machine."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _Counted] = {}
@@ -65,7 +68,7 @@ class RefusalLimits:
         self._end_s = 0.0
 
     def admits(self, entry: Entry, now_s: float) -> bool:
-        """Return whether a refusal is recorded by itself; count it otherwise. Call `due` before."""
+        """Return whether a refusal gets its own record; count it otherwise. Call `due` before."""
         name = entry.who or _host_of(entry.address)
         if name not in self._sources and len(self._sources) >= MAX_SOURCES:
             name = OTHERS
@@ -81,8 +84,7 @@ class RefusalLimits:
         return False
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
-        """Return the records that stand for what was left out, once the window has ended; then the next one begins. `last`
-        ends it now."""
+        """Return the records for left-out refusals if the window has ended; then begin one. `last` ends it now."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
         found = [
@@ -102,7 +104,7 @@ class AuditLog:
     """One log, beside the ledger of the coordinator that has it open."""
 
     def __init__(self, ledger: Ledger):
-        """Raises LedgerFault when the folder cannot be written."""
+        """Raises LedgerFault if the folder cannot be written."""
         self._ledger = ledger
         self.folder: Path = ledger.path.parent / AUDIT_NAME
         self._lock = threading.Lock()
@@ -116,7 +118,7 @@ class AuditLog:
         self.record(Entry("audit/start", why="; ".join(self._files.repaired), subject=f"term {ledger.term}"))
 
     def record(self, entry: Entry) -> None:
-        """Append an entry; of refusals, those within the limits."""
+        """Append an entry; a refusal only within the limits."""
         with self._lock:
             self._append_all(self._limits.due(now_s := time.monotonic()))
             if entry.result == OK or self._limits.admits(entry, now_s):
@@ -133,7 +135,7 @@ class AuditLog:
         self.record(entry_of_request(kind, member_id, why, address))
 
     def note_change(self, what: str, name: str) -> None:
-        """Record a change of tokens or certificates, which a command made on this host."""
+        """Record a change of tokens or certificates by a command on this host."""
         self.record(Entry(what, subject=name))
 
     async def run(self, lock: asyncio.Lock) -> None:
@@ -150,7 +152,7 @@ class AuditLog:
                     self._put(heads, synced=False)
 
     def close(self) -> None:
-        """Record the end, bring everything to the disk and into the ledger, and close. Raises LedgerFault."""
+        """Record the end, write everything to the disk and into the ledger, and close. Raises LedgerFault."""
         with self._lock:
             self._append_all([*self._limits.due(time.monotonic(), last=True), Entry("audit/stop")])
         if self._fault is None:
@@ -158,7 +160,7 @@ class AuditLog:
         self._files.close()
 
     def _append_all(self, entries: list[Entry]) -> None:
-        """Append under the lock; after a fault nothing more, because a record may be there in part."""
+        """Append under the lock; after a fault nothing more, because the last record may be incomplete."""
         for entry in entries:
             if self._fault is not None:
                 return
@@ -196,14 +198,13 @@ class AuditLog:
 
 
 def _host_of(address: str) -> str:
-    """Return the host of host:port; other texts unchanged."""
     found = FORM.fullmatch(address)
     return found[1] if found else address
 
 
 CONNECT = "paceline.v1.WorkerService/Connect"
 SUBJECTS = ("member_id", "run_id", "name", "sha256")
-"""Fields of requests that name what a call is about."""
+"""Fields of requests that name the subject of a call."""
 
 
 def entry_of_call(call: Call) -> Entry:

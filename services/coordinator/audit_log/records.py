@@ -1,12 +1,12 @@
 """Records of the audit log, and its files: `NUMBER.jsonl` in the folder `audit` of the coordinator's directory.
 
-A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that field, which
-names the hash before. So a changed, removed, added or moved record breaks the chain at its place.
+A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that
+field, which names the hash before. So a changed, removed, added or moved record breaks the chain at its position.
 
-Promises: a record is with the operating system when `append` returns, so the death of the process loses none; the caller syncs
-it to the disk. Files are only appended to. A file that has MAX_FILE_BYTES is followed by the next one, whose first record continues the
-chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps the hash with which it ended. A line that a power
-cut left unfinished is cut off when the log is opened.
+Promises: the operating system has a record when `append` returns, so the death of the process loses none; the caller
+syncs it to the disk. Files are only appended to. After MAX_FILE_BYTES a new file begins, whose first record continues
+the chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps its last hash. An incomplete line
+after a power cut is cut off when the log is opened.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ MAX_TEXT = 512
 MAX_LINE_BYTES = 64 << 10
 """Bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
 OK = "OK"
-"""Result of a call that was carried out."""
+"""Result of a successful call."""
 _HASH = b',"hash":"'
 _HASH_BYTES = len(_HASH) + 64 + len(b'"}')
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is recorded: never a token, a secret or a prompt, only digests of requests."""
+    """Content of a record: never a token, a secret or a prompt, only digests of requests."""
 
     what: str
-    """`package.Service/Method`, or `exchange/KIND`, or an event of the log itself, as `audit/start`."""
+    """`package.Service/Method`, or `exchange/KIND`, or an event of the log itself, such as `audit/start`."""
     result: str = OK
     """Name of a gRPC status."""
     who: str = ""
-    """Name of the caller, by its token; empty where there is no valid one."""
+    """Name of the caller, by its token; empty without a valid one."""
     roles: tuple[str, ...] = ()
     certificate: str = ""
     """Name in the client certificate; empty without one."""
     address: str = ""
-    """Address of the peer, host:port; empty where it cannot be seen."""
+    """Address of the peer, host:port; empty if it is unknown."""
     subject: str = ""
     """Member, run or registered model that the request names."""
     why: str = ""
     """Reason of a refusal."""
     request_sha256: str = ""
-    """SHA-256 of the request's bytes; empty for one that was not read."""
+    """SHA-256 of the request's bytes; empty for a request that was not read."""
     count: int = 1
-    """Refusals that the record stands for."""
+    """Number of refusals that the record stands for."""
 
 
 @dataclass(frozen=True)
-class Record:
+class AuditRecord:
     """A line of the log."""
 
     sequence: int
@@ -87,11 +87,11 @@ def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[
     return body[:-1] + _HASH + digest.encode() + b'"}\n', digest
 
 
-def read_line(line: bytes) -> Record:
-    """Return the record of a line without its end. Raises ValueError for one that does not have its own hash."""
+def read_line(line: bytes) -> AuditRecord:
+    """Return the record of a line without its line end. Raises ValueError if it is no record or its hash is wrong."""
     body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
     if not (end.startswith(_HASH) and end.endswith(b'"}')):
-        raise ValueError("it is no record")
+        raise ValueError("it is not a record")
     given = end[len(_HASH) : -2].decode("ascii", "replace")
     if hashlib.sha256(body).hexdigest() != given:
         raise ValueError("its hash is not that of its content")
@@ -99,7 +99,7 @@ def read_line(line: bytes) -> Record:
     sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
     if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
         raise ValueError("it lacks its sequence, time or previous hash")
-    return Record(sequence, time, previous, given, fields)
+    return AuditRecord(sequence, time, previous, given, fields)
 
 
 def _json(fields: dict[str, Any]) -> bytes:
@@ -108,12 +108,12 @@ def _json(fields: dict[str, Any]) -> bytes:
 
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64
-"""Files that are kept: 1 GB."""
+"""Most files that are kept: 1 GB."""
 NAME = re.compile(r"(\d{6,})\.jsonl")
 
 
 def audit_files(folder: Path) -> dict[int, Path]:
-    """Return the files of a log by their numbers, the oldest first; none where there is no folder."""
+    """Return the files of a log by their numbers, the oldest first; none without a folder."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := NAME.fullmatch(path.name):
@@ -122,8 +122,8 @@ def audit_files(folder: Path) -> dict[int, Path]:
 
 
 def end_of(path: Path) -> tuple[AuditHead, int]:
-    """Return the newest record of a file and the bytes of the unfinished line behind it. Raises ValueError for a last line
-    that is no record. A file without a record has the head `NONE`."""
+    """Return the newest record of a file (`NONE` for an empty file) and the bytes of the incomplete line after it.
+    Raises ValueError for a last line that is no record."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2 * MAX_LINE_BYTES))
@@ -136,7 +136,7 @@ def end_of(path: Path) -> tuple[AuditHead, int]:
 
 
 def has_record(folder: Path, head: AuditHead) -> bool:
-    """Return whether the files have a record. One that is older than all files counts as deleted with its file."""
+    """Return whether the files have a record. A record that is older than all files counts as deleted with its file."""
     files = list(audit_files(folder).values())
     for path in reversed(files):
         with path.open("rb") as file:
@@ -152,14 +152,22 @@ def has_record(folder: Path, head: AuditHead) -> bool:
 
 
 class AuditFiles:
-    """The one writer of a log. The caller sees to it that no two threads write at once."""
+    """The one writer of a log. The caller ensures that only one thread writes at a time."""
 
-    def __init__(self, folder: Path, head: AuditHead, clock: Callable[[], float]):
-        """`head` is the newest record that the ledger knows: the log goes on behind it, also where the files end before.
-        `clock` returns seconds since 1970. Raises LedgerFault when the folder cannot be written."""
+    def __init__(
+        self,
+        folder: Path,
+        head: AuditHead,
+        clock: Callable[[], float],
+        max_file_bytes: int = MAX_FILE_BYTES,
+        max_files: int = MAX_FILES,
+    ):
+        """`head` is the newest record that the ledger has: the log continues after it, even if the files end earlier.
+        `clock` returns seconds since 1970. Raises LedgerFault if the folder cannot be written."""
         self._folder, self._clock = folder, clock
+        self._max_file_bytes, self._max_files = max_file_bytes, max_files
         self.repaired: list[str] = []
-        """What was found at the opening and has to be recorded."""
+        """Faults that were found when the log was opened, to be recorded."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._numbers = list(audit_files(folder))
@@ -170,31 +178,29 @@ class AuditFiles:
 
     @property
     def number(self) -> int:
-        """Return the number of the newest file."""
         return self._numbers[-1]
 
     def append(self, entry: Entry) -> AuditHead:
         """Append a record and return it as the new head. Raises OSError."""
-        if self._size >= MAX_FILE_BYTES:
+        if self._size >= self._max_file_bytes:
             self._rotate()
         line, digest = chained(self.head.sequence + 1, self._clock(), entry, self.head.hash)
         if os.write(self._descriptor, line) != len(line):
-            raise OSError("the disk took a part of a record only")
+            raise OSError("the disk took only a part of a record")
         self._size += len(line)
         self.head = AuditHead(self.head.sequence + 1, digest)
         return self.head
 
     def duplicate(self) -> int:
-        """Return a descriptor of the newest file to sync, which the caller closes. Files before it are on the disk."""
+        """Return a descriptor of the newest file to sync, which the caller closes. Earlier files are on the disk."""
         return os.dup(self._descriptor)
 
     def close(self) -> None:
-        """Close the newest file."""
         os.close(self._descriptor)
 
-    def _find_end(self, known: AuditHead) -> AuditHead:
-        """Return the head to go on from, and cut an unfinished line off. The ledger's head counts where the files do not have
-        it: the gap then stays in the log for good."""
+    def _find_end(self, recorded: AuditHead) -> AuditHead:
+        """Return the head to continue from, and cut an incomplete line off. If the files lack the ledger's head, it is
+        used; the gap then stays in the log for good."""
         end = NONE
         for number in reversed(self._numbers):
             path = self._folder / _name(number)
@@ -202,24 +208,24 @@ class AuditFiles:
                 end, torn_bytes = end_of(path)
             except ValueError as fault:
                 self.repaired.append(f"the last record of {path.name} is damaged: {fault}")
-                return known
+                return recorded
             if torn_bytes:
                 os.truncate(path, path.stat().st_size - torn_bytes)
-                self.repaired.append(f"an unfinished record of {torn_bytes} bytes was cut off {path.name}")
+                self.repaired.append(f"an incomplete record of {torn_bytes} bytes was cut off {path.name}")
             if end.sequence:
                 break
-        if known.sequence and not has_record(self._folder, known):
+        if recorded.sequence and not has_record(self._folder, recorded):
             self.repaired.append(
-                f"the ledger knows record {known.sequence}, and the files, which end with {end.sequence}, do not have it"
+                f"the ledger has record {recorded.sequence}, but the files, which end with {end.sequence}, lack it"
             )
-            return known
+            return recorded
         return end
 
     def _rotate(self) -> None:
         os.fdatasync(self._descriptor)
         os.close(self._descriptor)
         self._open(self.number + 1)
-        while len(self._numbers) > MAX_FILES:
+        while len(self._numbers) > self._max_files:
             (self._folder / _name(self._numbers.pop(0))).unlink(missing_ok=True)
 
     def _open(self, number: int) -> None:

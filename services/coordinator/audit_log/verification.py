@@ -1,9 +1,10 @@
 """Verification of the audit log: its chain, the ledger's table `audit_heads`, and the manifests of checkpoints.
 
-Promise: a record that was changed, removed, added or moved is named by its number, and so is the first record that is missing where
-the end was cut off, or where the files or the ledger were replaced by older copies, as far as the ledger or any manifest names a later
-record. Somebody who can rewrite the log, the ledger and every manifest together leaves no trace here; the newest hash of `paceline audit
-verify`, kept elsewhere, shows that too. It writes nothing and may run beside the coordinator.
+Promise: a changed, removed, added or moved record is named by its number. So is the first missing record if the end was
+cut off, or if the files or the ledger were replaced by older copies, as far as the ledger or any manifest names a later
+record. An attacker who can rewrite the log, the ledger and every manifest together is not detected here; the newest
+hash of `paceline audit verify`, kept elsewhere, shows that too. Verification writes nothing and may run beside the
+coordinator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.records import MAX_FILES, Record, audit_files, end_of, read_line
+from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditRecord, audit_files, end_of, read_line
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
@@ -23,14 +24,14 @@ from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditH
 SUBJECT = "audit log"
 
 
-def verify(ledger: Ledger) -> VerifyReport:
-    """Verify the whole log beside a ledger, which is open for reading. Whatever damage there is is a problem in the report."""
+def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
+    """Verify the whole log beside a ledger, which is open for reading. Any damage is a problem in the report."""
     report, folder = VerifyReport(), ledger.path.parent / AUDIT_NAME
     heads = ledger.audit_heads.all()  # before the files, which are never behind the ledger
     named = dict(_named_by_manifests(ledger, report))
     chain = _Chain(report, heads, named)
     files = audit_files(folder)
-    _check_numbers(report, files, heads)
+    _check_numbers(report, files, heads, max_files)
     for number, path in files.items():
         chain.follow(number, path)
     chain.finish()
@@ -51,15 +52,15 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
     with report.reading(SUBJECT, "its last record"):
         end = next((end for path in reversed(files) if (end := end_of(path)[0]).sequence), NONE)
     if files and end.sequence < newest.sequence:
-        report.problem(SUBJECT, f"it ends with record {end.sequence}, and the ledger knows record {newest.sequence}")
+        report.problem(SUBJECT, f"it ends with record {end.sequence}, but the ledger has record {newest.sequence}")
     if files:
         report.facts["audit_log"] = f"{end.sequence} records; `paceline audit verify` checks them"
     elif newest.sequence:  # as beside the copy of a ledger
-        report.facts["audit_log"] = f"not here; the ledger knows record {newest.sequence}"
+        report.facts["audit_log"] = f"not here; the ledger has record {newest.sequence}"
 
 
-def records(folder: Path) -> Iterator[Record]:
-    """Yield the records of a log, the oldest first. Raises ValueError for a damaged one; an unfinished last line is left out."""
+def records(folder: Path) -> Iterator[AuditRecord]:
+    """Yield the records, the oldest first. Raises ValueError for a damaged one; an incomplete last line is left out."""
     for path in audit_files(folder).values():
         with path.open("rb") as file:
             for line in file:
@@ -68,23 +69,23 @@ def records(folder: Path) -> Iterator[Record]:
 
 
 class _Chain:
-    """Follows the records from file to file, and compares them with what is known of some."""
+    """Follows the records from file to file, and compares them with the ledger's heads and those in manifests."""
 
     def __init__(self, report: VerifyReport, heads: dict[int, AuditHead], named: dict[str, AuditHead]):
         self._report, self._heads = report, heads
         self.head = NONE
-        self._known: dict[int, list[tuple[str, str]]] = {}
-        """Hash of a record by its number, with whoever knows it."""
+        self._expected: dict[int, list[tuple[str, str]]] = {}
+        """Expected hashes of a record by its number, each with its source."""
         for number, head in heads.items():
-            self._known.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
+            self._expected.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
         for place, head in named.items():
-            self._known.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
+            self._expected.setdefault(head.sequence, []).append((f"the manifest {place}", head.hash))
 
     def follow(self, number: int, path: Path) -> None:
         """Check the records of a file."""
-        if not self.head.sequence and number > 1:  # the first file that is kept
+        if not self.head.sequence and number > 1:  # the oldest file that is kept
             self.head = self._heads.get(number - 1, NONE)
-            self._known = {each: known for each, known in self._known.items() if each > self.head.sequence}
+            self._expected = {each: hashes for each, hashes in self._expected.items() if each > self.head.sequence}
         with path.open("rb") as file:
             for index, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -98,17 +99,17 @@ class _Chain:
                     self.head = AuditHead(expected, "")
 
     def finish(self) -> None:
-        """Name the records that are known and missing at the end."""
-        for sequence, known in self._known.items():
+        """Report the expected records that are missing at the end."""
+        for sequence, expected in self._expected.items():
             if sequence <= self.head.sequence:
                 continue
-            for who, _ in known:
+            for who, _ in expected:
                 self._report.problem(
                     f"record {self.head.sequence + 1}",
-                    f"the log ends with record {self.head.sequence}, but {who} knows record {sequence}: its end was cut off",
+                    f"the log ends with record {self.head.sequence}, but {who} has record {sequence}: its end was cut off",
                 )
 
-    def _take(self, record: Record, name: str) -> None:
+    def _take(self, record: AuditRecord, name: str) -> None:
         expected, previous = self.head.sequence + 1, self.head.hash
         subject = f"record {record.sequence}"
         if record.sequence > expected:
@@ -116,25 +117,25 @@ class _Chain:
                 f"record {expected}", f"records {expected} to {record.sequence - 1} are missing in {name}"
             )
         elif record.sequence < expected:
-            self._report.problem(subject, f"it stands in {name} behind record {expected - 1}")
+            self._report.problem(subject, f"it stands in {name} after record {expected - 1}")
         elif previous and record.previous != previous:
             self._report.problem(subject, f"in {name} it follows another record {expected - 1}")
-        for who, known in self._known.get(record.sequence, ()):
-            self._report.compare(subject, f"its hash in {name} is {{}}, {who} knows {{}}", record.hash, known)
+        for who, digest in self._expected.get(record.sequence, ()):
+            self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, digest)
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
 
 
-def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead]) -> None:
-    """Check that no file is missing but the oldest of many, which are deleted."""
+def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
+    """Check that no file is missing except the oldest of many, which are deleted."""
     for number in range(1, max([*files, *heads], default=0) + 1):
-        if number not in files and not (number < min(files, default=0) and len(files) >= MAX_FILES):
+        if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)
-            report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never known'}")
+            report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never recorded'}")
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:
-    """Yield the records that manifests name: of the checkpoints on record, and of those in the folders of runs, which an older
-    ledger may not know."""
+    """Yield the records that manifests name: of registered checkpoints, and of those in the folders of runs, which an
+    older ledger may lack."""
     folder = ledger.path.parent
     registered = {path for row in ledger.runs() for path in ledger.checkpoints.paths(row["run_id"])}
     found = {str(path.parent) for path in folder.glob(f"*/checkpoints/*/{CHECKPOINT_MANIFEST}")}
@@ -145,7 +146,7 @@ def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[
                 manifest = json.loads(checkpoint.read(CHECKPOINT_MANIFEST))
                 if head := _head_in(manifest.get("extra", {})):
                     yield place, head
-        except Exception as error:  # of a store's client; the other manifests are read all the same
+        except Exception as error:  # an object store's client raised it; the other manifests are still read
             report.facts.setdefault("unread_manifests", {})[place] = f"{type(error).__name__}: {error}"
 
 

@@ -1,1 +1,1 @@
-"""Runs: which one trains, how it begins and ends, and what keeps it from going on."""
+"""Runs: their queue, their start and end, and their states in between."""

@@ -1,8 +1,9 @@
-"""Commands of a person on runs: cancel, pause, resume, drop groups, checkpoint; and on workers: drain.
+"""Commands of a person on runs (cancel, pause, resume, drop groups, checkpoint) and on workers (drain).
 
-Files that a person may have corrected while a run was paused are read anew at `resume`: data sets, the chat template, reward
-functions. Changes are events of the run. A run with a bundle gets the corrected files with a new one. Of a run without, digests of
-the functions' files are taken where they are on this machine; the coordinator never runs them.
+`resume` reads the files again that a person may have corrected while a run was paused: data sets, the chat template,
+reward functions. Changes are events of the run. A run with a bundle gets the corrected files in a new bundle. For a run
+without one, the digests of the functions' files are recorded if the files are on this machine; the coordinator never
+runs them.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class Commands:
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
 
     async def cancel(self, run_id: str) -> None:
-        """End a run, also one that has failed and may be resumed. Raises NotFound; Conflict when it has ended."""
+        """End a run, also one that has failed and could be resumed. Raises NotFound; Conflict if it has ended."""
         row = self._ledger.run(run_id)
         if row["state"] not in ("queued", "failed", *ACTIVE_STATES):
             verb = "was" if row["state"] == "cancelled" else "has"
-            raise Conflict(f"run {run_id} {verb} {row['state']} already")
+            raise Conflict(f"run {run_id} {verb} already {row['state']}")
         await self._states.end(run_id, "cancelled", "cancelled by request")
 
     async def pause(self, run_id: str) -> None:
@@ -70,9 +71,9 @@ class Commands:
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
-        """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew,
-        those of a run with a bundle from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle, DataError and
-        Unreadable for a data set that cannot be used."""
+        """Continue a paused run, or queue a failed one again. Files whose faults paused the run are read again, those
+        of a run with a bundle from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle; DataError
+        and Unreadable for a data set that cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
         run = await self._resumption.read(run_id, bundle, changes)
         async with self._context.lock:
@@ -85,7 +86,7 @@ class Commands:
                 set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.reset(self._exchange, run_id)
-                self._ledger.checkpoints.clear_damage(run_id)  # a person may have put them back
+                self._ledger.checkpoints.clear_damage(run_id)  # a person may have restored them
             self._delays.passed_over.discard(run_id)
             self._delays.start_again_s = 0.0
             if self._delays.retried == run_id:
@@ -94,42 +95,46 @@ class Commands:
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
             self._faults.clear()  # the person has not seen the faults of another run
         if self._exchange.active is not None:
-            await self._assignments.assign_all()  # before work is given out, so that changed functions are loaded first
+            await self._assignments.assign_all()  # before work is leased, so that changed functions are loaded first
         await self._context.watchers.notify("lease", "task", "batch")
 
     def checkpoint(self, run_id: str) -> tuple[int, str]:
-        """Order a checkpoint of the run that trains; return its newest event's number, and the path of a checkpoint that is
-        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now."""
+        """Order a checkpoint of the run that trains, unless there is one of its newest step; return the number of the
+        run's newest event, and the path of the existing checkpoint (empty after an order). Raises NotFound; Conflict
+        if no learner has the run now."""
         row, sequence = self._ledger.run(run_id), self._ledger.last_sequence(run_id)
         newest = self._ledger.checkpoints.newest(run_id)
         if newest is not None and newest.step == row["next_step"]:
             return sequence, newest.path
         run, learner = self._exchange.active, self._assignments.learner()
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
-            raise Conflict(f"run {run_id} is {row['state']}, and no learner has it now that could write a checkpoint")
+            raise Conflict(
+                f"run {run_id} is {row['state']}, and no learner has it that could write a checkpoint; order it while the run trains"
+            )
         order = worker_pb2.CheckpointDirective(run_id=run_id)
         learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
         return sequence, ""
 
     def drain(self, member_id: str, grace_s: float) -> Member:
-        """Tell a worker, with all ranks of a learner, to finish or return its work within `grace_s` seconds, and to leave.
-        Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
+        """Order a worker, with all ranks of a learner, to finish or return its work within `grace_s` seconds and to
+        leave. Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
         if not 0.0 <= grace_s <= MAX_GRACE_S:
             raise InvalidInput(f"grace_s is {grace_s:g}; it has to be from 0 to {MAX_GRACE_S:g} seconds")
         member = self._members.get(member_id)
         if member is None:
-            raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists those that are there")
+            raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists all members")
         if not member.connected:
-            raise Unavailable(f"{member_id} has no connection now, and leaves by itself unless it comes back")
+            raise Unavailable(
+                f"{member_id} is disconnected, and is expired unless it reconnects; drain it when it has reconnected"
+            )
         order = worker_pb2.DrainDirective(grace_s=grace_s)
-        for one in self._members.all():
-            if one is member or (member.learner_id and one.learner_id == member.learner_id):
-                one.direct(worker_pb2.ConnectResponse(drain=order))
+        for peer in self._members.all():
+            if peer is member or (member.learner_id and peer.learner_id == member.learner_id):
+                peer.direct(worker_pb2.ConnectResponse(drain=order))
         return member
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
-        """Take groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,
-        Conflict, InvalidInput."""
+        """Drop groups of the fixed batch, which ends the session. Raises NotFound, Conflict, InvalidInput."""
         async with self._context.lock:
             row, run = self._ledger.run(run_id), self._exchange.active
             if row["state"] != "paused" or run is None or run.run_id != run_id:
@@ -148,7 +153,7 @@ MAX_NAMED = 5
 
 
 class Resumption:
-    """Everything that is read anew for a run that goes on."""
+    """Reads the files again of a run that is resumed."""
 
     def __init__(self, context: RunContext, prompts: PromptCheck, bundles: RunBundles):
         self._ledger, self._exchange = context.ledger, context.exchange
@@ -156,7 +161,7 @@ class Resumption:
         self._openings = Openings()
 
     async def changes(self, run_id: str, bundle: str) -> list[str]:
-        """Check a run's new bundle, and return the places of the files that it changes. Raises NotFound, InvalidInput."""
+        """Check a run's new bundle, and return the paths of the files that it changes. Raises NotFound, InvalidInput."""
         before = self._ledger.bundle(run_id)
         if not bundle or bundle == before:
             return []
@@ -167,11 +172,11 @@ class Resumption:
         return await asyncio.to_thread(self._bundles.changes, spec, before, bundle)
 
     async def read(self, run_id: str, bundle: str = "", changes: Sequence[str] = ()) -> ActiveRun | None:
-        """Return the active run with its data sets opened anew, if dropped groups have paused it or its new bundle `changes`
-        them; else None.
+        """Return the active run with its data sets opened anew if dropped groups have paused it, or if `changes` of its
+        new bundle contain them; else None.
 
-        An opening goes on when the caller gives up waiting, and the next call gets its outcome. Raises DataError, Unreadable
-        for a data set that cannot be used now: the run stays paused.
+        An opening continues after a caller has cancelled, and the next call gets its outcome. Raises DataError,
+        Unreadable for a data set that cannot be used now: the run stays paused.
         """
         run = self._exchange.active
         if run is None or run.run_id != run_id:
@@ -184,8 +189,8 @@ class Resumption:
         return replace(run, prompts=data.prompts, validation=data.validation)
 
     def take(self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()) -> dict[str, str]:
-        """Take what was read, forget the failures before, and record what has changed; return the facts for the event of
-        the run's state. Inside a transaction."""
+        """Activate the data that were read, clear the failures before, and record the changes; return the facts for the
+        event of the run's state. Inside a transaction."""
         if changes:
             self._ledger.add_event(run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)})
         new_bundle = {"bundle": bundle} if bundle else {}
@@ -215,13 +220,13 @@ class Resumption:
         named = ", ".join(changes[:MAX_NAMED]) + (", …" if len(changes) > MAX_NAMED else "")
         before = self._ledger.bundle(run_id)
         return (
-            f"the run goes on with bundle {bundle} in place of {before}: {len(changes)} of its files differ ({named}); further "
-            "groups are generated and scored with these"
+            f"the run continues with bundle {bundle} instead of {before}: {len(changes)} of its files differ ({named}); further "
+            "groups are generated and scored with the new files"
         )
 
 
 def function_digests(spec: RunSpec) -> str:
-    """Return a JSON object with the digest of each reward function's file; without those that are not on this machine."""
+    """Return a JSON object with the digest of each reward function's file that is on this machine."""
     digests = {}
     for reward in spec.rewards:
         path, colon, _ = reward.function.rpartition(":")
@@ -233,18 +238,18 @@ def function_digests(spec: RunSpec) -> str:
 
 
 def changed_function_warnings(before: str, now: str) -> list[str]:
-    """Return a warning for each file of a reward function that has another digest than before."""
-    known, current = json.loads(before or "{}"), json.loads(now)
+    """Return a warning for each file of a reward function whose digest has changed."""
+    recorded, current = json.loads(before or "{}"), json.loads(now)
     return [
-        f"the reward functions in {path!r} are not what they were when the run was last started (XXH3 {known[path]}; now "
+        f"the reward functions in {path!r} have changed since the run was last started (XXH3 {recorded[path]}; now "
         f"{digest}): further groups are scored by the new code"
         for path, digest in current.items()
-        if known.get(path, digest) != digest
+        if recorded.get(path, digest) != digest
     ]
 
 
 def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
-    """Return the facts for the event that a run starts: what its data are, and its functions unless a `bundle` names them."""
+    """Return the facts for a run's start event: fingerprint of data, and digests of functions without a bundle."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
     functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

@@ -1,15 +1,16 @@
 """The coordinator: its parts, its periodic duties and its end.
 
-One owner for each thing: the ledger holds runs and groups, `Pool` the members and their assignments, the modules of this folder
-the runs. Everything runs on one event loop; `lock` serialises transactions with the exchange's. The life of a run:
+Each piece of state has one owner: the ledger has runs and groups, `Pool` the members and their assignments, the modules
+of this folder the runs. Everything runs on one event loop; `lock` serialises transactions with the exchange's. The
+states of a run:
 
   queued    `run_queue.py`, after its spec and data sets were checked
   running   `run_start.py`, when no run is active and its data sets could be opened
-            A run of a higher priority takes its place: `preemption.py` queues it again, or ends it before its last step
-  paused    `commands.py` by a person; `run_states.py` on a fault: with the reason, and retried automatically where waiting may
+            A run of a higher priority preempts it: `preemption.py` queues it again, or ends it before its last step
+  paused    `commands.py` by a person; `run_states.py` on a fault, with the reason, and retried automatically if waiting may
             help (`worker_faults.py`). A run whose spec this version cannot read lets other runs go first
-  failed    `run_states.py`, by the fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
-  ended     here, when all steps are trained, the learner has exported, no evaluation is pending, and the workers
+  failed    `run_states.py`, by a fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
+  ended     here, after all steps are trained, the learner has exported, no evaluation is pending, and the workers
             have the last version (LAST_VERSION_S at most)
 """
 
@@ -54,9 +55,9 @@ from paceline.tls.folder import tls_folder
 
 TICK_S = 0.5
 LAST_VERSION_S = 30.0
-"""Seconds for which a run that is trained and exported waits until its workers have the last version."""
+"""Seconds for which a trained and exported run waits until its workers have the last version."""
 DRAIN_NOTICE_S = 5.0
-"""Seconds for which a stopping coordinator waits for workers to report that they stop too, which they do every second."""
+"""Seconds for which a stopping coordinator waits for workers to report that they stop too; they report every second."""
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +78,14 @@ class Coordinator:
         scaling_period_s: float = PERIOD_S,
         refusal: Callable[[Caller], str] = lambda caller: "",
         pools: Sequence[PoolConfig] = (),
+        tick_s: float = TICK_S,
     ):
-        """`blobs` has the files of the runs; by default those beneath `directory`. `scaling_period_s` are the seconds between
-        two decisions on the sizes of pools, and `pools` those with bounds. `refusal` returns why a member's caller does not count any more, or an empty
-        text."""
+        """`blobs` has the files of the runs; by default those below `directory`. `scaling_period_s` is the time between
+        two decisions on the sizes of pools, and `pools` those with bounds. `refusal` returns why a member's caller
+        is not valid any more, or an empty text."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
-        """Read-only connection for answers to clients: it does not see a transaction that is not committed."""
+        """Read-only connection for answers to clients: it does not see uncommitted transactions."""
         self.members = members
         self.lock = asyncio.Lock()
         self.exchange = Exchange(ledger)
@@ -102,7 +104,7 @@ class Coordinator:
         )
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
-        self.stopping = False
+        self.stopping, self._tick_s = False, tick_s
         self.pool = Pool(self, members)
         self._refusal = refusal
         self.states = RunStates(self.context, self.pool.assignments)
@@ -113,37 +115,37 @@ class Coordinator:
         self.commands = Commands(self.context, self.states, self.faults, self.pool.assignments, resumption, members)
         self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
         self.starter = RunStarter(self.context, self.states, self.faults, self.pool, self._prompts, self._bundles)
-        self._preemption = Preemption(self.context, self.states, self.pool.assignments)
+        self.preemption = Preemption(self.context, self.states, self.pool.assignments)
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._gauge_history = GaugeHistory(ledger.path.parent, members)
         self.insecurity = insecurity(host)
-        """Sentence about connections that are not encrypted; empty without any."""
+        """Warning about connections that are not encrypted; empty without any."""
         self._state_meters = StateMeters(
             ledger, self.exchange, members, ledger.path.parent, is_insecure=bool(self.insecurity)
         )
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
         self._finished_s = 0.0
-        """Monotonic time at which it was first reported."""
+        """Monotonic time of the learner's first report of it."""
         self._ledger_fault: LedgerFault | None = None
         ledger.on_fault = self._on_ledger_fault
 
     async def recover(self) -> None:
-        """Start the run that was active. Before anyone may connect, because a worker that asks about a run which is not
-        active hears that it is over."""
+        """Restore the run that was active. Call it before anyone may connect, because a worker that requests work of an
+        inactive run is told that the run is over."""
         await run_start.recover(self.context)
         await self.starter.start_next()
         await run_start.warn_of_backup(self.context)
 
     async def run_forever(self) -> None:
-        """Start queued runs and expire silent members, until cancelled. Raises LedgerFault when the disk has refused any
-        transaction: the worker that got the error would otherwise try again for ever."""
+        """Start queued runs and expire silent members, until cancelled. Raises LedgerFault if the disk has refused any
+        transaction, because the worker that got the error would otherwise retry for ever."""
         watching = asyncio.create_task(self.pool.lag.watch())
         try:
             while True:
                 await self._tick()
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(self._tick_s)
         finally:
             watching.cancel()
 
@@ -155,7 +157,7 @@ class Coordinator:
             self._put_out_revoked,
             self._expire_silent,
             self._check,
-            self._preemption.check,
+            self.preemption.check,
             self._hours.check,
             self.scaler.check,
             self._tidy_up,
@@ -166,7 +168,7 @@ class Coordinator:
                 await duty()
             except (LedgerFault, sqlite3.Error):
                 raise
-            except Exception as error:  # of one member or one run; the next tick tries again
+            except Exception as error:  # it concerns one member or one run; the next tick retries
                 unforeseen.note("the coordinator's duties", error)
 
     async def _put_out_revoked(self) -> None:
@@ -180,7 +182,7 @@ class Coordinator:
             await self.pool.expire_silent()
 
     async def _check(self) -> None:
-        """Act on the members' faults and pass on the warnings of the watchdog and of the prompt check."""
+        """React to the members' faults, and pass on the warnings of the watchdog and of the prompt check."""
         await self.faults.check(time.monotonic())
         messages = [*self.watchdog.check(time.monotonic()), *self._prompts.take_warnings()]
         await self.watchers.warn(messages, stalls=self.watchdog.stalls)
@@ -211,7 +213,7 @@ class Coordinator:
     # Events of the pool and of the exchange
 
     async def act_on(self, notices: list[Notice]) -> None:
-        """Act on a commit: summarize a run that was paused, end a finished run, update the roster, notify watchers."""
+        """Process a commit: summarize a run that was paused, end a finished run, update the roster, notify watchers."""
         run = self.exchange.active
         if run is None:
             return
@@ -225,12 +227,11 @@ class Coordinator:
         await self._finish_if_done()
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
-        """Pause a run that cannot go on."""
+        """Pause a run that cannot continue."""
         await self.states.pause_on_fault(run_id, message, retried=retried)
 
     async def learner_finished(self, session: int) -> None:
-        """End the active run, whose learner has exported, unless an evaluation is pending or workers still get the last
-        version."""
+        """End the exported run, unless an evaluation is pending or workers still get the last version."""
         if self._finished != (self.exchange.active, session):
             self._finished, self._finished_s = (self.exchange.active, session), time.monotonic()
         await self._finish_if_done()
@@ -251,7 +252,7 @@ class Coordinator:
             await self.states.end(run.run_id, "succeeded", explain(run, self.exchange.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
-        """Return whether a worker of the roster still has an older version than the last, from which workers answer callers
+        """Return whether a worker of the roster still has an older version than the last, which it serves to callers
         after the run's end. The wait is bounded, because the run is trained and exported."""
         if time.monotonic() - self._finished_s >= LAST_VERSION_S:
             return False
@@ -260,30 +261,28 @@ class Coordinator:
         return any(version is not None and version.step < self.exchange.num_steps(run) for version in versions)
 
     async def warn(self, messages: list[str]) -> None:
-        """Add warnings to the events of the active run."""
         await self.watchers.warn(messages)
 
     async def tell_watchers(self) -> None:
-        """Wake `Watch` calls for new events."""
         await self.watchers.notify()
 
     # The end
 
     async def wait_for_leavers(self, grace_s: float) -> None:
-        """Keep serving, for `grace_s` seconds at most, until workers that are about to leave have left.
+        """Keep serving, for `grace_s` seconds at most, until the workers that drain have left.
 
-        The signal that stops the coordinator often stops the workers too, in any order. Their last submissions (unfinished
-        groups, scores, a checkpoint) would have to be made again. Workers that stay notice nothing.
+        The signal that stops the coordinator often stops the workers too, in any order, and their last submissions
+        (unfinished groups, scores, a checkpoint) would have to be computed again. Workers that stay are not affected.
         """
         started_s = time.monotonic()
         while self.members.all() and (waited_s := time.monotonic() - started_s) < grace_s:
             leaving = [member.member_id for member in self.members.all() if member.draining]
             if waited_s > DRAIN_NOTICE_S and not leaving:
                 return
-            await asyncio.sleep(TICK_S / 5)
+            await asyncio.sleep(self._tick_s / 5)
 
     async def end_streams(self) -> None:
-        """End the streams of workers and watchers, which would otherwise go on for ever."""
+        """End the streams of workers and watchers, which have no end otherwise."""
         self.stopping = True
         for member in self.members.all():
             member.end_stream()

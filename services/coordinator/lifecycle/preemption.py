@@ -1,11 +1,12 @@
-"""Preemption: a queued run of a higher priority takes the place of the active run.
+"""Preemption by a queued run of a higher priority, and the limit of a run's hours.
 
-The active run first yields: nothing new is leased and no batch is fixed, so the learner trains what it has and then writes the
-checkpoint that is ordered. Then its open groups stay open, it is queued again, and goes on from that checkpoint when its turn
-comes. Where no checkpoint can be written, it goes on from the one before, as after the death of a learner: nothing is lost.
+The preempted run first yields: nothing new is leased and no batch is fixed, so the learner trains what it has and then
+writes a checkpoint, which is ordered. Then the run is queued again with its open groups, and continues from that
+checkpoint later. If no checkpoint can be written, it continues from the one before, as after the death of a learner:
+nothing is lost.
 
-The limit of a run's hours (`max_hours`): the time for which a run trains is counted in the ledger, and a run whose hours are over
-ends in good order. Its last step is the newest one whose batch is fixed; the learner hears so when it asks for the step after.
+`max_hours`: the ledger counts the time for which a run trains. After that time the run ends at the newest step whose
+batch is fixed; the learner is told when it requests the step after.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from paceline.v1 import worker_pb2
 TRAINED_TIME = "time:running_ms"
 """Counter of the milliseconds for which a run was running, over all lives of the coordinator."""
 WRITE_S = 10.0
-"""Seconds between two entries of the counter; at most that much is lost in a crash."""
+"""Seconds between two writes of the counter; at most that much is lost in a crash."""
 
 
 def explain(run: ActiveRun, end_step: int) -> str:
-    """Return the reason for which a run ends after `end_step` steps; empty for 0."""
+    """Return why a run ends after `end_step` steps; empty for 0."""
     if not end_step:
         return ""
     return f"max_hours {run.spec.max_hours:g} are over: the run ends after step {end_step} of {run.spec.max_num_steps}"
 
 
 class Hours:
-    """The hours of the active run."""
+    """Counts the hours of the active run, and ends it after `max_hours`."""
 
     def __init__(self, context: RunContext):
         self._context = context
         self._ledger, self._exchange = context.ledger, context.exchange
         self._run_id, self._counted_s = "", 0.0
-        """Run whose time is counted, and the monotonic time up to which it is."""
+        """Run whose time is counted, and the monotonic time up to which it was."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Count the time since the last check, and end the run when its hours are over; at every tick."""
+        """Count the time since the last check, and end the run after its hours. Called at every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None or run.spec.max_hours is None or self._ledger.run(run.run_id)["state"] != "running":
@@ -74,7 +75,7 @@ class Hours:
             self._exchange.end_step = end_step
 
     def _end(self, run: ActiveRun) -> int:
-        """Record the run's last step, and return it; 0 where all its batches are fixed already. Inside a transaction."""
+        """Record the run's last step, and return it; 0 if all its batches are fixed already. Inside a transaction."""
         row = self._ledger.run(run.run_id)
         end_step = int(max(row["next_batch"], row["next_step"], 1))
         if end_step >= run.spec.max_num_steps:
@@ -89,13 +90,13 @@ class Hours:
 
 
 CHECKPOINT_WAIT_S = 600.0
-"""Seconds for which the preempting run waits for the checkpoint: a long step and a slow store fit in."""
+"""Seconds for which the preempting run waits for the checkpoint: enough for a long step and a slow object store."""
 
 log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """The yielding of the active run. One owner of `Exchange.yields_to`."""
+    """Lets the active run yield. The one owner of `Exchange.yields_to`."""
 
     def __init__(self, context: RunContext, states: RunStates, assignments: Assignments):
         self._context, self._states, self._assignments = context, states, assignments
@@ -103,11 +104,10 @@ class Preemption:
         self._began_s = 0.0
         """Monotonic time at which the active run began to yield."""
         self._ordered = (-1, -1)
-        """Session and step for which a checkpoint was ordered last."""
+        """Session and step of the newest checkpoint that was ordered."""
 
     async def check(self, now_s: float | None = None) -> None:
-        """Let the active run yield to a queued run of a higher priority, and end its turn when its checkpoint is written; at
-        every tick."""
+        """Let the run yield to one of a higher priority, and queue it after its checkpoint. At every tick."""
         now_s = time.monotonic() if now_s is None else now_s
         run = self._exchange.active
         if run is None:
@@ -123,13 +123,12 @@ class Preemption:
             await self._states.preempt(run.run_id, first["run_id"], first["priority"])
 
     def _ends_soon(self, run: ActiveRun) -> bool:
-        """Return whether all steps of the run are trained: its export is being written."""
         return bool(self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run))
 
     async def _go_on(self, run: ActiveRun) -> None:
         """End the yielding, because the run of the higher priority was cancelled or this run is about to end."""
         if self._exchange.yields_to:
-            log.info("run %s goes on, %s does not wait any more", run.run_id, self._exchange.yields_to)
+            log.info("run %s continues, %s does not wait any more", run.run_id, self._exchange.yields_to)
             self._exchange.yields_to = ""
             self._context.server.wake("lease", "batch")
 
@@ -138,18 +137,18 @@ class Preemption:
         await self._context.watchers.warn(
             [
                 f"run {first['run_id']} of priority {first['priority']} goes first: this run, of priority "
-                f"{self._ledger.priority(run.run_id)}, writes a checkpoint and goes on later"
+                f"{self._ledger.priority(run.run_id)}, writes a checkpoint and continues later"
             ]
         )
 
     def _is_ready(self, run: ActiveRun, now_s: float) -> bool:
-        """Return whether the run can be taken off the workers; order its checkpoint when the learner has trained its batch."""
+        """Return whether the workers can leave the run; order its checkpoint after the learner has trained its batch."""
         row, learner = self._ledger.run(run.run_id), self._assignments.learner()
         if learner is None or not learner.connected or learner.ready_run != run.run_id:
             return True
         if now_s - self._began_s >= CHECKPOINT_WAIT_S:
             log.warning(
-                "run %s has no checkpoint after %.0f s; it goes on from an older one",
+                "run %s has no checkpoint after %.0f s; it will continue from an older one",
                 run.run_id,
                 CHECKPOINT_WAIT_S,
             )

@@ -1,8 +1,8 @@
-"""The data sets of a run, opened when it is submitted, to check them, and again when it starts; and its bundle, which is checked at
-submission, unpacked for the coordinator's own reading of data, and kept while a run has it.
+"""The data sets of a run, opened when it is submitted, to check them, and again when it starts; and its bundle: checked
+at submission, unpacked if the coordinator reads data from it, and kept while a run has it.
 
-The newest event of a run's state that names a bundle says which one the run has. A run without one is as before there were
-bundles: its spec's paths are those of this machine.
+The newest event of a run's state with a bundle decides which bundle the run has. The paths in the spec of a run without
+one are those of this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 from paceline.spec import RunSpec
 
 NUM_FIRST = 8
-"""Rows whose texts are looked at when a run is submitted."""
+"""Rows whose texts are checked when a run is submitted."""
 
 
 class RunData(NamedTuple):
@@ -38,14 +38,13 @@ class RunData(NamedTuple):
     """Training prompts; None for examples, which the learner reads."""
     validation: PromptSource | None = None
     report: str = ""
-    """Format of the training data, and what was used and left out, for people."""
+    """Format of the training data, and the used and ignored columns, for people."""
     first: tuple[Any, ...] = ()
     """Prompts, and completions of examples, of the first rows: texts or messages."""
 
 
 def open_data(spec: RunSpec) -> RunData:
-    """Open training and validation prompts of a run. Data of examples are only checked, because the learner reads them.
-    Raises DataError."""
+    """Open training and validation prompts; only check examples, because the learner reads them. Raises DataError."""
     data = spec.data
     if spec.examples is not None:
         rows = open_examples(spec)
@@ -65,13 +64,12 @@ def open_data(spec: RunSpec) -> RunData:
 
 
 def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:
-    """Return a warning when the prompts are not those that the run began with. `before` is the fingerprint from then, empty
-    where none was recorded."""
+    """Return a warning if the prompts differ from their fingerprint `before`, which is empty if none was recorded."""
     if prompts is None or before in ("", prompts.fingerprint):
         return []
     return [
-        f"the data set {spec.data.train!r} is not what it was when the run began ({before}; now {prompts.fingerprint}): "
-        "further prompts are drawn from it as it is now"
+        f"the data set {spec.data.train!r} has changed since the run began ({before}; now {prompts.fingerprint}): "
+        "further prompts are drawn from the changed data"
     ]
 
 
@@ -80,7 +78,7 @@ T = TypeVar("T")
 
 
 class Openings:
-    """Openings by submission: those under way, and those whose outcome no client has taken yet."""
+    """Openings by submission: those in progress, and those whose outcome no client has fetched."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -88,21 +86,21 @@ class Openings:
     async def open(self, submission: str, work: Callable[[], T]) -> T:
         """Return the result of `work` on a thread, or of the opening that an earlier call of this submission began.
 
-        Raises the error of `work`, and Busy when too many openings are under way.
+        Raises the error of `work`, and Busy if too many openings are in progress.
         """
         task = self._tasks.get(submission)
         if task is None:
             self._make_room()
             task = asyncio.create_task(asyncio.to_thread(work))
             self._tasks[submission] = task
-        await asyncio.wait((task,))  # goes on if this caller gives up
+        await asyncio.wait((task,))  # continues if this caller is cancelled
         if self._tasks.get(submission) is task:
             del self._tasks[submission]
         result: T = task.result()
         return result
 
     def _make_room(self) -> None:
-        """Delete the oldest outcome that no client took, if there are `MAX_OPENINGS`. Raises Busy."""
+        """Delete the oldest outcome that no client has fetched, if there are `MAX_OPENINGS`. Raises Busy."""
         if len(self._tasks) < MAX_OPENINGS:
             return
         done = next((name for name, task in self._tasks.items() if task.done()), None)
@@ -113,18 +111,18 @@ class Openings:
 
 TIDY_UP_S = 600.0
 MAX_REPORT = 1 << 14
-"""Bytes of a report on prepared data; a longer one is left out."""
+"""Largest report on prepared data in bytes; a larger one is left out."""
 
 
 class RunBundles:
-    """Bundles in one store. Methods that take a digest read files and are for threads; the others use the ledger."""
+    """Bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from
         self._tidied_up_s = time.monotonic()
 
     def check(self, spec: RunSpec, bundle: str) -> None:
-        """Check that the functions may be used and that the whole bundle is here. Raises SpecError, InvalidInput."""
+        """Check that the functions are allowed and that the bundle is complete. Raises SpecError, InvalidInput."""
         allowed = () if bundle else self._functions_from
         if why := refusal_of_files(spec, allowed) if not (bundle and self._functions_from) else "":
             raise SpecError(why)
@@ -133,17 +131,17 @@ class RunBundles:
         try:
             manifest = self._blobs.manifest(bundle)
         except NotFound:
-            raise InvalidInput(f"bundle {bundle[:12]}… is not here; send its files first, then submit again") from None
+            raise InvalidInput(f"bundle {bundle[:12]}… is missing; send its files first, then submit again") from None
         if why := refusal_of_bundle(spec, manifest, self._functions_from):
-            raise SpecError(f"the functions may not be used: {why}")
+            raise SpecError(f"the functions are not allowed: {why}")
         for file in manifest.files:
             if not self._blobs.has(file.sha256):
                 raise InvalidInput(
-                    f"{file.path!r} of bundle {bundle[:12]}… is not here; send it first, then submit again"
+                    f"{file.path!r} of bundle {bundle[:12]}… is missing; send it first, then submit again"
                 )
 
     def preparation_report(self, bundle: str) -> str:
-        """Return what the submitter's machine reports about `data.preparation`; empty where nothing was prepared."""
+        """Return the submitter's report on `data.preparation`; empty if nothing was prepared."""
         files = self._blobs.manifest(bundle).files if bundle else ()
         for file in files:
             if file.path == REPORT and file.size <= MAX_REPORT:
@@ -152,26 +150,26 @@ class RunBundles:
         return ""
 
     def changes(self, spec: RunSpec, before: str, bundle: str) -> list[str]:
-        """Return the places of the files in which two bundles of a run differ. Raises InvalidInput where examples differ,
-        which the learner has to read again as they were."""
+        """Return the paths of the files in which two bundles of a run differ. Raises InvalidInput if examples differ,
+        because the learner has to read the same ones again."""
         new = set(self._blobs.manifest(bundle).files)
         try:
             old = set(self._blobs.manifest(before).files)
-        except NotFound:  # lost with the store; nothing is known of it
+        except NotFound:  # lost with the blobs, so nothing is known of it
             return sorted(file.path for file in new)
         changed = {file.path: file.kind for file in old ^ new}
         data = sorted(path for path, kind in changed.items() if kind == "data")
         if data and not spec.samples:
             raise InvalidInput(
-                f"{data[0]!r} is not what it was when the run was submitted; a run that trains on examples keeps them: submit "
+                f"{data[0]!r} has changed since the run was submitted; a run that trains on examples keeps them: submit "
                 "a new one"
             )
         return sorted(changed)
 
     @contextlib.contextmanager
     def opened(self, spec: RunSpec, bundle: str, *kinds: Kind) -> Iterator[RunSpec]:
-        """Yield the spec with the paths of the bundle's files of some kinds, as long as they stay. Messages of errors have the
-        submitter's paths. Raises Unreadable for a file that is gone."""
+        """Yield the spec with the paths of the bundle's files of some kinds, while these are unpacked. Messages of
+        errors have the submitter's paths. Raises Unreadable for a missing file."""
         if not bundle:
             yield spec
             return
@@ -187,12 +185,12 @@ class RunBundles:
                 raise type(error)(with_original_paths(str(error), spec, unpacked.root)) from None
 
     def open_data(self, spec: RunSpec, bundle: str) -> RunData:
-        """Open the data sets of a run, from its bundle where that has them. Opened data stay readable. Raises DataError."""
+        """Open the data sets of a run, from its bundle if it has them. Opened data stay readable. Raises DataError."""
         with self.opened(spec, bundle, "data") as local:
             return open_data(local)
 
     async def tidy_up(self) -> None:
-        """Remove files that no run needs, now and then."""
+        """Remove files that no run needs, if this is due."""
         if time.monotonic() - self._tidied_up_s > TIDY_UP_S:
             self._tidied_up_s = time.monotonic()
             await asyncio.to_thread(self._blobs.remove_unused, self._ledger.bundles())

@@ -1,8 +1,9 @@
 """The queue of runs: a submitted spec is checked, its data sets are opened once, then the run is queued in the ledger.
 
-A model that it names as `run:ID` is the final export of that run, else its newest export by step; `run:ID/NAME` is the export of
-that name. The stored spec has the folder or URL, so that workers, later sessions and replays read the same files. A reward model
-may be named so too, and as `run:ID/newest`: the folder of the exports, in which its process finds the newest one whenever it looks.
+A model may be named as `run:ID`, the final export of that run, else its newest export by step; and as `run:ID/NAME`,
+the export of that name. A reward model may also be `run:ID/newest`: the folder of the exports, in which its process
+always finds the newest one. The stored spec has the folder or URL instead, so that workers, later sessions and replays
+read the same files.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run, spec_to
 
 MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0
-"""Seconds to wait for the store's answer; one that is away does not keep a run from being queued."""
+"""Seconds to wait for the object store's answer; a store that does not answer in time delays no run."""
 MAX_TO_READ = 16
-"""Specs that are being read or wait for it; the time to read a spec is bounded."""
+"""Most specs that are being read or wait for it; the time to read a spec is bounded."""
 MAX_QUEUED = 1000
-"""Runs that wait for their turn."""
+"""Most runs in the queue."""
 MAX_QUEUED_OF_ONE = 250
-"""Those of them that one submitter may have, so that no one fills the queue of all."""
+"""Most queued runs of one submitter, so that nobody fills the queue."""
 QUEUE_AGAIN_S = 60.0
-"""Seconds after which a client may submit again while the queue is full."""
+"""Seconds after which a client may retry while the queue is full."""
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,9 @@ class RunQueue:
         self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
         self._bundles = bundles
         self._reading = asyncio.Lock()
-        """Held while a thread reads a spec: the event loop gets its turn between two."""
+        """Held while a thread reads a spec, so that the event loop gets its turn between two specs."""
         self._to_read = 0
-        """Specs that are being read or wait for it."""
+        """Number of specs that are being read or wait for it."""
         self._openings = Openings()
 
     async def submit(self, spec_yaml: str, submission: str = "", bundle: str = "") -> str:
@@ -68,7 +69,7 @@ class RunQueue:
         """
         if len(submission) > MAX_SUBMISSION:
             raise InvalidInput(
-                f"the name of a submission has {len(submission)} characters, not {MAX_SUBMISSION} at most"
+                f"the name of a submission has {len(submission)} characters, at most {MAX_SUBMISSION} are allowed"
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
@@ -76,8 +77,7 @@ class RunQueue:
         caller = current_caller()
         if caller is not None and spec.priority > 0 and not caller.steers_all:
             raise NotPermitted(
-                f"priority is {spec.priority}, and a run of a higher priority goes before the runs of others; a submitter's is "
-                "0 at most"
+                f"priority is {spec.priority}, which would put the run before the runs of others; a submitter may set at most 0"
             )
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
@@ -86,22 +86,22 @@ class RunQueue:
             spec = await asyncio.to_thread(with_locations, spec, found)
             text = await asyncio.to_thread(spec_to_yaml, spec)
         await asyncio.to_thread(self._bundles.check, spec, bundle)
-        said: list[str] = []
+        notes: list[str] = []
         if is_open(spec):
             shape = await asyncio.to_thread(read_shape, spec.policy.model_name)
-            spec, said = planned(spec, shape, Room())
+            spec, notes = planned(spec, shape, Room())
             text = await asyncio.to_thread(spec_to_yaml, spec)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
         if data.report:
-            said.append(f"data.train: {data.report}")
+            notes.append(f"data.train: {data.report}")
         if report := await asyncio.to_thread(self._bundles.preparation_report, bundle):
-            said.append(report)
+            notes.append(report)
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
-            said.append(
+            notes.append(
                 f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
             )
         if spec.checkpointing.checkpoint_dir:
@@ -118,7 +118,7 @@ class RunQueue:
                 submission,
                 warnings,
                 {
-                    "message": "; ".join(said),
+                    "message": "; ".join(notes),
                     "bundle": bundle,
                     "submitter": caller.name if caller is not None else "",
                 },
@@ -128,11 +128,11 @@ class RunQueue:
         return run_id
 
     def _check_room(self, caller: Caller | None) -> None:
-        """Raises Busy when the queue is full, or has as many runs of a submitter as it may have."""
+        """Raise Busy if the queue is full, or has the most runs that one submitter may have."""
         queue = self._ledger.queue()
         if len(queue) >= MAX_QUEUED:
             raise Busy(
-                f"{len(queue)} runs wait in the queue, the most that may; cancel some, or submit again later",
+                f"{len(queue)} runs are in the queue, the most that it takes; cancel some, or submit again later",
                 QUEUE_AGAIN_S,
             )
         if caller is None or caller.steers_all or len(queue) < MAX_QUEUED_OF_ONE:
@@ -140,13 +140,13 @@ class RunQueue:
         number = sum(self._ledger.submitter(row["run_id"]) == caller.name for row in queue)
         if number >= MAX_QUEUED_OF_ONE:
             raise Busy(
-                f"{number} runs of {caller.name} wait in the queue, the most of one submitter; cancel some, or submit again "
+                f"{number} runs of {caller.name} are in the queue, the most for one submitter; cancel some, or submit again "
                 "later",
                 QUEUE_AGAIN_S,
             )
 
     async def _check_store(self) -> None:
-        """Raises InvalidInput when the deployment's store refuses to be written."""
+        """Raise InvalidInput if the deployment's object store is read-only."""
         if not self._ledger.store:
             return
         with contextlib.suppress(TimeoutError):
@@ -171,7 +171,7 @@ class RunQueue:
             self._to_read -= 1
 
     def _add_run(self, spec: RunSpec, text: str, submission: str, of_data: Sequence[str], facts: dict[str, str]) -> str:
-        """Add a run to the ledger; `facts` are those of the first event that are not empty."""
+        """Add a run to the ledger; the non-empty `facts` go into its first event."""
         warnings = [*spec.warnings, *of_data]
         with self._ledger.transaction():
             run_id = f"{spec.name}-{self._ledger.num_runs() + 1}"
@@ -187,13 +187,13 @@ class RunQueue:
         return run_id
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
-        """Make the run's folder, with its spec and links to what all runs share. A folder of that name that exists is set
-        aside: this ledger does not know its run. The spec is for people, who could not read it encrypted: with a storage key the
-        ledger alone has it."""
+        """Make the run's folder, with its spec and links to the files that all runs share. An existing folder of that
+        name is set aside, because this ledger does not know its run. With a storage key only the ledger has the
+        spec, because people could not read it encrypted."""
         if directory.exists() and any(directory.iterdir()):
             set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
             directory.rename(set_aside)
-            log.warning("%s is of a run that this ledger does not know; it is %s now", directory, set_aside)
+            log.warning("%s belongs to a run that this ledger does not know; it was moved to %s", directory, set_aside)
         directory.mkdir(parents=True, exist_ok=True)
         if storage_key() is None:
             (directory / "spec.yaml").write_text(spec_yaml)
@@ -204,17 +204,16 @@ class RunQueue:
 
 
 def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
-    """Return a spec and its resolved text. Raises SpecError."""
     spec = submitted_spec(spec_yaml)
     return spec, spec_to_yaml(spec)
 
 
 PREFIX = "run:"
 NEWEST = "newest"
-"""Name of the export that is the newest by step, whenever a reward model is read."""
+"""Name that means the newest export by step at each reading of a reward model."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
-"""Runs that a message names."""
+"""Most runs that a message names."""
 
 
 @dataclass(frozen=True)
@@ -229,14 +228,14 @@ class Reference:
     """Parent folder of the exports by name."""
     name: str
     missing: str
-    """Sentence for an export that is not there."""
+    """Message of the error if the export does not exist."""
     follows: bool = False
-    """True for the folder of the exports itself, in which the newest is looked for again and again."""
+    """True for the folder of the exports itself, in which the newest one is searched repeatedly."""
 
 
 def references(spec: RunSpec, ledger: Ledger) -> list[Reference]:
-    """Return the references of a spec. It reads the ledger alone. Raises SpecError for a run that does not exist, that has
-    trained a scoring head where a language model is needed, or for data."""
+    """Return the references of a spec; reads only the ledger. Raises SpecError for data, for an unknown run, and for a
+    run that has trained a scoring head where a language model is needed."""
     for field in ("train", "validation"):
         names = getattr(spec.data, field)
         for name in (names,) if isinstance(names, str) else names or ():
@@ -278,8 +277,8 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
         )
     if field != "value.model_name" and has_scoring_head and not rewards:
         raise SpecError(
-            f"{field} {value!r}: run {run_id} has trained a reward model, which writes no text; name a run that has trained a "
-            "language model"
+            f"{field} {value!r}: run {run_id} has trained a reward model, which generates no text; name a run that has trained "
+            "a language model"
         )
     state = f"it is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
     what = f"has no export {name!r}" if name else "has exported no model"
@@ -294,13 +293,13 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
 
 
 def _with_exports(ledger: Ledger) -> str:
-    known = [str(row["run_id"]) for row in ledger.runs() if ledger.export_path(row["run_id"])]
-    named = ", ".join(known[-MAX_NAMED:])
-    return f"runs with exports: {named}" if known else "no run has an export yet"
+    run_ids = [str(row["run_id"]) for row in ledger.runs() if ledger.export_path(row["run_id"])]
+    named = ", ".join(run_ids[-MAX_NAMED:])
+    return f"runs with exports: {named}" if run_ids else "no run has an export yet"
 
 
 def located(reference: Reference) -> str:
-    """Return the folder or URL of an export. Reads the store. Raises SpecError when it is not there or cannot be read."""
+    """Return the folder or URL of an export, from the object store. Raises SpecError if missing or unreadable."""
     try:
         for place in _places(reference):
             if Folder(place).exists("config.json"):
@@ -308,7 +307,7 @@ def located(reference: Reference) -> str:
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise SpecError(
             f"{reference.field} {reference.value!r} cannot be read in {reference.final or reference.exports}: "
-            f"{type(error).__name__}: {error}; correct the store's name or credentials, or submit again when it is back"
+            f"{type(error).__name__}: {error}; correct the store's name or credentials, or submit again when it is reachable"
         ) from None
     raise SpecError(reference.missing)
 
@@ -325,7 +324,7 @@ def _places(reference: Reference) -> Iterator[str]:
 
 
 def with_locations(spec: RunSpec, found: list[Reference]) -> RunSpec:
-    """Return the spec with folders and URLs in place of references. Raises SpecError."""
+    """Return the spec with folders and URLs instead of references. Raises SpecError."""
     if not found:
         return spec
     tree: dict[str, Any] = spec.model_dump(mode="json")

@@ -1,8 +1,8 @@
-"""The start of a run: the active run after a restart, else the queued run that is due, becomes the exchange's run.
+"""The start of a run: the active run after a restart, else the queued run that is due.
 
-A run that cannot be started now is retried after a growing pause. A run whose spec this version cannot read lets other runs go
-first. A run fails here only by the fault of its data, and only before its first step. After a restart nothing keeps a run from going
-on: a summary that a kill prevented is written if its rows can be read.
+A run that cannot be started now is retried with back-off. A run whose spec this version cannot read lets other runs go
+first. A run fails here only by a fault of its data, and only before its first step. After a restart nothing prevents a
+run from continuing: a summary that a kill prevented is written if its rows can be read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ async def recover(context: RunContext) -> None:
 
 
 async def warn_of_backup(context: RunContext) -> None:
-    """Warn the active run if the ledger is a backup that was put back."""
+    """Warn the active run if the ledger was restored from a backup."""
     if context.ledger.set_aside is not None:
         message = (
-            f"the ledger is a backup that was put back; the newer files beside it were moved to "
+            f"the ledger was restored from a backup; the newer files beside it were moved to "
             f"{context.ledger.set_aside}. Files that the run has written since the backup stay, and nothing loads them"
         )
         log.warning("%s", message)
@@ -50,12 +50,11 @@ async def warn_of_backup(context: RunContext) -> None:
 
 
 def _summarize(context: RunContext, run_id: str) -> None:
-    """Write the summary of an ended run, if a kill prevented it."""
     try:
         context.run_log.summarize_if_missing(run_id)
     except sqlite3.Error:
         raise
-    except Exception as error:  # a damaged row of this run may raise anything; it keeps no other run from going on
+    except Exception as error:  # a damaged row of this run may raise anything, and must not stop the other runs
         unforeseen.note(f"the summary of run {run_id}", error)
 
 
@@ -80,7 +79,7 @@ class RunStarter:
         self._backoff = ExponentialBackoff()
 
     async def start_next(self) -> None:
-        """Start the run that is due, if none is active and the pause after the last attempt is over."""
+        """Start the run that is due, if none is active and the back-off after the last attempt is over."""
         if self._exchange.active is not None or time.monotonic() < self._delays.start_again_s:
             return
         row = self._ledger.due_run(self._delays.passed_over) or self._ledger.due_run()
@@ -131,7 +130,6 @@ class RunStarter:
         return True
 
     async def _announce(self, run: ActiveRun) -> None:
-        """Give the new active run to the workers."""
         self._faults.clear()
         if self._delays.waits_for:
             self._delays.waits_for = ""
@@ -147,7 +145,8 @@ class RunStarter:
     async def _pass_over(self, row: sqlite3.Row, error: SpecError) -> None:
         """Pause the run that is due because this version cannot read its spec; the next run goes first.
 
-        The run keeps its open groups. If it is the only run, it is postponed, and its workers keep their leases.
+        The run keeps its open groups. If it is the only run, it is postponed instead, and its workers keep their
+        leases.
         """
         run_id = row["run_id"]
         if self._ledger.due_run({*self._delays.passed_over, run_id}) is None:
@@ -165,17 +164,17 @@ class RunStarter:
             self._delays.passed_over.add(run_id)
             if self._delays.retried == run_id:
                 self._delays.retried = ""
-        log.warning("run %s is passed over: %s", run_id, message)
+        log.warning("run %s is paused, and other runs go first: %s", run_id, message)
         await self._context.watchers.notify()
 
     async def _postpone(self, row: sqlite3.Row, error: Exception) -> None:
-        """Retry later to start the run that is due; fail it where only another spec would help."""
+        """Retry later to start the run that is due; fail it if only another spec would help."""
         run_id = row["run_id"]
         if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
             await self._states.fail(run_id, str(error))
             return
         self._delays.start_again_s = time.monotonic() + self._backoff.next_s()
         if row["session"]:
-            # Workers that connect now would hear that their run is not active, and would drop their groups.
+            # Workers that connect now would be told that their run is not active, and would drop their groups.
             self._delays.waits_for = f"run {run_id} cannot be started yet: {error}"
         await self._states.pause_on_fault(run_id, f"{error}. {RETRIED}", retried=True)

@@ -1,6 +1,7 @@
-"""State changes of a run that the coordinator decides (pause on a fault, go on, fail, end), what they need, and news for `Watch` calls.
+"""State changes of a run that the coordinator decides (pause on a fault, continue, preempt, fail, end), and the wake-up
+of `Watch` calls.
 
-A run that is paused on a fault is retried automatically where waiting may help; a pause by a person ends by a person alone
+A run that is paused on a fault is retried automatically if waiting may help; a pause by a person ends only by a person
 (`services/coordinator/lifecycle/commands.py`). A failed run keeps its open groups, because `resume` queues it again.
 """
 
@@ -29,14 +30,14 @@ class Watchers:
         self._run_log, self._server = run_log, server
 
     async def notify(self, *kinds: str) -> None:
-        """Wake every `Watch` call, because there may be new events, and requests of these kinds that wait."""
+        """Wake every `Watch` call, because there may be new events, and the waiting requests of these kinds."""
         if kinds:
             self._server.wake(*kinds)
         async with self.changed:
             self.changed.notify_all()
 
     async def warn(self, messages: list[str], stalls: Sequence[str] = ()) -> None:
-        """Add warnings to the events of the active run, if there is one; those among `stalls` are marked."""
+        """Add warnings to the events of the active run, if there is one; those in `stalls` are marked as stalls."""
         run = self._exchange.active
         if run is None or not messages:
             return
@@ -55,16 +56,16 @@ class Delays:
     retried: str = ""
     """Id of the run that is paused and retried automatically."""
     passed_over: set[str] = field(default_factory=set)
-    """Runs whose spec this version cannot read, while there are others."""
+    """Runs whose spec this version cannot read, and that let other runs go first."""
     start_again_s: float = 0.0
     """Monotonic time of the next attempt to start the run that is due."""
     waits_for: str = ""
-    """Reason for which workers must connect later: the run that they may be working on has not been opened yet."""
+    """Reason why workers must connect later: the run that they may be working on has not been opened yet."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Ledger, exchange and reports of one coordinator's runs."""
+    """Ledger, exchange and reporting for the runs of one coordinator."""
 
     ledger: Ledger
     exchange: Exchange
@@ -94,9 +95,9 @@ class RunStates:
         self._ledger, self._exchange, self._delays = context.ledger, context.exchange, context.delays
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
-        """Pause a run that cannot go on; nothing is lost. A person resumes it, unless it is `retried` automatically.
+        """Pause a run that cannot continue; nothing is lost. A person resumes it, unless it is `retried` automatically.
 
-        A pause by a person stays one. Does nothing where the run is paused with the same message already.
+        A pause by a person stays one. Does nothing if the run is already paused with the same message.
         """
         async with self._context.lock:
             row = self._ledger.run(run_id)
@@ -114,18 +115,18 @@ class RunStates:
         await self._context.watchers.notify("lease", "batch")
 
     async def continue_run(self, run_id: str) -> None:
-        """Go on with a run whose fault is over, unless a person has paused it."""
+        """Continue a run whose fault is over, unless a person has paused it."""
         async with self._context.lock:
             if self._delays.retried != run_id or self._ledger.run(run_id)["state"] != "paused":
                 return
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "running")
             self._delays.retried = ""
-        log.info("run %s goes on", run_id)
+        log.info("run %s continues", run_id)
         await self._context.watchers.notify("lease", "batch")
 
     async def preempt(self, run_id: str, other: str, priority: int) -> None:
-        """Queue the active run again because `other` has a higher priority; a run that is paused stays paused. Its open groups
+        """Queue the active run again because `other` has a higher priority; a paused run stays paused. Its open groups
         stay open, and the workers get the other run."""
         message = f"run {other} of priority {priority} goes first"
         async with self._context.lock:
@@ -147,7 +148,7 @@ class RunStates:
         await self._context.watchers.notify("lease", "task", "batch")
 
     async def fail(self, run_id: str, message: str) -> None:
-        """Fail a run that cannot go on with its spec. Its open groups stay open for `resume`; the next run may start."""
+        """Fail a run that cannot continue with its spec. Its open groups stay for `resume`; the next run may start."""
         await self.end(run_id, "failed", message)
 
     async def end(self, run_id: str, state: str, message: str) -> None:

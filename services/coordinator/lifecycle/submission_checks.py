@@ -1,6 +1,7 @@
-"""Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have: they are
-found before anything starts. A check that needs a file which is not on this machine passes; user code is parsed, not run, and
-nothing is known of a definition with decorators, which may change it.
+"""Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have.
+
+A check passes if it needs a file that is not on this machine. User code is parsed and never run, and a definition with
+decorators passes, because they may change it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ SUPPLIED = frozenset(
 )
 """Arguments of reward functions that are never columns."""
 CHECKED_ROWS = 32
-"""Rows whose tests and other inputs of built-in functions are read at submit."""
+"""Rows whose tests and other inputs of built-in functions are read at submission."""
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
-    """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises DataError,
-    Unreadable, InvalidInput."""
+    """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises
+    DataError, Unreadable, InvalidInput."""
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -52,43 +53,42 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
 
 
 def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
-    """Return a warning where the tokenizer, if it is on this machine, does not keep the texts of the first rows."""
+    """Return a warning if the tokenizer, when it is on this machine, does not preserve the texts of the first rows."""
     from tokenizers import Tokenizer
 
     path = Path(policy.tokenizer_name or policy.model_name).expanduser() / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # the library has no other; the workers report what is wrong with the file
+    except Exception:  # the library raises no narrower error; the workers report it
         return []
     if tokenizer is None or (found := changed_text(tokenizer, first)) is None:
         return []
     return [
-        f"the tokenizer of policy.model_name {policy.model_name!r} does not keep every text of the data: of {found[0]!r:.80} "
-        f"remains {found[1]!r:.80}; the model reads and writes such texts only in this form"
+        f"the tokenizer of policy.model_name {policy.model_name!r} does not preserve every text of the data: {found[0]!r:.80} "
+        f"becomes {found[1]!r:.80}; the model reads and writes such texts only in this form"
     ]
 
 
 def check_network(spec: RunSpec, store: str) -> None:
-    """Check that the run's object stores are reached over TLS, for a coordinator that names the root `store` for large files.
-    Raises InvalidInput."""
+    """Raise InvalidInput unless the run's object stores and the coordinator's root `store` are reached over TLS."""
     allowed = spec.weights.allow_plaintext_network
     for url in (spec.weights.store, spec.checkpointing.checkpoint_dir, store):
         check_store(url or "", os.environ, allowed=allowed)
 
 
 def _shadowed(field: str, source: PromptSource) -> list[str]:
-    """Return a warning for columns that have the name of an argument which the reward functions get anyway."""
+    """Return a warning for columns with the name of an argument that reward functions always get."""
     named = sorted(SUPPLIED.intersection(source.columns) & {"prompts", "completions", "completion_ids"})
     if not named:
         return []
     return [
-        f"no reward function sees {' and '.join(f'the column {name!r}' for name in named)} of {field}, because its argument of "
-        "that name is the prompts or the completions of the group; rename the column"
+        f"reward functions cannot read {' and '.join(f'the column {name!r}' for name in named)} of {field}, because the argument "
+        "of that name has the prompts or the completions of the group; rename the column"
     ]
 
 
 def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> None:
-    """Raises DataError for a reward function that needs a column which the data set does not have."""
+    """Raise DataError for a reward function that needs a column which the data set lacks."""
     for index, reward in enumerate(spec.rewards):
         try:
             needed = _columns_of(reward)
@@ -105,7 +105,7 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
 
 
 def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
-    """Raises DataError for settings of a built-in function that do not fit the first rows or the size of groups."""
+    """Raise DataError for settings of a built-in function that do not fit the first rows or the size of groups."""
     from paceline.reward.builtin import SETTINGS
 
     for index, reward in enumerate(spec.rewards):
@@ -122,8 +122,7 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
 
 
 def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
-    """Return warnings about gold answers that cannot be scored, in the first rows in the order of the run; of a stream in its first
-    block."""
+    """Return warnings about gold answers without score, in the run's first rows (of a stream: first block)."""
     from paceline.reward.builtin.mathematics import MAX_CHECKED, gold_warnings
 
     number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
@@ -131,7 +130,7 @@ def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]
 
 
 def _columns_of(reward: RewardFunctionSection) -> list[str]:
-    """Return the columns that a reward function cannot do without, as far as that is known here."""
+    """Return the columns that a reward function is known to require."""
     path, colon, name = reward.function.rpartition(":")
     if colon:
         return [argument for argument in _required(Path(path), name) if argument not in reward.kwargs]
@@ -149,7 +148,7 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
 
 
 def _required(path: Path, name: str) -> list[str]:
-    """Return the arguments without a default of a function in a file, besides those that every function gets."""
+    """Return the arguments without a default of a function in a file, without those that every function gets."""
     module = parsed(path)
     found = None if module is None else definition_of(module.body, name)
     if found is None or isinstance(found, ast.ClassDef):
@@ -158,7 +157,7 @@ def _required(path: Path, name: str) -> list[str]:
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
-    """Raises DataError for prompts of messages that no chat template can render, or not with their tools."""
+    """Raise DataError for prompts of messages that no chat template can render, or not with their tools."""
     prompt = source.draw(0)[0]
     setting = spec.data.apply_chat_template
     if isinstance(prompt, str) and setting != "always":
@@ -171,7 +170,7 @@ def _check_template(spec: RunSpec, source: PromptSource) -> None:
     template = _template_source(spec.policy)
     if source.has_tools and tools_of_prompt(*source.draw(0)) and template and not reads_tools(template):
         raise DataError(
-            "the prompts have tools, which the chat template of the tokenizer does not read; take a model whose template does, "
+            "the prompts have tools, which the chat template of the tokenizer does not read; choose a model whose template does, "
             "or rename the column 'tools'"
         )
     if _lacks_template(spec.policy):
@@ -183,7 +182,7 @@ def _check_template(spec: RunSpec, source: PromptSource) -> None:
 
 
 def _check_template_kwargs(spec: RunSpec) -> None:
-    """Raises DataError for an argument that the chat template, where it is on this machine, does not read."""
+    """Raise DataError for an argument that the chat template does not read, if the template is on this machine."""
     source = _template_source(spec.policy) if spec.data.chat_template_kwargs else ""
     for name in spec.data.chat_template_kwargs if source else ():
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -194,7 +193,7 @@ def _check_template_kwargs(spec: RunSpec) -> None:
 
 
 def _template_source(policy: PolicySection) -> str:
-    """Return the tokenizer's one chat template; empty where it is not on this machine, or there are several."""
+    """Return the tokenizer's one chat template; empty if it is not on this machine, or if there are several."""
     folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
     try:
         if (folder / "chat_template.jinja").is_file():
@@ -206,9 +205,10 @@ def _template_source(policy: PolicySection) -> str:
 
 
 def _check_models(spec: RunSpec) -> list[str]:
-    """Check the models, as far as their config.json can be read here; return warnings about URLs that cannot be read now.
+    """Check the models as far as their config.json can be read here; return warnings about URLs that cannot be read
+    now.
 
-    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL that has no model.
+    Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL without a model.
     """
     warnings = []
     for section, key in MODEL_FIELDS:
@@ -229,8 +229,8 @@ def _check_models(spec: RunSpec) -> list[str]:
 
 
 def _config_of(name: str, field: str) -> Any:
-    """Return the config.json of a model at a path or URL; None where there is none that can be read. Raises Unreadable for a
-    URL without a model, OSError for a store that cannot be read."""
+    """Return the config.json of a model at a path or URL; None if it cannot be read here. Raises Unreadable for a URL
+    without a model, OSError for an object store that cannot be read."""
     if not is_url(name):
         return _json_of(Path(name).expanduser() / "config.json")
     try:
@@ -243,14 +243,13 @@ def _config_of(name: str, field: str) -> Any:
     except PacelineError as error:
         raise InvalidInput(f"{field}: {error}") from None
     except ValueError:
-        return None  # the workers report what is wrong with it
+        return None  # the workers report the fault of the file
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise OSError(f"{type(error).__name__}: {error}") from error
-    raise Unreadable(f"{field} {name!r}: no such folder with a config.json in it; correct the URL")
+    raise Unreadable(f"{field} {name!r}: there is no such folder with a config.json; correct the URL")
 
 
 def _json_of(path: Path) -> Any:
-    """Return the content of a JSON file; None where there is none that can be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -268,7 +267,7 @@ def _lacks_template(policy: PolicySection) -> bool:
 
 
 NAME_COLUMN = "environment"
-"""Column that names the class of a row, where the spec has several."""
+"""Column that names the class of a row, if the spec has several classes."""
 
 PROMPT = "prompt"
 """Name by which user code gets the prompt, beside the columns."""
@@ -298,12 +297,12 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
     for name in (name for argument in section.command for name in PLACEHOLDER.findall(argument)):
         if name not in columns:
             raise DataError(
-                f"environment.command names {{{name}}}, which is no column of {field}; it has {', '.join(columns)}"
+                f"environment.command names {{{name}}}, which is not a column of {field}; it has {', '.join(columns)}"
             )
 
 
 def _check_names(names: Collection[str], field: str, source: PromptSource) -> None:
-    """Check that the data set names the classes of a mapping, as its first row does."""
+    """Raise DataError unless the data set has the column that names a row's class, and its first row names one of them."""
     if "" in names:
         return
     listed = ", ".join(map(repr, names))
@@ -320,7 +319,7 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
 
 
 def _defined(key: str, code: str, kind: str) -> Definition | None:
-    """Return the definition of `file:name`, as far as that is known here. Raises InvalidInput where there is none."""
+    """Return the definition of `file:name`; None if it cannot be read here. Raises InvalidInput if the file has none."""
     path, colon, name = code.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise InvalidInput(f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}")
@@ -336,7 +335,7 @@ def _defined(key: str, code: str, kind: str) -> Definition | None:
 
 
 def _check_reset(key: str, definition: Definition | None, field: str, columns: Collection[str]) -> None:
-    """Raises DataError for a `reset` that needs a column which the data set does not have."""
+    """Raise DataError for a `reset` that needs a column which the data set lacks."""
     if not isinstance(definition, ast.ClassDef):
         return
     reset = definition_of(definition.body, "reset")
@@ -351,14 +350,14 @@ def _check_reset(key: str, definition: Definition | None, field: str, columns: C
 
 
 MAX_SOURCE_BYTES = 1 << 20
-"""Largest file that is read here."""
+"""Size of the largest file that is parsed."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return the module of a file; None where it cannot be read here: the worker says what is wrong with it."""
+    """Return the module of a file; None if it cannot be read here: the worker reports the fault."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
@@ -368,7 +367,7 @@ def parsed(path: Path) -> ast.Module | None:
 
 
 def names_of(module: ast.Module) -> set[str] | None:
-    """Return all names that a module's own statements may bind; None where a `*` may bind any."""
+    """Return all names that a module's own statements may bind; None if an import with `*` may bind any."""
     names: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -378,8 +377,8 @@ def names_of(module: ast.Module) -> set[str] | None:
 
 
 def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
-    """Return the function or class that `name` stands for at the end of a module or class; None where something else may have
-    bound the name since, and for one with decorators."""
+    """Return the function or class that `name` stands for at the end of a module or class; None if a later statement
+    may have rebound the name, and for a definition with decorators."""
     found: Definition | None = None
     for node in body:
         if isinstance(node, Definition) and node.name == name:
@@ -390,7 +389,6 @@ def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
 
 
 def required(function: Function) -> list[str]:
-    """Return the arguments of a function that have no default."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     needed = positional[: len(positional) - len(given.defaults)]
@@ -399,7 +397,6 @@ def required(function: Function) -> list[str]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement may bind anew."""
     return {
         node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     } | {node.name for node in ast.walk(statement) if isinstance(node, Definition)}

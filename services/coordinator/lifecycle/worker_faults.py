@@ -1,8 +1,8 @@
 """Reactions to workers that cannot work on the active run: wait, pause and retry, pause for a person, or fail.
 
-A run fails only by the fault of its spec, and only before its first step. A fault that keeps all workers of a role from working
-later (a file, a hub, a mount that is away) pauses the run with the message of each of them; the run goes on automatically when one
-of them can work. Rollout and reward workers retry by themselves; a learner gets a new session after a growing pause.
+A run fails only by a fault of its spec, and only before its first step. A temporary fault of all workers of a role (a
+file, a hub, an absent mount) pauses the run with each message; the run continues automatically when one of them can
+work. Rollout and reward workers retry by themselves; a learner gets a new session after a back-off.
 
 `decide` is pure; `Faults` keeps the members' messages in `Member.fault`, and the coordinator calls it at every tick.
 """
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 
 class Decision(enum.IntEnum):
-    """Reaction to faults; of several, the largest wins."""
+    """Reaction to faults; of several, the largest is applied."""
 
     GO_ON = 0
     RETRY = 1
-    """Pause; the run goes on automatically when a worker of the role can work."""
+    """Pause; the run continues automatically when a worker of the role can work."""
     ASK = 2
     """Pause until a person resumes the run."""
     FAIL = 3
 
 
 def decide(members: Sequence[Member], run_id: str, next_step: int) -> Decision:
-    """Decide on a run whose next step is `next_step` by the faults of all `members` of one role."""
+    """Return the reaction to the faults of all `members` of one role, for a run whose next step is `next_step`."""
     faults = [member.fault for member in members if member.fault is not None]
     if not members or len(faults) < len(members) or any(fault.run_id != run_id for fault in faults):
-        return Decision.GO_ON  # a member works, or has not reported yet that it cannot
+        return Decision.GO_ON  # a member works, or has not reported a fault yet
     if any(fault.resumable for fault in faults):
         return Decision.ASK
     if next_step == 0 and all(fault.kind == worker_pb2.FAULT_SPEC for fault in faults):
@@ -70,7 +70,7 @@ def explain(members: Sequence[Member]) -> str:
 
 
 class Faults:
-    """The faults of one coordinator's members. One owner of `Member.fault`."""
+    """The faults of one coordinator's members. The one owner of `Member.fault`."""
 
     def __init__(self, context: RunContext, members: Members, states: RunStates, assignments: Assignments):
         self._context, self._members, self._states = context, members, states
@@ -97,7 +97,7 @@ class Faults:
         member.fault, member.ready_run = fault, ""
         if member.role == common_pb2.ROLE_LEARNER:
             self._end_session(report, fault)
-            await self._assignments.assign_learner()  # another learner may stand by
+            await self._assignments.assign_learner()  # a standby learner may get the run
         peers = self._connected(member.role)
         if not is_repeated and decide(peers, report.run_id, 0) is Decision.GO_ON and member in peers:
             await self._context.watchers.warn(
@@ -106,7 +106,6 @@ class Faults:
         await self.check(time.monotonic())
 
     async def on_ready(self, member: Member) -> None:
-        """Note that a member has set up the active run."""
         member.fault = None
         await self.check(time.monotonic())
 
@@ -119,7 +118,7 @@ class Faults:
         self._retry_learner_s = None
 
     async def check(self, now_s: float) -> None:
-        """Pause, fail or continue the active run according to the members' faults; at every tick."""
+        """Pause, fail or continue the active run according to the members' faults. Called at every tick."""
         run = self._context.exchange.active
         if run is None:
             return
@@ -144,7 +143,6 @@ class Faults:
             await self._retry_learner(next_step, now_s)
 
     async def _retry_learner(self, next_step: int, now_s: float) -> None:
-        """Give the learner a new session when its pause is over."""
         if self._retry_learner_s is None:
             if next_step > self._step:
                 self._backoff.reset()
@@ -156,17 +154,17 @@ class Faults:
             await self._assignments.assign_learner()
 
     def _end_session(self, report: worker_pb2.RunReport, fault: Fault) -> None:
-        """End the session of all ranks, because any rank's fault ends it."""
+        """End the session of all ranks, because a fault of any rank ends it."""
         for learner in self._workers(common_pb2.ROLE_LEARNER):
             if learner.session == report.session:
                 learner.session, learner.fault, learner.ready_run = 0, fault, ""
 
     def _workers(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the members of a role that are given work: of a learner's ranks the first."""
+        """Return the members of a role that get work; of a learner's ranks only the first."""
         return [member for member in self._members.of_role(role) if member.rank == 0]
 
     def _connected(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the workers of a role without those whose stream broke: they work on nothing until they are back."""
+        """Return the workers of a role whose stream is connected, because the others work on nothing."""
         return [member for member in self._workers(role) if member.connected]
 
     def _works(self, role: common_pb2.Role.ValueType, run_id: str) -> bool:

@@ -1,7 +1,8 @@
-"""RecordsService.GetMetrics: metrics of a run by step, averaged down to a number of points; and pages of its events.
+"""RecordsService.GetMetrics, metrics of a run by step, averaged down to a number of points; and pages of a run's
+events.
 
-SQLite reads and averages the events' JSON, so the interpreter is free for the exchange meanwhile. A call reads a bounded
-number of events; its page ends at the end of a point, so that points are the same whatever the pages are.
+SQLite reads and averages the events' JSON, so the interpreter is free for the exchange meanwhile. A call reads a
+bounded number of events; its page ends at the end of a point, so the points do not depend on the pages.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ KINDS = ("step", "evaluation")
 POINTS, MAX_POINTS = 500, 5000
 MAX_PATTERNS, MAX_SERIES = 64, 128
 EVENTS_AT_ONCE = 5000
-"""Events that a call reads."""
+"""Events that a call reads at first."""
 
 SAMPLED = 32
-"""Events at either end of a run whose names of metrics are taken for all."""
+"""Events at either end of a run whose metrics' names are taken for all names."""
 
 NO_METRICS = ("step", "time")
 NAN = math.nan
 
 
-def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
+def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EVENTS_AT_ONCE) -> pb.GetMetricsResponse:
     """Return a page of points. Raises NotFound, InvalidInput."""
     run, kind = ledger.run(request.run_id), request.kind or KINDS[0]
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
     if len(request.names) > MAX_PATTERNS:
-        raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} go into one request")
-    known = _names(ledger, request.run_id, kind)
+        raise InvalidInput(f"names has {len(request.names)} entries, at most {MAX_PATTERNS} are allowed in one request")
+    names = _names(ledger, request.run_id, kind)
     if not request.names:
-        return pb.GetMetricsResponse(names=known)
-    wanted = [name for name in known if any(fnmatchcase(name, pattern) for pattern in request.names)]
-    if len(wanted) > MAX_SERIES:
-        raise InvalidInput(f"names fit {len(wanted)} metrics, at most {MAX_SERIES} go into one request")
+        return pb.GetMetricsResponse(names=names)
+    selected = [name for name in names if any(fnmatchcase(name, pattern) for pattern in request.names)]
+    if len(selected) > MAX_SERIES:
+        raise InvalidInput(f"names match {len(selected)} metrics, at most {MAX_SERIES} are allowed in one request")
     last_step = request.to_step or run["next_step"]
     points = page_tokens.page_size(request.max_points or POINTS, MAX_POINTS)
     width = max(1, math.ceil((last_step - request.from_step + 1) / points))
-    return _points(ledger, request, kind, wanted, width, last_step)
+    return _points(ledger, request, kind, selected, (width, last_step), at_once)
 
 
 def _names(ledger: Ledger, run_id: str, kind: str) -> list[str]:
@@ -65,21 +66,21 @@ def _names(ledger: Ledger, run_id: str, kind: str) -> list[str]:
 
 
 def _points(
-    ledger: Ledger, request: pb.GetMetricsRequest, kind: str, names: list[str], width: int, last_step: int
+    ledger: Ledger, request: pb.GetMetricsRequest, kind: str, names: list[str], scale: tuple[int, int], window: int
 ) -> pb.GetMetricsResponse:
-    # No step comes before as many events, so those of earlier steps need not be read.
+    # Step s has a sequence number above s, so the events of earlier steps need not be read.
     (after,) = page_tokens.read(request.page_token, 1) or (request.from_step if kind == "step" else 0,)
     after, newest = min(after, page_tokens.LARGEST), ledger.last_sequence(request.run_id)
-    window = EVENTS_AT_ONCE
     while True:
         until = min(after + window, newest)
-        rows = _rows(ledger, request, kind, names, (width, last_step), (after, until))
+        rows = _rows(ledger, request, kind, names, scale, (after, until))
         if len(rows) != 1 or until == newest:
             break
-        window *= 2  # the only point may go on behind the window
+        window *= 2  # the only point may continue after the window
+    width, _ = scale
     response = pb.GetMetricsResponse(steps_per_point=width)
     if until < newest:
-        cut = rows.pop() if rows else None  # so may the last one
+        cut = rows.pop() if rows else None  # the last point may continue too
         response.next_page_token = page_tokens.write(until if cut is None else cut[2] - 1)
     response.steps.extend(row[1] for row in rows)
     response.times.extend(NAN if row[3] is None else row[3] for row in rows)
@@ -101,8 +102,8 @@ def _rows(
     scale: tuple[int, int],
     window: tuple[int, int],
 ) -> list[sqlite3.Row]:
-    """Return a row for each point of a window of events: its number, first step, first event, time, and mean, least and greatest
-    value of each metric."""
+    """Return a row for each point of a window of events: its number, first step, first event, time, and mean, least and
+    greatest value of each metric."""
     first, (width, last) = min(request.from_step, page_tokens.LARGEST), scale
     values = "".join(f", json_extract(json, ?{index + 8}) AS v{index}" for index in range(len(names)))
     sums = "".join(f", AVG(v{index}), MIN(v{index}), MAX(v{index})" for index in range(len(names)))
@@ -129,7 +130,7 @@ def _number(value: object) -> float:
 
 
 def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
-    """Return the numbers of a step; none where nothing is kept, or the file is damaged. Raises NotFound: no such run."""
+    """Return the statistics of a step; empty if missing or damaged. Raises NotFound for an unknown run."""
     ledger.run(request.run_id)
     response = pb.GetTokenStatisticsResponse()
     report = worker_pb2.TokenStatistics()
@@ -139,7 +140,7 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
             report.ParseFromString(file.read(MAX_REPORT_BYTES + 1))
     except (OSError, DecodeError):
         return response
-    for each in sorted(report.completions, key=lambda one: (one.group_id, one.index)):
+    for each in sorted(report.completions, key=lambda completion: (completion.group_id, completion.index)):
         if not request.HasField("group_id") or each.group_id == request.group_id:
             response.completions.add(
                 group_id=each.group_id, index=each.index, logprobs=each.logprobs, entropies=each.entropies
@@ -149,24 +150,24 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
 
 PAGE_SIZE = 1000
 MAX_BYTES = 8 << 20
-"""Size of the JSON in an answer; the event that exceeds it is the last one."""
+"""Bytes of JSON in an answer; the event that exceeds them is the last one."""
 
 READ_AT_ONCE = 20_000
-"""Events that a call reads, those of other kinds included."""
+"""Events that a call reads, with those of other kinds."""
 MAX_KINDS = 16
 
 
-def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
+def list_events(ledger: Ledger, request: pb.ListEventsRequest, at_once: int = READ_AT_ONCE) -> pb.ListEventsResponse:
     """Return a page of events. Raises NotFound, InvalidInput."""
     ledger.run(request.run_id)
     if len(request.kinds) > MAX_KINDS:
-        raise InvalidInput(f"kinds has {len(request.kinds)} entries, there are fewer kinds")
+        raise InvalidInput(f"kinds has {len(request.kinds)} entries, but there are fewer kinds")
     size = page_tokens.page_size(request.page_size, PAGE_SIZE)
     newest = ledger.last_sequence(request.run_id)
     if request.newest:
-        first, until, order = max(0, newest - READ_AT_ONCE), newest, "DESC"
+        first, until, order = max(0, newest - at_once), newest, "DESC"
     else:
-        first, until, order = request.after, min(request.after + READ_AT_ONCE, newest), "ASC"
+        first, until, order = request.after, min(request.after + at_once, newest), "ASC"
     of_kinds = f" AND kind IN ({', '.join('?' * len(request.kinds))})" if request.kinds else ""
     rows = ledger.db.execute(
         "SELECT sequence, kind, json FROM events WHERE run_id = ? AND sequence > ? AND sequence <= ?"
@@ -192,7 +193,6 @@ def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsR
 
 
 def _add_steps(ledger: Ledger, run_id: str, response: pb.ListEventsResponse) -> None:
-    """Say of each event at which step it happened."""
     step = 0
     if response.events:
         row = ledger.row(

@@ -1,7 +1,8 @@
-"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services' logs.
+"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services'
+logs.
 
-The files are bounded where they are written, and so is the work of a call. A request names a log as the list does, never a path,
-so no other file can be read.
+The files are bounded when they are written, and so is the work of a call. A request names a log as the list does and
+never a path, so no other file can be read.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ Key = tuple[str, str, str]
 def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
     """Return points of pools, or of the members that the request names. Raises InvalidInput."""
     if len(request.member_ids) > MAX_MEMBERS:
-        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries; ask for {MAX_MEMBERS} at most")
+        raise InvalidInput(f"member_ids has {len(request.member_ids)} entries, at most {MAX_MEMBERS} are allowed")
     if not (math.isfinite(request.from_time) and math.isfinite(request.to_time)):
-        raise InvalidInput("from_time and to_time have to be numbers of seconds since 1970")
+        raise InvalidInput("from_time and to_time must be numbers of seconds since 1970")
     readings = list(_readings(directory / FOLDER, request.from_time, request.to_time or math.inf))
     if not readings:
         return pb.GetGaugeHistoryResponse(seconds_per_point=PERIOD_S)
     first_s = readings[0][0]
     points = min(request.max_points or USUAL_POINTS, MAX_POINTS)
     width_s = max(PERIOD_S, (readings[-1][0] - first_s + PERIOD_S) / points)
-    wanted, sums = set(request.member_ids), dict[Key, dict[int, tuple[float, int]]]()
+    member_ids, sums = set(request.member_ids), dict[Key, dict[int, tuple[float, int]]]()
     for time_s, members in readings:
         point = min(int((time_s - first_s) / width_s), points - 1)
-        for key, value in _values(members, wanted):
+        for key, value in _values(members, member_ids):
             column = sums.setdefault(key, {})
             total, number = column.get(point, (0.0, 0))
             column[point] = (total + value, number + 1)
-    known = sorted({point for column in sums.values() for point in column})
+    filled = sorted({point for column in sums.values() for point in column})
     response = pb.GetGaugeHistoryResponse(
-        times=[first_s + point * width_s for point in known], seconds_per_point=width_s
+        times=[first_s + point * width_s for point in filled], seconds_per_point=width_s
     )
     for (pool, member_id, name), column in sorted(sums.items()):
-        means = [column[point][0] / column[point][1] if point in column else NAN for point in known]
+        means = [column[point][0] / column[point][1] if point in column else NAN for point in filled]
         response.series.add(pool=pool, member_id=member_id, name=name, values=means)
     return response
 
 
 def _readings(folder: Path, from_s: float, to_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield time and members of the readings in a range, oldest first; lines that a kill cut off are left out."""
+    """Yield time and members of the readings in a range, oldest first, without lines that a kill cut off."""
     files = files_of(folder)
     for path, later in zip_longest(files, files[1:]):
         if later is not None and _begin_s(later) < from_s:
             continue
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # removed meanwhile, as the oldest one
+        except OSError:  # removed meanwhile as the oldest file
             continue
         for line in lines:
             try:
@@ -79,14 +80,14 @@ def _begin_s(path: Path) -> float:
     return int(digits) / 1e9 if digits.isdecimal() else 0.0
 
 
-def _values(members: dict[str, Any], wanted: set[str]) -> Iterator[tuple[Key, float]]:
+def _values(members: dict[str, Any], member_ids: set[str]) -> Iterator[tuple[Key, float]]:
     for member_id, gauges in members.items():
-        if not isinstance(gauges, dict) or (wanted and member_id not in wanted):
+        if not isinstance(gauges, dict) or (member_ids and member_id not in member_ids):
             continue
         pool = str(gauges.get("pool", ""))
         for name, value in gauges.items():
             if isinstance(value, int | float):
-                yield (pool, member_id if wanted else "", name), float(value)
+                yield (pool, member_id if member_ids else "", name), float(value)
 
 
 LOGS = "logs"
@@ -96,7 +97,7 @@ MAX_NAMES = 1000
 
 
 def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
-    """Return the names of the logs, and the end of the one that the request names. Raises NotFound."""
+    """Return the names of the logs, and the end of the requested log. Raises NotFound."""
     names = _names(directory / LOGS)
     response = pb.ReadLogResponse(names=names)
     if not request.name:
@@ -106,7 +107,7 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
             f"there is no log {request.name[:80]!r}; the logs are: {', '.join(names[:40]) or 'none'}. Only `paceline up` and "
             "the demo keep logs beside the ledger"
         )
-    wanted = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    max_bytes = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         # A link could lead out of the folder.
         fd = os.open(directory / LOGS / f"{request.name}{SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -114,8 +115,8 @@ def read_log(directory: Path, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
         raise NotFound(f"the log {request.name} cannot be read: {error.strerror}") from None
     with open(fd, "rb") as file:
         response.size = file.seek(0, os.SEEK_END)
-        start = file.seek(max(0, response.size - wanted))
-        content = file.read(wanted)
+        start = file.seek(max(0, response.size - max_bytes))
+        content = file.read(max_bytes)
     if start:
         content = content.partition(b"\n")[2] or content
     response.text = content.decode("utf-8", "replace")

@@ -1,7 +1,8 @@
-"""Answers about runs, specs, books, batches, checkpoints and groups, from the ledger's rows.
+"""Answers about runs, specs, token accounting, batches, checkpoints and groups, from the ledger's rows.
 
-Groups that were dropped because all their completions were alike are among the attempts, so the pages say how hard a prompt is.
-Messages about runs parse no YAML; a row that cannot be read becomes a message that says so, and does not hide the other runs.
+The attempts contain groups that were dropped because all their completions were alike, so the pages show how hard a
+prompt is. Messages about runs parse no YAML. A run whose row cannot be read gets a message that says so, and does not
+hide the other runs.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ Location = tuple[str | int, ...]
 
 
 def get_spec(spec: RunSpec) -> pb.GetSpecResponse:
-    response, known = pb.GetSpecResponse(spec_yaml=spec_to_yaml(spec)), keys()
+    response, known_keys = pb.GetSpecResponse(spec_yaml=spec_to_yaml(spec)), keys()
     for location, value in values(spec):
-        key = known.get(dotted(location))
+        key = known_keys.get(dotted(location))
         default = key.default_text if key is not None else ""
         response.keys.add(
             path=".".join(map(str, location)),
@@ -96,7 +97,7 @@ def get_spec(spec: RunSpec) -> pb.GetSpecResponse:
 
 
 def compare_specs(spec: RunSpec, other: RunSpec) -> pb.CompareSpecsResponse:
-    """Return the values that differ."""
+    """Return the values in which two specs differ."""
     ours, theirs = dict(values(spec)), dict(values(other))
     response = pb.CompareSpecsResponse()
     for location in dict.fromkeys([*ours, *theirs]):
@@ -111,7 +112,7 @@ def compare_specs(spec: RunSpec, other: RunSpec) -> pb.CompareSpecsResponse:
 
 
 def values(spec: RunSpec) -> Iterator[tuple[Location, Any]]:
-    """Yield every value of a spec with its location: a section's keys one by one, all else whole."""
+    """Yield every value of a spec with its location: the keys of sections one by one, any other value as a whole."""
     yield from _below(spec.model_dump(mode="json"), ())
 
 
@@ -144,7 +145,7 @@ REASONS = {
     "bad_prompt": "Its prompt could not be encoded, or workers failed on it.",
     "prompt_too_long": "Its prompt left no room for a completion.",
     "invalid_result": "Results for it were refused as often as grpo.max_generation_failures allows.",
-    "poison": "Workers crashed while they held it, also when they held it alone.",
+    "poison": "Workers crashed while they held it, also when it was leased alone.",
     "damaged": "Its stored arrays could not be read, and it could not be generated again.",
     "environment_failed": "Every sample of it was given up after environment.max_failures failures.",
     "by_request": "A person took it out of its batch with `paceline drop`.",
@@ -202,7 +203,6 @@ def _add_hops(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGroupLi
 
 
 def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGroupLifeResponse) -> None:
-    """Add the batches that it was in, those that were replaced included, and the sessions that trained it."""
     if row["step"] is None:
         return
     step, group_id = row["step"], row["group_id"]
@@ -216,7 +216,7 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
             what = "removed" if group_id in json.loads(batch["dropped_ids"]) else "batched"
             life.hops.add(what=what, detail=f"step {step}, revision {batch['revision']}, replaced: {batch['reason']}")
     if row["state"] in BATCHED:
-        life.hops.add(what="batched", detail=f"step {step}, place {row['rank_order']}")
+        life.hops.add(what="batched", detail=f"step {step}, position {row['rank_order']}")
     receipts = (
         ledger.rows(
             "SELECT session, rank, group_ids FROM receipts WHERE run_id = ? AND step = ? ORDER BY session, rank LIMIT ?",
@@ -243,7 +243,9 @@ MAX_CHARACTERS = 4 << 20
 """Characters of the prompts of a page; the group that exceeds them is the last one."""
 
 
-def list_attempts(ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec) -> pb.ListAttemptsResponse:
+def list_attempts(
+    ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec, max_characters: int = MAX_CHARACTERS
+) -> pb.ListAttemptsResponse:
     """Return a page of scored training groups of a run with this spec. Raises InvalidInput."""
     (after,) = page_tokens.read(request.page_token, 1) or (-1,)
     size = page_tokens.page_size(request.page_size, GROUPS)
@@ -255,7 +257,7 @@ def list_attempts(ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec
     )
     response, characters = pb.ListAttemptsResponse(), 0
     for group_id, prompt_json, rewards, step in rows:
-        if len(response.attempts) == size or characters > MAX_CHARACTERS:
+        if len(response.attempts) == size or characters > max_characters:
             response.next_page_token = page_tokens.write(response.attempts[-1].group_id)
             break
         rewards_CF = np.frombuffer(rewards, "<f4").reshape(-1, len(spec.rewards))
@@ -273,7 +275,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def run_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str] | None = None) -> run_pb2.Run:
-    """Return the message of a run's row, with its token accounting; `queue` has the ids of the runs that wait, in their order."""
+    """Return the message of a run's row, with its token accounting; `queue` has the queued runs' ids in order."""
     run_id = row["run_id"]
     if queue is None:
         queue = [waiting["run_id"] for waiting in ledger.queue()]
@@ -297,7 +299,7 @@ def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
     """Return a page of runs, oldest first. Raises InvalidInput for an invalid page token."""
     if not request.page_token.isascii() or not (request.page_token or "0").isdigit():
         raise InvalidInput(
-            f"page_token {request.page_token[:40]!r} is none; send `next_page_token` of the answer before"
+            f"page_token {request.page_token[:40]!r} is invalid; send `next_page_token` of the previous answer"
         )
     after = min(int((request.page_token or "0")[:19]), 1 << 62)
     size = min(request.page_size or PAGE_SIZE, PAGE_SIZE)
@@ -312,10 +314,10 @@ def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
 def _tolerant_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str]) -> run_pb2.Run:
     try:
         return run_message(ledger, row, queue)
-    except Exception as error:  # a damaged row may raise anything, and concerns this run alone
+    except Exception as error:  # a damaged row may raise anything, and concerns only this run
         run_id = str(row["run_id"])
-        seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)
+        seldom.warning(run_id, "the row of run %s cannot be read", run_id, error=error)
         return run_pb2.Run(
             run_id=run_id,
-            message=f"its record cannot be read ({type(error).__name__}); see `paceline ledger verify`",
+            message=f"its row cannot be read ({type(error).__name__}); see `paceline ledger verify`",
         )

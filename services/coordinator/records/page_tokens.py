@@ -1,6 +1,6 @@
 """Page tokens of RecordsService: the key of the last row of a page, as numbers.
 
-A token is a key and no offset, so a page costs the same wherever it is, and rows that are added meanwhile move none.
+A token is a key and not an offset, so every page costs the same, and added rows move none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ LARGEST = 1 << 62
 
 
 def write(*numbers: int) -> str:
-    """Return the token of a key."""
     return ".".join(str(number) for number in numbers)
 
 
@@ -22,13 +21,13 @@ def read(token: str, length: int) -> tuple[int, ...] | None:
     parts = token.split(".")
     if len(parts) != length or not all(_is_number(part) for part in parts):
         raise InvalidInput(
-            f"page_token {token[:40]!r} is none; send `next_page_token` of the answer before, with the same request"
+            f"page_token {token[:40]!r} is invalid; send `next_page_token` of the previous answer, with the same request"
         )
     return tuple(int(part) for part in parts)
 
 
 def page_size(requested: int, largest: int) -> int:
-    """Return the number of rows of a page: as many as requested, at most `largest`, which 0 stands for."""
+    """Return the number of rows of a page: as requested, at most `largest`; 0 requests `largest`."""
     return min(requested or largest, largest)
 
 

@@ -1,7 +1,7 @@
-"""The answers of RecordsService from one ledger, read-only: for the coordinator's servicer, and without a coordinator.
+"""Answers RecordsService's calls from one read-only ledger: for the coordinator's servicer, and without a coordinator.
 
-Promise: no call writes, none runs longer than `limit_s`, and every answer is bounded. All calls of a reader have to come from one
-thread, which is not the coordinator's loop.
+Promise: no call writes, none runs longer than `limit_s`, and every answer is bounded. All calls of a reader have to
+come from one thread, which is not the coordinator's loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.v1 import records_pb2 as pb
 
 LIMIT_S = 10.0
 INSTRUCTIONS = 20_000
-"""Instructions of SQLite between two looks at the clock."""
+"""Instructions of SQLite between two checks of the deadline."""
 
 SPECS = 16
 RequestT = TypeVar("RequestT")
@@ -33,20 +33,20 @@ ResponseT = TypeVar("ResponseT")
 
 
 def _limited(call: Callable[[Ledger, RequestT], ResponseT]) -> Callable[[RecordsReader, RequestT], ResponseT]:
-    """Return the method that answers a request by `call`, within the reader's limit of time."""
+    """Return the method that answers a request by `call`, within the reader's time limit."""
     return lambda reader, request: reader.limited(lambda: call(reader.ledger, request))
 
 
 class RecordsReader:
-    """One ledger. Methods have the names of the calls; they raise NotFound, InvalidInput, LedgerFault, Unavailable."""
+    """Reads one ledger. Methods have the names of calls; raise NotFound, InvalidInput, LedgerFault, Unavailable."""
 
     def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
-        """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` one caller alone waits, so the columns
-        that rewards logged are read whatever their size."""
+        """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` there is only one
+        caller, so the columns that rewards logged are read whatever their size."""
         self.ledger = ledger
         self._limit_s = limit_s
         self._specs: dict[tuple[str, str], RunSpec] = {}
-        """Specs by run and text: to read YAML takes longer than anything else here."""
+        """Specs by run and text, cached because parsing YAML takes longer than anything else here."""
 
     @classmethod
     def opened(cls, path: Path) -> RecordsReader:
@@ -70,7 +70,7 @@ class RecordsReader:
                 lambda: sample_pages.list_samples(self.ledger, request, spec, is_bounded=self._limit_s < math.inf)
             )
         finally:
-            self.ledger.payloads.close()  # an open segment that is removed would keep its space
+            self.ledger.payloads.close()  # an open segment would keep its disk space after its removal
 
     def ListAttempts(self, request: pb.ListAttemptsRequest) -> pb.ListAttemptsResponse:
         spec = self._spec(request.run_id)
@@ -86,7 +86,7 @@ class RecordsReader:
         return files.read_log(self.ledger.path.parent, request)
 
     def ListGauges(self, request: pb.ListGaugesRequest) -> pb.ListGaugesResponse:
-        """Return no member: the ledger has none."""
+        """Return no members, because the ledger has none."""
         return pb.ListGaugesResponse()
 
     def GetGaugeHistory(self, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
@@ -96,7 +96,7 @@ class RecordsReader:
         return events.get_token_statistics(self.ledger, request)
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-        """Compare all records of a run, in this thread and without a limit of time."""
+        """Compare all records of a run, in this thread and without a time limit."""
         report = verify(self.ledger, request.run_id, deep=request.deep)
         return pb.VerifyRunResponse(problems=report.problems, facts_json=json.dumps(report.facts))
 
@@ -109,7 +109,7 @@ class RecordsReader:
         return self._specs[key]
 
     def limited(self, call: Callable[[], ResponseT]) -> ResponseT:
-        """Return what `call` returns, in one snapshot of the ledger. Raises Unavailable where it takes too long."""
+        """Return the result of `call`, in one snapshot of the ledger. Raises Unavailable beyond the time limit."""
         deadline_s = time.monotonic() + self._limit_s
         self.ledger.db.set_progress_handler(lambda: int(time.monotonic() > deadline_s), INSTRUCTIONS)
         try:
@@ -119,13 +119,13 @@ class RecordsReader:
             if time.monotonic() <= deadline_s:
                 raise
             raise Unavailable(
-                f"the ledger was read for {self._limit_s:g} s without an answer ({error}); ask for fewer steps or metrics"
+                f"the ledger was read for {self._limit_s:g} s without an answer ({error}); request fewer steps or metrics"
             ) from None
         finally:
             self.ledger.db.set_progress_handler(None, 0)
 
 
 def records_in(ledger: Ledger) -> Records:
-    """Return the records of a ledger that this thread has opened, for a caller who may wait: no call has a limit of time."""
+    """Return the records of a ledger that this thread has opened, without a time limit."""
     reader = RecordsReader(ledger, math.inf)
     return Records(lambda method, request: getattr(reader, method)(request))

@@ -1,7 +1,8 @@
 """RecordsService.ListSamples: pages of groups with those of their completions that pass the filters.
 
-A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes: a rare text takes
-many calls, and none of them takes long. Of a group with an environment there are conversations, turns, and rows with their masks.
+A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes, so a search
+for a rare text takes many short calls. The samples of a group with an environment have conversations, turns, and rows
+with their masks.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ GROUPS = 64
 """Groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Stored bytes that a call decodes, and size of its answer; the group that exceeds it is the last one."""
+"""Stored bytes that a call decodes, and size of its answer; the group that exceeds them is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Size of a run's extra.jsonl up to which it is read for every page of a bounded call."""
+"""Size of a run's extra.jsonl up to which a bounded call reads it, for every page."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
 MAX_VERSIONS = 20
-"""Evaluations that a message names."""
+"""Most evaluations that a message names."""
 STATES = tuple(state.value for state in State)
 
 
@@ -53,7 +54,7 @@ def list_samples(
             f"run {request.run_id} has no samples: with algorithm {spec.algorithm} it trains on its data set's rows"
         )
     rows, has_more = _rows(ledger, request)
-    wanted = CompletionFilter(request)
+    filters = CompletionFilter(request)
     extra = _extra(ledger, request, rows, is_bounded=is_bounded)
     version = _evaluated_version(ledger, request)
     response, size = pb.ListSamplesResponse(), 0
@@ -61,7 +62,7 @@ def list_samples(
         content, stored_bytes = _content(ledger, request.run_id, row, spec, extra, version)
         size += stored_bytes
         response.examined = number
-        _add(response, row, content, wanted, version, full=request.full)
+        _add(response, row, content, filters, version, full=request.full)
         if size > MAX_BYTES:
             has_more = has_more or number < len(rows)
             rows = rows[:number]
@@ -72,7 +73,6 @@ def list_samples(
 
 
 def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.Row], bool]:
-    """Return the rows of a page with their prompts, and whether there are more."""
     size = page_tokens.page_size(request.page_size, GROUPS)
     columns = "SELECT groups.*, prompt_json, columns_json FROM groups"
     prompts = "LEFT JOIN prompts USING (run_id, group_id)"
@@ -126,7 +126,6 @@ def _is_evaluation(request: pb.ListSamplesRequest) -> bool:
 
 
 def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[str, str]:
-    """Return class and state of the wanted groups. Raises InvalidInput, NotFound."""
     if request.state and request.state not in STATES:
         raise InvalidInput(f"state is {request.state[:40]!r}, must be one of {', '.join(STATES)}")
     if not _is_evaluation(request):
@@ -135,7 +134,6 @@ def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[st
 
 
 def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
-    """Return why an evaluation has no samples."""
     kept = ledger.rows(
         "SELECT pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL AND EXISTS (SELECT 1"
         " FROM groups WHERE groups.run_id = evaluations.run_id AND class = 'eval:' || evaluations.step AND state = 'scored')"
@@ -144,30 +142,32 @@ def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
     )
     versions = ", ".join(str(version) for (version,) in kept[-MAX_VERSIONS:]) or "none"
     return NotFound(
-        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); kept are "
-        f"those of {versions}"
+        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); those "
+        f"of {versions} were"
     )
 
 
 def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
-    known = ledger.rows(
+    evaluations = ledger.rows(
         "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL"
         " ORDER BY step",
         (request.run_id,),
     )
     is_any = not request.HasField("evaluated_version")
-    wanted: list[sqlite3.Row] = [row for row in known if is_any or row["pinned_step"] == request.evaluated_version]
-    if not wanted:
-        versions = ", ".join(str(row["pinned_step"]) for row in known[-MAX_VERSIONS:]) or "none yet"
+    matching: list[sqlite3.Row] = [
+        row for row in evaluations if is_any or row["pinned_step"] == request.evaluated_version
+    ]
+    if not matching:
+        versions = ", ".join(str(row["pinned_step"]) for row in evaluations[-MAX_VERSIONS:]) or "none yet"
         raise NotFound(
             f"run {request.run_id} has no evaluation{'' if is_any else f' of version {request.evaluated_version}'}; "
-            f"evaluated are {versions}"
+            f"evaluated versions: {versions}"
         )
-    return wanted[-1]
+    return matching[-1]
 
 
 def _evaluated_version(ledger: Ledger, request: pb.ListSamplesRequest) -> int | None:
-    """Return the version of the evaluation whose groups are wanted; None where it is no evaluation."""
+    """Return the version of the requested evaluation; None if no evaluation is requested."""
     if request.HasField("group_id") or not _is_evaluation(request):
         return None
     return int(_evaluation(ledger, request)["pinned_step"])
@@ -192,7 +192,7 @@ def _content(
     extra: dict[str, dict[str, list[Any]]],
     version: int | None,
 ) -> tuple[dict[str, Any] | None, int]:
-    """Return a group's content and its stored bytes; None where no completions or no scores are stored, or not whole."""
+    """Return a group's content and its stored bytes; None if its completions or scores are missing or incomplete."""
     if row["rewards"] is None or row["prompt_json"] is None:
         return None, 0
     try:
@@ -219,9 +219,9 @@ def _group_content(
     step: int,
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
-    """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text, tokens, versions,
-    rewards by function (null where a function returned None), their sum with the weights of `step`, and the columns that the
-    functions logged (`extra`). Raises WireError."""
+    """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text,
+    tokens, versions, rewards by function (null if a function returned None), their sum with the weights of `step`,
+    and the columns that the functions logged (`extra`). Raises WireError."""
     prompt_ids, completions = decode_result(arrays, texts)
     sampled = episodes(arrays, texts)
     if sampled is None:
@@ -266,17 +266,16 @@ def _add(
     response: pb.ListSamplesResponse,
     row: sqlite3.Row,
     content: dict[str, Any] | None,
-    wanted: CompletionFilter,
+    filters: CompletionFilter,
     version: int | None,
     *,
     full: bool,
 ) -> None:
-    """Add a group to the answer if it passes."""
     prompt = row["prompt_json"] or '""'
     step = row["step"] if version is None else version
     completions = content["completions"] if content is not None else []
-    passed = [index for index, each in enumerate(completions) if wanted.passes(each, prompt, step)]
-    if not passed and (completions or not wanted.is_empty):
+    passed = [index for index, each in enumerate(completions) if filters.passes(each, prompt, step)]
+    if not passed and (completions or not filters.is_empty):
         return
     group = response.groups.add(
         group_id=row["group_id"],
@@ -291,13 +290,12 @@ def _add(
         group.step = step
     if row["reward"] is not None:
         group.reward = row["reward"]
-    known = [each["reward"] for each in completions if each["reward"] is not None]
+    rewards = [each["reward"] for each in completions if each["reward"] is not None]
     for index in passed:
-        _add_completion(group, index, completions[index], step, known, full=full)
+        _add_completion(group, index, completions[index], step, rewards, full=full)
 
 
 def _cut(prompt_json: str) -> str:
-    """Return a prompt whose texts are cut."""
     if len(prompt_json) <= MAX_PROMPT:
         return prompt_json
     prompt = json.loads(prompt_json)
@@ -349,8 +347,8 @@ class CompletionFilter:
         return not (self._bounds or self._finish_reason or self._text)
 
     def passes(self, completion: dict[str, Any], prompt_json: str, step: int | None) -> bool:
-        """Return whether a completion passes; `step` is that of its batch. One without a reward passes no bound of rewards,
-        and one without a step no bound of ages."""
+        """Return whether a completion passes; `step` is that of its batch. A completion without a reward passes no
+        bound on rewards, and one without a step no bound on ages."""
         if self.is_empty:
             return True
         oldest = min((span[3] for span in completion["spans"]), default=None)
@@ -380,16 +378,15 @@ class CompletionFilter:
 
 
 def total_tokens(completion: dict[str, Any]) -> int:
-    """Return the number of tokens that the model sampled."""
     return len(completion["token_ids"])
 
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
-    """Return what each sample of a group was; None for a group without an environment. Raises WireError.
+    """Return the content of each sample of a group; None for a group without an environment. Raises WireError.
 
-    `token_ids`, `logprobs` and `spans` are those that the model sampled, of all rows of the sample, so that exports read an
-    episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled tokens.
-    `turns` are in the order of rows: row, start, end, reward (null for none).
+    `token_ids`, `logprobs` and `spans` are those that the model sampled, in all rows of the sample, so that exports
+    read an episode as a completion. `rows` has every token that the model read: `sampled` is the mask, 1 for sampled
+    tokens. `turns` are in the order of rows: row, start, end, reward (null for none).
     """
     _, rows = decode_result(arrays, texts)
     owners = split_rows(CompletionArrays.of(arrays), rows)
@@ -400,17 +397,17 @@ def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
 
 
 def ended_lives(ledger: Ledger, run_id: str, group_id: int) -> list[dict[str, Any]]:
-    """Return the lives of a group's samples that were not trained, whole or in part: sample, life, reason, error, and the turns
-    and tokens that were dropped."""
+    """Return the lives of a group's samples that were not trained or only in part: sample, life, reason, error, and the
+    turns and tokens that were dropped."""
     names = ("sample", "life", "reason", "error", "turns", "tokens")
     return [{name: row[name] for name in names} for row in ledger.episodes.ended(run_id, group_id)]
 
 
 def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: exchange_pb2.SampleText) -> dict[str, Any]:
-    own = [number for number, sample in enumerate(owners.samples) if sample == index]
-    first = own[0] if own else 0
+    numbers = [number for number, sample in enumerate(owners.samples) if sample == index]
+    first = numbers[0] if numbers else 0
     messages = json.loads(text.messages_json or "[]")
-    sampled = [_sampled(rows[number]) for number in own]
+    sampled = [_sampled(rows[number]) for number in numbers]
     spans, offset = [], 0
     for completion in sampled:
         spans += [[offset + s.start, offset + s.end, s.session, s.step] for s in completion.spans]
@@ -419,14 +416,14 @@ def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: excha
         "text": _last_text(messages),
         "token_ids": [token for completion in sampled for token in completion.token_ids.tolist()],
         "logprobs": [value for completion in sampled for value in completion.logprobs.tolist()],
-        "finish_reason": rows[own[-1]].finish_reason if own else "",
+        "finish_reason": rows[numbers[-1]].finish_reason if numbers else "",
         "spans": spans,
         "messages": messages,
         "prompt": json.loads(text.prompt_json) if text.prompt_json else None,
         "tools": json.loads(text.tools_json) if text.tools_json else [],
         "ending": text.ending,
         "detail": text.detail,
-        "rows": [_sample_row(rows[number]) for number in own],
+        "rows": [_sample_row(rows[number]) for number in numbers],
         "turns": [
             [turn.row - first, turn.start, turn.end, None if math.isnan(turn.reward) else turn.reward]
             for turn in owners.turns
@@ -436,7 +433,7 @@ def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: excha
 
 
 def _sampled(row: Completion) -> Completion:
-    """Return the tokens of a row that the model sampled, as a completion without gaps."""
+    """Return the sampled tokens of a row, as a completion without gaps."""
     if row.sampled_T is None:
         return row
     spans, position = [], 0

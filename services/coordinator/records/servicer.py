@@ -1,8 +1,8 @@
-"""The control plane's RecordsService: what is on record, for people and their tools.
+"""The control plane's RecordsService: the records of runs, for people and their tools.
 
-Promise: reading never holds up the exchange. One thread with a read-only connection answers, one request after the other; each
-does a bounded amount of work, a bounded number waits, and a comparison of all records runs in a process of its own. Only the
-current members are read on the event loop.
+Promise: reading never blocks the exchange. One thread with a read-only connection answers one request after the other;
+each does a bounded amount of work, a bounded number waits, and a comparison of all records runs in a separate process.
+Only the current members are read on the event loop.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.v1 import records_pb2 as pb
 from paceline.v1 import records_pb2_grpc
 
 MAX_WAITING = 32
-"""Requests that wait for the reading thread; a further one is refused."""
+"""Most requests that wait for the reading thread; further ones are refused."""
 VERIFY_AGAIN_S = 10.0
-"""Seconds after which a client may ask again while a run's records are compared."""
+"""Seconds after which a client may retry while a run's records are compared."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _read(method: str) -> Any:
-    """Return the method of the servicer that answers by that of the reader."""
+    """Return the servicer's method that answers by the reader's."""
 
     async def call(self: RecordsServicer, request: Any, context: Context) -> Any:
         return await self.answer(method, request)
@@ -56,7 +56,7 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
         self._is_verifying = False
 
     async def close(self) -> None:
-        """Close the ledger, after the request under way."""
+        """Close the ledger, after the active request."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
@@ -98,9 +98,9 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
             self._is_verifying = False
 
     async def answer(self, method: str, request: Any) -> Any:
-        """Return the reader's answer. Raises Busy when too many requests wait."""
+        """Return the reader's answer. Raises Busy if too many requests wait."""
         if self._waiting >= MAX_WAITING:
-            raise Busy(f"{self._waiting} requests for records wait; try again")
+            raise Busy(f"{self._waiting} requests for records wait; try again later")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, method, request)

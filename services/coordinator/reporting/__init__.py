@@ -1,1 +1,1 @@
-"""Reporting on a run: events, metrics, files, and the reason why nothing moves."""
+"""Reporting on a run: events, metrics, files, and the reason of a stall."""

@@ -1,11 +1,12 @@
-"""What members report and the ledger does not keep, in files beside it: readings of their gauges every five seconds, which say who
-worked, waited, took weights or was away; and what the learner computed of single tokens, a protobuf message for each step.
+"""Files beside the ledger with reports of members that the ledger does not keep: readings of their gauges every five
+seconds, with the shares of time in which they worked, waited, updated weights or were away; and the learner's
+statistics of single tokens, a protobuf message for each step.
 
-Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest go first, and a disk that is slow or full
-holds nothing up: a thread writes, and what comes while it still writes is left out.
+Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest are removed first, and a slow or
+full disk delays nothing: a thread writes, and anything that arrives while it still writes is left out.
 
-A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges. Nothing is
-written while there is no member.
+A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its
+gauges. Nothing is written while there is no member.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FOLDER = "gauges"
 MAX_FILE_BYTES = 4 << 20
 MAX_FILES = 8
 MAX_MEMBERS = 512
-"""Members of a reading; of more the first ones are written."""
+"""Most members of a reading; the first ones are written."""
 KEPT = ("tokens_per_s", "memory_gb", "gpu_use", "gpu_power_w")
 DIGITS = 4
 log = logging.getLogger(__name__)
@@ -36,14 +37,17 @@ seldom = RateLimitedLog(log, interval_s=600.0)
 class GaugeHistory:
     """The readings of one coordinator."""
 
-    def __init__(self, directory: Path, members: Members):
+    def __init__(
+        self, directory: Path, members: Members, max_file_bytes: int = MAX_FILE_BYTES, max_files: int = MAX_FILES
+    ):
         self._folder, self._members = directory / FOLDER, members
+        self._max_file_bytes, self._max_files = max_file_bytes, max_files
         self._due_s = 0.0
         self._paused_s: dict[str, float] = {}
-        """Seconds for which members stood still for weights, at the last reading."""
+        """Seconds for which members had paused for weights, at the last reading."""
         self._read_s = 0.0
-        self._writing: asyncio.Future[None] | None = None
-        """The last line's, which the loop's end waits for."""
+        self.writing: asyncio.Future[None] | None = None
+        """The write of the newest line; the loop's end waits for it."""
 
     def observe(self, now_s: float) -> None:
         """Take a reading if one is due, and write it in a thread."""
@@ -53,10 +57,10 @@ class GaugeHistory:
         members = self._members.all()[:MAX_MEMBERS]
         found = {member.member_id: self._reading(member, elapsed_s) for member in members}
         self._paused_s = {member.member_id: member.paused_s for member in members}
-        if not found or (self._writing is not None and not self._writing.done()):
+        if not found or (self.writing is not None and not self.writing.done()):
             return
         line = json.dumps({"time": round(time.time(), 1), "members": found}, separators=(",", ":")) + "\n"
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, line)
+        self.writing = asyncio.get_running_loop().run_in_executor(None, self._write, line)
 
     def _reading(self, member: Member, elapsed_s: float) -> dict[str, str | float]:
         paused_s = member.paused_s - self._paused_s.get(member.member_id, member.paused_s)
@@ -65,23 +69,22 @@ class GaugeHistory:
         return found | {name: round(member.gauges[name], DIGITS) for name in KEPT if name in member.gauges}
 
     def _write(self, line: str) -> None:
-        """Append a line to the newest file, or begin one; remove the oldest ones."""
+        """Append a line to the newest file, or begin a new one; remove the oldest files."""
         try:
             self._folder.mkdir(exist_ok=True)
             files = files_of(self._folder)
-            if not files or files[-1].stat().st_size + len(line) > MAX_FILE_BYTES:
+            if not files or files[-1].stat().st_size + len(line) > self._max_file_bytes:
                 files.append(self._folder / f"gauges-{time.time_ns():020d}.jsonl")
             with files[-1].open("a", encoding="utf-8") as file:
                 file.write(line)
-            for path in files[:-MAX_FILES]:
+            for path in files[: -self._max_files]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            seldom.warning("gauges", "the members' gauges cannot be written into %s: %s", self._folder, error)
+            seldom.warning("gauges", "the members' gauges cannot be written to %s: %s", self._folder, error)
 
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
-    """Return what a member did, as shares of the time that add up to 1; nothing for a learner that is there, whose steps have times
-    of their own."""
+    """Return shares of a member's time by activity, sum 1; none for a connected learner, whose steps have times."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:
@@ -109,18 +112,18 @@ MAX_COMPLETIONS = 4096
 class TokenFiles:
     """The files of one coordinator's runs."""
 
-    def __init__(self, directory: Path):
-        self._folder = directory / TOKEN_FOLDER
-        self._writing: asyncio.Future[None] | None = None
-        """The last report's, which the loop's end waits for."""
+    def __init__(self, directory: Path, max_bytes: int = MAX_TOKEN_BYTES):
+        self._folder, self._max_bytes = directory / TOKEN_FOLDER, max_bytes
+        self.writing: asyncio.Future[None] | None = None
+        """The write of the newest report; the loop's end waits for it."""
 
     def keep(self, report: worker_pb2.TokenStatistics) -> None:
         """Write a report in a thread."""
-        if not report.completions or (self._writing is not None and not self._writing.done()):
+        if not report.completions or (self.writing is not None and not self.writing.done()):
             return
         data = report.SerializeToString()
         path = path_of(self._folder.parent, report.run_id, report.step)
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, path, data)
+        self.writing = asyncio.get_running_loop().run_in_executor(None, self._write, path, data)
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
@@ -129,10 +132,10 @@ class TokenFiles:
             total = 0
             for each in sorted(path.parent.glob("*.bin"), reverse=True):
                 total += each.stat().st_size
-                if total > MAX_TOKEN_BYTES:
+                if total > self._max_bytes:
                     each.unlink(missing_ok=True)
         except OSError as error:
-            seldom.warning("token statistics", "token statistics cannot be written into %s: %s", path.parent, error)
+            seldom.warning("token statistics", "token statistics cannot be written to %s: %s", path.parent, error)
 
 
 def path_of(directory: Path, run_id: str, step: int) -> Path:
@@ -140,9 +143,9 @@ def path_of(directory: Path, run_id: str, step: int) -> Path:
     return directory / TOKEN_FOLDER / run_id / f"{step:020d}.bin"
 
 
-def fault_of(report: worker_pb2.TokenStatistics) -> str:
-    """Return why a report is not kept; empty if it is."""
-    if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > MAX_REPORT_BYTES:
+def fault_of(report: worker_pb2.TokenStatistics, max_bytes: int = MAX_REPORT_BYTES) -> str:
+    """Return why a report is refused; empty if it is kept."""
+    if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > max_bytes:
         return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
     if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
         return "a completion has more log-probabilities than entropies, or fewer"

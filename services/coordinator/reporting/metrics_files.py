@@ -1,7 +1,6 @@
-"""Files of a run for readers: metrics.jsonl, extra.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once:
-lines that the ledger does not know (of steps after a restored backup, or of a transaction that a kill undid) are set aside when a
-coordinator opens metrics.jsonl.
-"""
+"""Files of a run for readers: metrics.jsonl, extra.jsonl, TensorBoard events, summary.json. They are flushed after each
+step and have each step once: when a coordinator opens metrics.jsonl, it sets aside the lines that the ledger does
+not know (of steps after a restored backup, or of a transaction that a kill undid)."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class MetricsFiles:
         path = directory / METRICS_NAME
         number = set_aside(path, is_ahead)
         if number:
-            log.warning("%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path)
+            log.warning("%d lines of %s are ahead of the ledger; they were moved to %s.set-aside", number, path, path)
         self._lines = path.open("a")
         self._key = storage_key()
         if tensorboard and self._key is not None:
@@ -77,8 +76,8 @@ class MetricsFiles:
             self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def write_text(self, tag: str, step: int, text: str) -> None:
-        """Write a text (Markdown) for TensorBoard; nothing if it is empty, there is no TensorBoard, or files are encrypted with a
-        storage key, because TensorBoard's are plain."""
+        """Write a text (Markdown) for TensorBoard; nothing if it is empty, if there is no TensorBoard, or with a
+        storage key, because TensorBoard's files are not encrypted."""
         if self._events is None or not text or self._key is not None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
@@ -94,7 +93,7 @@ class MetricsFiles:
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
     def write_extra(self, line: str) -> None:
-        """Write a line of extra.jsonl, which is made with the first, encrypted with the storage key where there is one."""
+        """Write a line of extra.jsonl, created with the first line and encrypted if there is a storage key."""
         if self._extra is None:
             self._extra = LineWriter(self.directory / EXTRA_NAME, self._key)
         self._extra.write(line.encode())
@@ -108,26 +107,27 @@ class MetricsFiles:
 
 
 def write_summary(directory: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json as one object, whole or not at all."""
+    """Write summary.json atomically, as one object."""
     write_whole(directory / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
 
 
 BLOCK_BYTES = 1 << 20
 
 IsAhead = Callable[[str, int], bool]
-"""Function that returns whether the ledger does not know the line of this kind and step."""
+"""Returns whether the ledger does not know the line of this kind and step."""
 
 
-def set_aside(path: Path, is_ahead: IsAhead) -> int:
-    """Move lines that are ahead, and incomplete lines, to the end of `<path>.set-aside`; return their number.
+def set_aside(path: Path, is_ahead: IsAhead, block_bytes: int = BLOCK_BYTES) -> int:
+    """Move lines that are ahead of the ledger, and incomplete lines, to the end of `<path>.set-aside`; return their
+    number.
 
-    The file is read from its end, up to the newest known line of a trained step, because the lines before it are older.
-    Raises OSError.
+    The file is read from its end, up to the newest line of a trained step that the ledger knows, because the lines
+    before it are older. Raises OSError.
     """
     if not path.is_file():
         return 0
     with path.open("r+b") as file:
-        start, lines = _tail(file, is_ahead)
+        start, lines = _tail(file, is_ahead, block_bytes)
         ahead = [line for line in lines if _is_ahead(line, is_ahead)]
         kept = [line for line in lines if not _is_ahead(line, is_ahead)]
         if not ahead:
@@ -140,15 +140,15 @@ def set_aside(path: Path, is_ahead: IsAhead) -> int:
     return len(ahead)
 
 
-def _tail(file: BinaryIO, is_ahead: IsAhead) -> tuple[int, list[bytes]]:
+def _tail(file: BinaryIO, is_ahead: IsAhead, window: int) -> tuple[int, list[bytes]]:
     """Return the lines after the newest line of a trained step that the ledger knows, and their offset."""
-    size, window = file.seek(0, os.SEEK_END), BLOCK_BYTES
+    size = file.seek(0, os.SEEK_END)
     while True:
         start = max(0, size - window)
         file.seek(start)
         lines = file.read(size - start).splitlines(keepends=True)
         if start and lines:
-            start += len(lines.pop(0))  # it may have begun before
+            start += len(lines.pop(0))  # the first line may be incomplete
         for index in range(len(lines) - 1, -1, -1):
             kind, step = _kind_and_step(lines[index])
             if kind == "train" and not is_ahead(kind, step):

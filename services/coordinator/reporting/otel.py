@@ -1,14 +1,15 @@
-"""What the coordinator gives a collector by OpenTelemetry: its own state, trained steps, and costs of published versions.
+"""The coordinator's OpenTelemetry metrics: its own state, trained steps, and costs of published versions.
 
-`StateMeters`: gauges `paceline.coordinator.<metric>`, which alerts need between two steps. `observe` takes a snapshot in the event
-loop every few seconds; a collector's thread reads the last snapshot alone, so it touches neither ledger nor members. A gauge of a
-run exists only while the run is active.
+`StateMeters`: gauges `paceline.coordinator.<metric>`, which alerts need between two steps. `observe` takes a snapshot
+in the event loop every few seconds; a collector's thread reads only the last snapshot, so it touches neither ledger nor
+members. A gauge of a run exists only while the run is active.
 
-`WeightMeters`: `paceline.weights.*`, the numbers of metrics.jsonl's `weights` lines. Seconds and bytes are histograms with one
-value for each version (that of the slowest member); epoch, version and members are gauges with the newest value.
+`WeightMeters`: `paceline.weights.*`, the numbers of metrics.jsonl's `weights` lines. Seconds and bytes are histograms
+with one value for each version (that of the slowest member); epoch, version and members are gauges with the newest
+value.
 
-`StepMeters`: gauges `paceline.train.<metric>` and `paceline.eval.<metric>`, the numbers of metrics.jsonl of the newest step, which
-`paceline.train.step` and `paceline.eval.step` name. The last two carry the attribute `paceline.run`.
+`StepMeters`: gauges `paceline.train.<metric>` and `paceline.eval.<metric>`, the numbers of metrics.jsonl of the newest
+step, which `paceline.train.step` and `paceline.eval.step` name. The last two carry the attribute `paceline.run`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Snapshot = dict[str, list[Observation]]
 
 
 class StateMeters:
-    """Gauges of `meter`; by default of the process's provider, which does nothing where none is set up."""
+    """Gauges of `meter`; by default of the process's provider, which does nothing if none is set up."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class StateMeters:
         self._snapshot: Snapshot = {}
         self._observed_s: float | None = None
         self._moved: tuple[tuple[str, str, int], float] | None = None
-        """Run, its state and its next step, and since when they are so."""
+        """The run with its state and its next step, and the time since which they have not changed."""
         meter = meter or metrics.get_meter("paceline")
         for name in GAUGES:
             meter.create_observable_gauge(f"paceline.coordinator.{name}", callbacks=[self._reader(name)])
@@ -93,7 +94,6 @@ class StateMeters:
         return found
 
     def _needed(self) -> set[str]:
-        """Return the pools without which the active run makes no steps."""
         run = self._exchange.active
         if run is None:
             return set()
@@ -136,24 +136,24 @@ class StateMeters:
 
 
 SECONDS = {
-    "gather_s": "The learner's ranks put a bucket together",
-    "wait_s": "The learner's next step waited for the copy",
-    "transfer_s": "The buckets were sent",
+    "gather_s": "Time in which the learner's ranks gathered a bucket",
+    "wait_s": "Wait of the learner's next step for the copy",
+    "transfer_s": "Time in which the buckets were sent",
     "answer_s": "From the last bucket to the member's acknowledgement",
     "publish_s": "From the offer to the acknowledgement",
-    "host_s": "A host had verified all bytes",
-    "hop_s": "A host received, without waiting for the host before",
-    "swap_s": "The engine took over",
-    "pause_s": "The sampler stood still",
+    "host_s": "Time until a host had verified all bytes",
+    "hop_s": "Time in which a host received, without waiting for the host before",
+    "swap_s": "Time in which the engine swapped its weights",
+    "pause_s": "Pause of the sampler",
 }
-"""Instruments by the record's name; the instrument's name has no suffix for the unit."""
+"""Instruments by the name in `VersionRecord.numbers`; the instrument's name has no suffix for the unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
 """Bounds from 1 KiB to 256 GiB."""
 
 
 class WeightMeters:
-    """Instruments of `meter`; by default of the process's provider, which does nothing where none is set up."""
+    """Instruments of `meter`; by default of the process's provider, which does nothing if none is set up."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -169,20 +169,20 @@ class WeightMeters:
         self._bytes = meter.create_histogram(
             "paceline.weights.size",
             unit="By",
-            description="Sent to each member",
+            description="Bytes sent to each member",
             explicit_bucket_boundaries_advisory=BYTES_BOUNDS,
         )
         self._gauges = {
             name: meter.create_gauge(f"paceline.weights.{name}", description=description)
             for name, description in {
-                "version": "Newest step whose weights are out",
+                "version": "Newest step whose weights were published",
                 "epoch": "Number of the set of members that the version was for",
                 "members": "Members of the epoch",
                 "acknowledged": "Members that acknowledged the version",
             }.items()
         }
         self._failures = meter.create_counter(
-            "paceline.weights.failures", description="Attempts to bring a version to a member that failed"
+            "paceline.weights.failures", description="Failed attempts to send a version to a member"
         )
 
     def record(self, run_id: str, record: VersionRecord) -> None:
@@ -200,15 +200,15 @@ class WeightMeters:
 
 
 MAX_GAUGES = 512
-"""Gauges of one process: the names of reward functions and of what they log are the user's."""
+"""Most gauges of one process, because users name the reward functions and the values that these log."""
 MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of `meter`; by default of the process's provider, which does nothing where none is set up."""
+    """Gauges of `meter`; by default of the process's provider, which does nothing if none is set up."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
-        self._meter = meter or metrics.get_meter("paceline")
+    def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
+        self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges
         self._gauges: dict[str, metrics._Gauge] = {}
 
     def record(self, run_id: str, kind: str, step: int, numbers: Mapping[str, float]) -> None:
@@ -219,8 +219,8 @@ class StepMeters:
                 gauge.set(value, {"paceline.run": run_id})
 
     def _gauge(self, name: str) -> metrics._Gauge | None:
-        """Return the gauge of a name, in the letters that OpenTelemetry takes; None beyond MAX_GAUGES."""
+        """Return the gauge of a name, with characters that OpenTelemetry allows; None beyond the limit."""
         name = re.sub(r"[^A-Za-z0-9_./-]", "_", name)[:MAX_NAME]
-        if name not in self._gauges and len(self._gauges) < MAX_GAUGES:
+        if name not in self._gauges and len(self._gauges) < self._max_gauges:
             self._gauges[name] = self._meter.create_gauge(name)
         return self._gauges.get(name)

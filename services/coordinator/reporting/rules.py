@@ -1,7 +1,7 @@
-"""Rules on a run's metrics: which of them a step breaks; and explanations of steps that trained nothing or are out of scale. Pure.
+"""Rules on a run's metrics, and explanations of steps that trained nothing or are out of scale. Pure.
 
-A rule warns at the step at which its condition has held for as many steps as it says, and again only after a step at which it did not
-hold. A step without the metric changes nothing.
+A rule warns at the step at which its condition has held for the rule's number of steps, and again only after a step at
+which it did not hold. A step without the metric changes nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.spec.sections.system import DEFAULT_RULES, LoggerSection, Rule, pa
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 ROUNDING = 1e-7
-"""Relative difference to a rule's number that counts as none: 0.7 as float32 is below 0.7."""
+"""Relative difference to a rule's number that is ignored: 0.7 as float32 is below 0.7."""
 MAX_REPLAYED = 1000
-"""Steps of before a coordinator's start that are looked at."""
+"""Most steps before a coordinator's start that are replayed."""
 
 
 class Broken(NamedTuple):
-    """A rule that a step breaks."""
+    """A rule, with the metric and the value of the step that breaks it."""
 
     rule: Rule
     metric: str
@@ -31,7 +31,6 @@ class Broken(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The fact, in a sentence."""
         steps = f" for {self.rule.steps} steps" if self.rule.steps > 1 else ""
         change = "the change of " if self.rule.of_change else ""
         return f"{change}{self.metric} has been {self.rule.op} {self.rule.value:g}{steps}: it is {self.value:.6g} now"
@@ -45,39 +44,39 @@ class Rules:
         self._held: dict[tuple[Rule, str], int] = {}
         """Steps in a row at which a rule's condition held, by metric."""
         self._before: dict[str, float] = {}
-        """Newest values of metrics whose change a rule is about."""
+        """Newest values of the metrics whose change a rule tests."""
 
     @property
     def reach(self) -> int:
-        """Return the number of steps before a start that have to be replayed for the same warnings as without a restart."""
+        """Number of steps before a start that have to be replayed for the same warnings as without a restart."""
         return min(MAX_REPLAYED, max((rule.steps for rule in self._rules), default=0) + 1)
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Broken]:
-        """Take the metrics of the next step; return the rules that it breaks."""
-        known = {name: value for name, value in metrics.items() if value is not None and value == value}
+        """Return the rules that the next step breaks by its metrics."""
+        numbers = {name: value for name, value in metrics.items() if value is not None and value == value}
         broken = []
         for rule in self._rules:
-            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(known, rule.metric)
+            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(numbers, rule.metric)
             for name in names:
-                value = known.get(name)
+                value = numbers.get(name)
                 if rule.of_change and value is not None:
                     value -= self._before.get(name, 0.0)
                 if value is not None and self._holds(rule, name, value):
                     broken.append(Broken(rule, name, value))
         self._before |= {
             name: value
-            for name, value in known.items()
+            for name, value in numbers.items()
             if any(rule.of_change and fnmatch.fnmatchcase(name, rule.metric) for rule in self._rules)
         }
         return broken
 
     def replay(self, steps: Iterable[Mapping[str, float | None]]) -> None:
-        """Take the metrics of earlier steps, oldest first, of which warnings were given then."""
+        """Count earlier steps, oldest first, whose warnings were given then."""
         for metrics in steps:
             self.check(metrics)
 
     def _holds(self, rule: Rule, name: str, value: float) -> bool:
-        """Count a step; return whether the rule is broken by just that one."""
+        """Count a step; return whether the rule is broken at exactly this step."""
         if math.isclose(value, rule.value, rel_tol=ROUNDING):
             value = rule.value
         held = self._held.get((rule, name), 0) + 1 if COMPARE[rule.op](value, rule.value) else 0
@@ -86,21 +85,20 @@ class Rules:
 
 
 def rules_of(logger: LoggerSection) -> list[Rule]:
-    own = [parsed_rule(text) for text in logger.rules]
-    return own + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in own]
+    configured = [parsed_rule(text) for text in logger.rules]
+    return configured + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in configured]
 
 
 LARGEST_ADVANTAGE = 1e3
-"""Absolute advantages above this are absurd: the normalised ones are about as large as the root of the group's size."""
+"""Absolute advantages above this are absurd: normalised ones are about as large as the root of the group's size."""
 
 LARGEST_GRADIENT = 1e3
-"""So are gradient norms above this many times the norm that they are clipped to (at least 1), per trained token of a completion
-where the reduction sums those."""
+"""Gradient norms above this many times the norm that they are clipped to (at least 1) are absurd; per trained token of
+a completion if the reduction sums tokens."""
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no token of a step had an advantage, and what helps; empty if any had one, or if the algorithm has no
-    advantages."""
+    """Return why no token of a step had an advantage, and a remedy; empty if any had one, or without advantages."""
     if metrics.get("zero_advantage_fraction") != 1.0:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:
@@ -111,18 +109,18 @@ def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
     if metrics.get("unscored_fraction") == 1.0:
         return (
             "every reward function returned None for every completion, so the rewards trained nothing. See "
-            "`paceline samples`, and whether the functions find the columns and the texts that they read"
+            "`paceline samples`, and check that the functions find the columns and the texts that they read"
         )
     reward = metrics.get("reward")
-    value = f", {reward:.3g} in the mean" if reward is not None and reward == reward else ""
+    value = f" of {reward:.3g} on average" if reward is not None and reward == reward else ""
     return (
         f"the completions of each group have equal rewards{value}, so the rewards trained nothing. The prompts are too "
-        "hard or too easy for the model, or the rewards do not tell completions apart; see `paceline samples`"
+        "hard or too easy for the model, or the rewards do not distinguish completions; see `paceline samples`"
     )
 
 
 def out_of_scale(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return which advantage or gradient norm of a step is absurd before clipping, and its likely cause; empty if none is."""
+    """Return which advantage or gradient norm of a step is absurd before clipping, and its likely cause; else empty."""
     largest = metrics.get("advantage_max", 0.0)
     if largest > LARGEST_ADVANTAGE:
         return (

@@ -1,8 +1,7 @@
-"""The log of a run: its events, its metrics by step, its summary. The ledger holds them; files show them.
+"""The log of a run: its events, its metrics by step, its summary. The ledger has them; files show them.
 
-`write_down` is called inside the transaction of the cause, so an event exists exactly when its cause does. Metrics of a
-step come from several places and meet here: the batch, the learner's rank 0, the workers' heartbeats and the last
-publish.
+`write_down` is called inside the transaction of the cause, so an event exists exactly if its cause does. The metrics of
+a step are collected from the batch, the learner's rank 0, the workers' heartbeats and the last publish.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from paceline.v1 import worker_pb2
 from paceline.wire import decode_result, decode_rewards
 
 TIME = "milliseconds"
-"""Counter of the time that a run was active."""
+"""Counter of the time for which a run was active."""
 
 STEP_WARNINGS = {"steps:no_signal": no_signal, "steps:out_of_scale": out_of_scale}
-"""What warns of a step, by the counter of the steps that it was about."""
+"""Functions that warn of a step, by the counter of the steps that they warned of."""
 
 POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
-"""Names of pools in metrics, where that of the role stands for something else: `reward/` are the run's reward functions,
+"""Names of pools in metrics that differ from the role, because `reward/` are the run's reward functions and
 `environment/` its episodes."""
 
 log = logging.getLogger(__name__)
@@ -65,13 +64,13 @@ class RunLog:
         self._meters, self._step_meters = WeightMeters(), StepMeters()
         self._energy = Energy()
         self._rules: Rules | None = None
-        """Rules of the run, from its first step of this coordinator on."""
+        """Rules of the run, from the first step that this coordinator sees."""
         self._run_id = ""
         self._counted_s = time.monotonic()
-        """Time, by the monotonic clock, up to which the ledger has the run's active time."""
+        """Monotonic time up to which the ledger has counted the run's active time."""
 
     def open(self, run_id: str, directory: Path, *, tensorboard: bool) -> None:
-        """Begin, or go on with, the files of a run. Raises OSError."""
+        """Create or continue the files of a run. Raises OSError."""
         next_step = int(self._ledger.run(run_id)["next_step"])
         evaluated = self._ledger.evaluations.finished_steps(run_id)
 
@@ -93,33 +92,32 @@ class RunLog:
             self._recorder = None
 
     def summarize(self, run_id: str) -> None:
-        """Write the summary of a run that is paused, so that its reason can be read beside the run."""
+        """Write the summary of a paused run, so that its reason can be read beside the run."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory):
             self._summarize(directory, self.summary(run_id))
 
     def remove_summary(self, run_id: str) -> None:
-        """Remove the summary of a run that goes on. One that stays is written anew at the end."""
+        """Remove the summary of a run that continues. If that fails, it is overwritten at the end."""
         with contextlib.suppress(OSError):
             (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Write the summary of an ended run if a kill or an unwritable folder prevented it: there is none, or one of the
-        run while it was paused."""
+        """Write the summary of an ended run if a kill or an unwritable folder prevented it: there is none, or it is of
+        the paused run."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory) and _summarized_state(directory) in (None, "paused"):
             self._summarize(directory, self.summary(run_id))
 
     def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
-        """Write a summary. A folder that cannot be written does not keep the run from ending, because the ledger has
-        all of it."""
+        """Write a summary. An unwritable folder does not prevent the run's end, because the ledger has all of it."""
         try:
             write_summary(directory, summary)
         except OSError as error:
-            log.warning("%s cannot be written: %s; the next start tries again", directory / SUMMARY_NAME, error)
+            log.warning("%s cannot be written: %s; the next start retries", directory / SUMMARY_NAME, error)
 
     def write_down(self, notices: list[Notice]) -> None:
-        """Write events and metrics of the exchange's notices, and begin due evaluations."""
+        """Record events and metrics of the exchange's notices, and begin due evaluations."""
         run = self._exchange.active
         if run is None:
             return
@@ -187,8 +185,8 @@ class RunLog:
         }
 
     def _seconds(self, run_id: str) -> float:
-        """Return how long coordinators have had the run active, over all their lives. Not by the wall clock, which may
-        be set back."""
+        """Return how long the run was active over all lives of the coordinator, not by the wall clock, which may be set
+        back."""
         seconds = self._ledger.counters(run_id).get(TIME, 0) / 1000
         if run_id == self._run_id and self._recorder is not None:
             seconds += time.monotonic() - self._counted_s
@@ -228,7 +226,8 @@ class RunLog:
             evaluation.begin(self._exchange, run, trained)
 
     def _warn_of_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of a step that trained nothing or is out of scale: at the first such step of the run, the second, the fourth …"""
+        """Warn of a step that trained nothing or is out of scale: at the first such step of the run, the second, the
+        fourth …"""
         for counter, explain in STEP_WARNINGS.items():
             text = explain(run.spec, metrics)
             if not text:
@@ -274,7 +273,6 @@ class RunLog:
         return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
 
     def _pool_gauges(self) -> dict[str, float]:
-        """Return the sums of the gauges of each pool's workers."""
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
@@ -286,8 +284,7 @@ class RunLog:
         return totals
 
     def _logged(self) -> dict[str, float]:
-        """Return the mean of each metric that reward functions logged since the last step, and the times and failures of
-        their calls."""
+        """Return means of metrics that reward functions logged since the last step, and their times and failures."""
         logged, functions = LoggedMetrics(), FunctionSums()
         for member in self._members.all():
             logged.add(member.logged.take())
@@ -295,21 +292,20 @@ class RunLog:
         return logged.means() | functions.metrics()
 
     def _write_text(self, run: ActiveRun, result: dict[str, Any]) -> None:
-        """Write some completions of an evaluation for TensorBoard."""
         if self._recorder is not None and run.spec.logger.tensorboard:
             functions = [reward.label for reward in run.spec.rewards]
             text = evaluation_text(self._ledger, run.run_id, f"eval:{result['requested_step']}", functions)
             self._recorder.write_text("eval/samples", result["step"], text)
 
     def _record(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        if kind != "weights":  # those have meters with histograms
+        if kind != "weights":  # weights have meters with histograms
             self._step_meters.record(self._run_id, kind, step, metrics)
         if self._recorder is not None:
             self._recorder.write(kind, step, metrics)
 
 
 def _totals(counters: dict[str, int]) -> dict[str, float]:
-    """Return the run's counts of dropped groups and of failed attempts so far, by reason, as metrics."""
+    """Return the run's numbers of dropped groups and of failed attempts until now, by reason, as metrics."""
     named = {"groups:dropped:": "dropped/", "failures:": "failures/"}
     return {
         metric + name.removeprefix(counter): float(value)
@@ -320,7 +316,7 @@ def _totals(counters: dict[str, int]) -> dict[str, float]:
 
 
 def _summarized_state(directory: Path) -> str | None:
-    """Return the state in a folder's summary; None without one, and empty where it cannot be read."""
+    """Return the state in a folder's summary; None without a summary, empty for one that cannot be read."""
     try:
         summary: Any = json.loads((directory / SUMMARY_NAME).read_bytes())
     except FileNotFoundError:
@@ -338,40 +334,41 @@ MAX_GPUS = 10_000
 
 
 class Energy:
-    """Energy of the GPUs by step, from the counters in the members' gauges: those at the step before.
+    """Computes the energy of the GPUs by step, from the differences of the counters in the members' gauges.
 
-    A GPU of several members counts once. One that is new, or whose driver was loaded anew, counts from its second reading on.
+    A GPU of several members counts once. A new GPU, or one whose driver was reloaded, counts from its second reading
+    on.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def metrics(self, members: Iterable[Mapping[str, float]], trained_tokens: float) -> dict[str, float]:
-        """Return the energy since the last call in joules, and that for each trained token; nothing without GPUs."""
+        """Return the energy since the last call in joules, and joules per trained token; empty without GPUs."""
         now: dict[str, float] = {}
         for gauges in members:
             for name, value in gauges.items():
                 if name.startswith(ENERGY) and (name in now or len(now) < MAX_GPUS):
                     now[name] = max(value, now.get(name, value))
-        known = [value - self._before[name] for name, value in now.items() if name in self._before]
+        increases = [value - self._before[name] for name, value in now.items() if name in self._before]
         self._before |= now
-        if not known:
+        if not increases:
             return {}
-        joules = sum(value for value in known if value > 0)
+        joules = sum(value for value in increases if value > 0)
         found = {"gpu_energy_j": joules}
         return found | ({"joules_per_trained_token": joules / trained_tokens} if trained_tokens > 0 else {})
 
 
 def is_added_up(gauge: str) -> bool:
-    """Return whether a gauge of members means something as a sum over them."""
+    """Return whether the sum of a gauge over members is meaningful."""
     return gauge != XID and not gauge.startswith(ENERGY)
 
 
 PROMPTS = 3
-"""Prompts that are shown."""
+"""Most prompts that are shown."""
 
 MAX_BYTES = 2000
-"""Bytes of a prompt or a completion that are shown."""
+"""Most bytes of a prompt or a completion that are shown."""
 
 
 def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:
@@ -379,7 +376,7 @@ def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[
     rows = [row for row in ledger.group_queries.of_class(run_id, kind) if row["state"] == State.SCORED]
     try:
         texts = [_group_text(ledger, run_id, row, functions) for row in rows[:PROMPTS]]
-    except PacelineError:  # a damaged record is the concern of those that need it
+    except PacelineError:  # `verify` reports damage; the text is optional
         return ""
     return "\n\n---\n\n".join(texts)
 

@@ -1,13 +1,14 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
-The coordinator calls it at every tick and records its warnings. It changes nothing but `Exchange.admission_closed`. Reasons of a stall
-are checked along a group's way; the first that holds explains it, because no data can arrive behind it.
+The coordinator calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of
+a stall are checked in the order of a group's way; the first one that applies explains it, because it blocks all later
+ones.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,31 +20,38 @@ from paceline.v1 import common_pb2
 
 
 class Watchdog:
-    """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart begins anew."""
+    """Watchdog of one coordinator. It remembers since when the run has been in its state; a restart begins anew."""
 
-    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, directory: Path, min_free_bytes: int):
+    def __init__(
+        self,
+        ledger: Ledger,
+        exchange: Exchange,
+        members: Members,
+        directory: Path,
+        min_free_bytes: int,
+        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    ):
         self._ledger = ledger
         self._exchange = exchange
         self._members = members
         self._directory = directory
-        self._min_free_bytes = min_free_bytes
+        self._min_free_bytes, self._free_bytes = min_free_bytes, free_bytes
         self._moving_s: float | None = None
-        """Last time that a learner was connected and the run was not paused."""
+        """Last time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
-        """Last time that the run was paused or gave way to another one. What was waited before counts no more."""
+        """Last time at which the run was paused or yielded to another run. Waiting before it is not counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step whose batch the learner has not asked for, though it has none to train, and since when."""
+        """Session and step whose batch the learner has not requested, though it has none to train, and since when."""
         self._unreadable_data = ""
         """Last warning about the data set."""
         self._step = -1
         self._next_warning_s = 0.0
-        """Seconds of waiting for `_step` after which to warn again."""
+        """Seconds of waiting for `_step` after which the next warning is due."""
         self.stalls: list[str] = []
-        """Those of the warnings of the last check that say that the run stalls."""
+        """Warnings of the last check that report a stall."""
 
     def check(self, now_s: float) -> list[str]:
-        """Return due warnings. Each stall is reported after `logger.stall_warning_s`, then after twice that time, four
-        times and so on."""
+        """Return due warnings: of a stall after 1, 2, 4, 8, … times `logger.stall_warning_s`."""
         run, self.stalls = self._exchange.active, []
         if run is None:
             self._moving_s = None
@@ -58,7 +66,7 @@ class Watchdog:
         return int((groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id))
 
     def _check_disk(self, run: ActiveRun) -> list[str]:
-        free_bytes, to_come = shutil.disk_usage(self._directory).free, self._bytes_to_come(run)
+        free_bytes, to_come = self._free_bytes(self._directory), self._bytes_to_come(run)
         was_closed = bool(self._exchange.admission_closed)
         closed = free_bytes - to_come < self._min_free_bytes
         free = f"{free_bytes >> 20} MB are free in {self._directory}"
@@ -67,11 +75,11 @@ class Watchdog:
         limit = f"--min-free-mb is {self._min_free_bytes >> 20}"
         self._exchange.admission_closed = f"{free} and {limit}" if closed else ""
         if closed and not was_closed:
-            return [f"admission is closed: {free}, {limit}. Open groups are still trained; make room"]
+            return [f"admission is closed: {free}, {limit}. Open groups are still trained; free some disk space"]
         return [f"admission is open again: {free}"] if was_closed and not closed else []
 
     def _check_data(self) -> list[str]:
-        """Warn when the prompts of the run cannot be read any more, and when they can again."""
+        """Warn once when the run's prompts become unreadable, and once when they are readable again."""
         before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
         if self._unreadable_data and not before:
             return [
@@ -90,15 +98,15 @@ class Watchdog:
         if self._moving_s is None or stopped or over:
             self._moving_s, self._step = now_s, -1
             return []
-        since_s, asked = self._moving_s, True
+        since_s, is_requested = self._moving_s, True
         if learners:
-            asked_s = self._exchange.first_requested_s.get(step)
-            self._moving_s, asked = now_s, asked_s is not None
+            requested_s = self._exchange.first_requested_s.get(step)
+            self._moving_s, is_requested = now_s, requested_s is not None
             has_work = row["next_batch"] > row["next_step"] or run.prompts is None
-            if asked_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
+            if requested_s is None and has_work and any(m.ready_run == run.run_id for m in learners):
                 self._step, self._idle = -1, None
                 return []
-            since_s = self._idle_since(row["session"], step, now_s) if asked_s is None else asked_s
+            since_s = self._idle_since(row["session"], step, now_s) if requested_s is None else requested_s
         waited_s, warn_s = now_s - max(since_s, self._stopped_s), run.spec.logger.stall_warning_s
         if step != self._step:
             self._step, self._next_warning_s = step, warn_s
@@ -106,7 +114,7 @@ class Watchdog:
             return []
         while self._next_warning_s <= waited_s:
             self._next_warning_s *= 2
-        return [explain(self._facts(run, step, waited_s, len(learners), asked))]
+        return [explain(self._facts(run, step, waited_s, len(learners), is_requested))]
 
     def _idle_since(self, session: int, step: int, now_s: float) -> float:
         """Return when this session was first seen without a batch to train and without a request for one."""
@@ -114,7 +122,7 @@ class Watchdog:
             self._idle = (session, step, now_s)
         return self._idle[2]
 
-    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> Facts:
+    def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, is_requested: bool) -> Facts:
         rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
         environments = self._connected(common_pb2.ROLE_ENVIRONMENT) if run.spec.environment.is_used else None
         held = self._ledger.group_queries.num_held()
@@ -123,7 +131,7 @@ class Watchdog:
             waited_s=waited_s,
             step=step,
             learners=learners,
-            asked=asked,
+            is_requested=is_requested,
             rollouts=len(rollouts),
             ready_rollouts=sum(member.ready_run == run.run_id for member in rollouts),
             versions=tuple(version.step for version in self._exchange.versions.values()),
@@ -152,7 +160,7 @@ class Facts:
     """Seconds of waiting for the batch of `step`; without a learner, seconds since a learner was connected."""
     step: int
     learners: int
-    """Learners on the run."""
+    """Learners that work on the run."""
     rollouts: int
     """Connected rollout workers."""
     ready_rollouts: int
@@ -175,9 +183,9 @@ class Facts:
     environments: int | None = None
     """Connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
-    """Those of them that have set the run up."""
-    asked: bool = True
-    """True when the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
+    """Environment workers that have set the run up."""
+    is_requested: bool = True
+    """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
     """Reason why no group is admitted; empty if groups are."""
     unreadable_data: str = ""
@@ -185,16 +193,16 @@ class Facts:
 
 
 def explain(facts: Facts) -> str:
-    """Return a sentence on what is missing, with numbers, and a sentence on what to do."""
+    """Return one sentence with the missing part and numbers, and one with the remedy."""
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (
             f"no learner has worked on step {facts.step} for {waited}: none is connected. "
             "Start one, or read the log of the last one"
         )
-    if not facts.asked:
+    if not facts.is_requested:
         return (
-            f"the learner has not asked for the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
+            f"the learner has not requested the data of step {facts.step} for {waited}: it loads, saves or publishes, or one "
             "of its ranks hangs. Read the logs of its ranks"
         )
     reason, advice = _why(facts)
@@ -210,17 +218,17 @@ def _why(facts: Facts) -> tuple[str, str]:
     if facts.admission_closed:
         return (
             f"admission is closed, {facts.admission_closed}",
-            "Make room; admission then opens automatically",
+            "Free some disk space; admission then opens automatically",
         )
     if facts.unreadable_data:
         return (
             f"no prompt is admitted, {facts.unreadable_data}",
-            "It goes on automatically when the data can be read",
+            "It continues automatically when the data can be read",
         )
     if scored >= facts.batch:
         return (
-            f"{scored} groups are scored, but {to_generate + to_score} older ones are waited for",
-            "It goes on after async_grpo.late_wait_s, or when they are complete (order: in_order)",
+            f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older ones",
+            "It continues after async_grpo.late_wait_s, or when they are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
         return (
@@ -250,15 +258,15 @@ def _why(facts: Facts) -> tuple[str, str]:
                 "weights.max_wait_s and the network from learner to rollout",
             )
         return (
-            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be had",
-            "The workers do not ask: read their logs, and look whether their processes are stopped",
+            f"{held}, although {groups.get(State.ADMITTED, 0)} groups could be leased",
+            "The workers request none: read their logs, and check that their processes are not stopped",
         )
     if to_score and not facts.rewards:
         return f"{to_score} groups are generated, no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
             f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",
-            "Scoring is the bottleneck: add reward workers, or look at the time-outs of the reward functions",
+            "Scoring is the bottleneck: add reward workers, or check the time-outs of the reward functions",
         )
     return (
         f"{held}, {facts.leases} in all; {scored} of {facts.batch} groups are scored, {to_score} wait for a score",

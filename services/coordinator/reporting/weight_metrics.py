@@ -1,8 +1,8 @@
-"""Costs of each published version, from the reports of the learner and the members. Pure bookkeeping.
+"""Costs of each published version, from the reports of the learner and the members. Pure.
 
 The learner reports a version when it is staged and again for every member; a member reports its swap with its
-acknowledgement. A record is complete when the whole roster has acknowledged the version, or a few versions later: by
-then late members have a newer one.
+acknowledgement. A `VersionRecord` is complete when the whole roster has acknowledged the version, or a few versions
+later, because late members then have a newer one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.v1 import common_pb2, worker_pb2
 
 MAX_HOSTS = 4096
 KEPT_OPEN = 4
-"""Newest versions whose late members are still waited for."""
+"""Newest versions that still wait for late members."""
 
 
 @dataclass
 class VersionRecord:
-    """One version; seconds are those of the slowest member."""
+    """Costs of one version; seconds are those of the slowest member."""
 
     version: Version
     epoch: int
@@ -29,7 +29,7 @@ class VersionRecord:
     acknowledged: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Position in the chain, and seconds of receiving, of each host, by its agent."""
+    """Position in the chain, and seconds of receiving, of each host, by its relay."""
 
     def raise_to(self, **numbers: float) -> None:
         """Keep the largest value of each metric."""
@@ -37,7 +37,7 @@ class VersionRecord:
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
 
     def note_host(self, transfer: worker_pb2.HostTransfer) -> None:
-        """Take how one host got the version; a host with several workers counts once."""
+        """Note how one host received the version; a host with several workers counts once."""
         if transfer.agent_id in self.hosts or len(self.hosts) >= MAX_HOSTS:
             return
         busy_s = max(0.0, seconds(transfer.seconds) - seconds(transfer.waited_s))
@@ -61,21 +61,21 @@ class VersionRecord:
 
 
 class WeightRecords:
-    """The versions of a run whose records are not complete."""
+    """The versions of a run whose `VersionRecord` is not complete."""
 
     def __init__(self) -> None:
         self._open: dict[Version, VersionRecord] = {}
 
     def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
-        """Begin a version's record; return the records that are complete by that."""
+        """Begin a version's record; return the older records that this completes."""
         record = VersionRecord(_version(report.version), epoch, members)
-        wait_s = max(report.wait_s, report.gather_s)  # a learner may send the gathering alone, which the wait includes
+        wait_s = max(report.wait_s, report.gather_s)  # a learner may report only the gathering, which the wait includes
         record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(wait_s), failures=0.0)
         self._open[record.version] = record
         return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]
 
     def publish(self, report: worker_pb2.PublishReport) -> list[VersionRecord]:
-        """Note the result of one member's transfer."""
+        """Note the result of one member's transfer; return the record if this completes it."""
         record = self._open.get(_version(report.version))
         if record is None:
             return []

@@ -1,1 +1,1 @@
-"""How many workers a pool needs to keep the learner fed: a pure policy and what it advises in words."""
+"""The number of workers that a pool needs to keep the learner busy: a pure policy, and advice in words."""

@@ -1,7 +1,8 @@
-"""What the coordinator sees of its pools between two decisions: members, their room, their results, the learner's steps.
+"""Measures members, their room, their results and the learner's steps between two decisions on the sizes of pools.
 
-`tick` is called several times a second and adds up; `take` ends a period. `measure` turns a period into what the policy needs of
-one pool. The room that is taken is what workers report with each heartbeat; results are counted where they are committed.
+`tick` is called several times a second and adds up; `take` ends a period. `measure` turns a period into the policy's
+input for one pool. Workers report the occupied share of their room with each heartbeat; results are counted when they
+are committed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LEARNER_STEP = "step_s"
 """Metric of a learner's receipt: seconds of the step."""
 
 NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
-"""Counters of dropped groups that no step asked for."""
+"""Counters of dropped groups that no step needed."""
 
 HALF_LIFE_STEPS = 8.0
 """Steps after which the learner's wait has half of its weight."""
@@ -26,7 +27,7 @@ HALF_LIFE_STEPS = 8.0
 
 @dataclass(frozen=True)
 class Worker:
-    """What was seen of one worker within a period."""
+    """Measurements of one worker within a period."""
 
     role: str
     is_ready: bool
@@ -34,14 +35,14 @@ class Worker:
     ready_s: float = 0.0
     """Seconds in which it took work."""
     occupied_s: float = 0.0
-    """These seconds by the share of its room that was taken."""
+    """These seconds, weighted by the occupied share of its room."""
     completed: float = 0.0
     held: int = 0
 
 
 @dataclass(frozen=True)
 class Period:
-    """What was seen between two decisions."""
+    """Measurements between two decisions."""
 
     seconds: float
     roles: frozenset[str]
@@ -59,31 +60,32 @@ class Period:
 
 
 def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
-    """Return what a period says of one pool.
+    """Return a period's measurement of one pool.
 
-    In a run with an environment rollout workers sample the turns of groups that others submit: each has completed its part of
-    them, by the room that it had taken.
+    In a run with an environment rollout workers sample the turns of groups that others submit; each is credited with a
+    part of these groups in proportion to its occupied room.
     """
-    own = period.of_pool(pool)
-    ready_s = sum(worker.ready_s for worker in own.values())
-    occupied_s = sum(worker.occupied_s for worker in own.values())
-    completed, held = sum(w.completed for w in own.values()), float(sum(w.held for w in own.values()))
+    workers = period.of_pool(pool)
+    ready_s = sum(worker.ready_s for worker in workers.values())
+    occupied_s = sum(worker.occupied_s for worker in workers.values())
+    completed, held = sum(w.completed for w in workers.values()), float(sum(w.held for w in workers.values()))
     if pool.role == "rollout" and period.holder != "rollout":
         everywhere_s = sum(w.occupied_s for w in period.workers.values() if w.role == "rollout")
         part = occupied_s / everywhere_s if everywhere_s else 0.0
         completed = part * sum(w.completed for w in period.workers.values() if w.role == period.holder)
         held = part * sum(w.held for w in period.workers.values() if w.role == period.holder)
-    ready = sum(worker.is_ready for worker in own.values())
+    ready = sum(worker.is_ready for worker in workers.values())
     if not ready_s:
         completed, held = 0.0, 0.0
     return Measurement(
         seconds=period.seconds,
         has_run=pool.role in period.roles,
         ready=ready,
-        starting=len(own) - ready,
+        starting=len(workers) - ready,
         completed=completed,
         held=held,
-        # `decide` multiplies by the present workers: those that came or left within the period count for their part of it.
+        # `decide` multiplies by the present workers; workers that came or left within the period count for their part
+        # of it.
         occupied=occupied_s / (period.seconds * ready) if ready and period.seconds else 0.0,
         steps=period.steps,
         step_s=period.step_s,
@@ -103,13 +105,13 @@ class Meter:
         self._completed: dict[str, float] = {}
         """Groups by worker up to the period's begin."""
         self._dropped: tuple[str, int] | None = None
-        """Run, and the groups that it had dropped when its last step was counted."""
+        """Run, and the number of groups that it had dropped when its last step was counted."""
         self._learner_step_s = 0.0
         self._last_step: tuple[str, int, float] | None = None
         """Run, session and time of the last trained step."""
         self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
         self._waited_s = self._passed_s = 0.0
-        """Seconds of the learner's waits and of its steps with them; older ones have less weight."""
+        """Seconds of the learner's waits, and of its steps with the waits; older ones have less weight."""
 
     def note(self, notices: Iterable[Notice], now_s: float) -> None:
         """Count the trained steps among the exchange's notices."""
@@ -129,12 +131,12 @@ class Meter:
             if takes_work(member, run):
                 name = member.member_id
                 self._ready_s[name] = self._ready_s.get(name, 0.0) + elapsed_s
-                # A worker that has not reported yet does not say how much of its room is taken.
+                # A worker that has not reported yet counts as fully occupied.
                 occupied = min(max(member.gauges.get("occupied", 1.0), 0.0), 1.0)
                 self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
 
     def take(self, now_s: float) -> Period:
-        """End the period and return what was seen in it."""
+        """End the period and return its measurements."""
         self.tick(now_s)
         run = self.running()
         roles, holder = frozenset[str](), "rollout"
@@ -180,13 +182,13 @@ class Meter:
         return run
 
     def wait_fraction(self, now_s: float) -> float:
-        """Return the share of the learner's time in which it waited for its batch, the wait that goes on now included."""
+        """Return the share of the learner's time in which it waited for its batch, with its current wait."""
         run, waiting_s = self.running(), 0.0
         if run is not None:
             row = self._ledger.run(run.run_id)
-            asked_s = self._exchange.first_requested_s.get(row["next_batch"])
-            if asked_s is not None and row["next_batch"] <= row["next_step"]:
-                waiting_s = max(0.0, now_s - asked_s)
+            requested_s = self._exchange.first_requested_s.get(row["next_batch"])
+            if requested_s is not None and row["next_batch"] <= row["next_step"]:
+                waiting_s = max(0.0, now_s - requested_s)
         passed_s = self._passed_s + waiting_s
         return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
 
@@ -201,7 +203,7 @@ class Meter:
         wait_s = max(0.0, float(notice.content["metrics"].get("learner_wait_s", 0.0)))
         train_s = self._learner_step_s
         if before is not None and before[:2] == (run.run_id, session):
-            # Publishing and checkpoints are a part of it, which the learner's own figure leaves out.
+            # This includes publishing and checkpoints, which the learner's own metric leaves out.
             train_s = max(train_s, now_s - before[2] - wait_s)
         if train_s <= 0:
             return

@@ -1,17 +1,19 @@
-"""How many workers a pool should have, from what was measured. Pure: `decide` maps a state and a measurement to a state.
+"""The number of workers that a pool should have, from measurements. Pure: `decide` maps a state and a measurement to a
+state.
 
-The policy computes a need instead of following a queue, so a cold start cannot make it swing: workers that are starting count
-as present, and nothing that is measured while they start asks for more of them.
-Where several pools do the same work, each has a share of the demand (`scaler.py`).
+The policy computes a need instead of following a queue, so a cold start cannot make it swing: workers that are starting
+count as present, and no measurement during their start requests more of them. If several pools do the same work, each
+has a share of the demand (`scaler.py`).
 
     demand   groups/s that the learner trains while it does not wait: B / (time of a step without its wait)
     rate     groups/s of one worker whose room is full: groups completed / (seconds x workers x occupied share of their room)
     need     share of the pool x demand x (1 + HEADROOM) / rate
 
 A pool grows as soon as the need exceeds it, by the factor MAX_GROWTH at most. It shrinks when the need has been below
-SHRINK_BELOW of it for `hold_s`, which is at least twice the cold start. Without a run it goes to its least size after `idle_s`.
+SHRINK_BELOW of it for `hold_s`, which is at least twice the cold start. Without a run it goes to its least size after
+`idle_s`.
 
-Promise: with a load that does not change, the size settles; after a change it moves in one direction until it has settled.
+Promise: under a constant load the size becomes constant; after a change it moves in one direction until then.
 """
 
 from __future__ import annotations
@@ -28,44 +30,45 @@ HEADROOM = 0.1
 """Share of the need that is added, because groups end in bursts and the longest of a batch are late."""
 
 GROW_ABOVE = 1.06
-"""Need by size above which a pool grows; below HEADROOM, so that noise alone does not change a size."""
+"""Ratio of need to size above which a pool grows; below HEADROOM, so that noise alone does not change a size."""
 
 SHRINK_BELOW = 0.8
-"""Need by size below which a pool shrinks, once that has lasted."""
+"""Ratio of need to size below which a pool shrinks, once that has lasted."""
 
 MAX_GROWTH = 2.0
-"""Most workers by present ones in one decision, where there are any."""
+"""Largest ratio of the new size to the present workers in one decision, if there are any."""
 
 HALF_LIFE_GROUPS = 1024.0
-"""Groups after which what was measured of the rate has half of its weight."""
+"""Groups after which a measured rate has half of its weight."""
 
 HALF_LIFE_STEPS = 8.0
 """Steps after which a measured demand has half of its weight."""
 
 NEW_LOAD = 1.5
-"""Ratio of a step's demand to the mean from which it counts as a new load, so that the mean begins anew."""
+"""Ratio of a step's demand to the mean above which it counts as a new load, so that the mean begins anew."""
 
 NEW_RATE = 3.0
-"""Ratio of a measured rate to the mean from which it counts as another kind of work, so that the mean begins anew."""
+"""Ratio of a measured rate to the mean above which it counts as another kind of work, so that the mean begins anew."""
 
 MIN_GROUPS = 32
-"""Groups from which a rate counts as known."""
+"""Least number of groups for a known rate."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a pool may be, and how long it takes to change."""
+    """The least and the largest size of a pool, and how long it takes to change."""
 
     least: int = 0
     most: int = 64
     first: int = 1
-    """Workers with which a run begins, before anything is measured."""
+    """Workers at the begin of a run, before anything is measured."""
     cold_start_s: float = 60.0
     """Seconds from the order of a worker to its first group."""
     idle_s: float = 300.0
     """Seconds without a run after which the pool goes to `least`."""
     low_s: float | None = None
-    """Seconds for which a need has to be low before the pool shrinks; None: 300, or twice the cold start if that is more."""
+    """Seconds for which a need has to be low before the pool shrinks; None: 300, or twice the cold start if that is
+    more."""
 
     @property
     def hold_s(self) -> float:
@@ -75,11 +78,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured since the decision before."""
+    """Measurements since the previous decision."""
 
     seconds: float
     has_run: bool
-    """A run trains or waits in the queue."""
+    """A run trains or is queued."""
     ready: int
     """Workers that take work."""
     starting: int
@@ -89,43 +92,43 @@ class Measurement:
     held: float
     """Groups that its workers hold now."""
     occupied: float
-    """Mean share of the ready workers' room that was taken, from 0 to 1."""
+    """Mean occupied share of the ready workers' room, from 0 to 1."""
     steps: int = 0
     """Steps that were trained."""
     step_s: float = 0.0
     """Mean seconds of these steps without the wait for the batch."""
     groups_per_step: float = 0.0
-    """Groups that a step takes: B, and those that are dropped for each."""
+    """Groups that a step takes: B, and those that are dropped for each step."""
     share: float = 1.0
-    """Share of the demand that this pool is to serve, where several pools do the same work."""
+    """Share of the demand that this pool serves, if several pools do the same work."""
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """What the policy remembers of a pool between decisions."""
+    """The policy's state of a pool between decisions."""
 
     desired: int = 0
     """Workers that the pool should have."""
     groups: float = 0.0
-    """Work that was done, in groups; older work has less weight."""
+    """Completed work in groups; older work has less weight."""
     held: float = 0.0
-    """Groups that the pool held at the measurement before."""
+    """Groups that the pool held at the previous measurement."""
     full_worker_s: float = 0.0
-    """Seconds of workers with full room in which they were made, with the same weights."""
+    """Seconds of fully occupied workers for these groups, with the same weights."""
     demand: float = 0.0
-    """Groups/s that the learner can train; 0 while it is not known."""
+    """Groups/s that the learner can train; 0 while it is unknown."""
     share: float = 1.0
-    """Share of the demand that this pool is to serve."""
+    """Share of the demand that this pool serves."""
     low_s: float = 0.0
     """Seconds for which the need has been low."""
     largest_low: int = 0
-    """Largest size that was needed meanwhile."""
+    """Largest size that was needed in that time."""
     idle_s: float = 0.0
     """Seconds without a run."""
 
     @property
     def rate(self) -> float:
-        """Groups/s of a worker whose room is full; 0 while it is not known."""
+        """Groups/s of a worker whose room is full; 0 while it is unknown."""
         return self.groups / self.full_worker_s if self.groups >= MIN_GROUPS and self.full_worker_s else 0.0
 
     @property
@@ -135,12 +138,12 @@ class PoolState:
 
     @property
     def need(self) -> float:
-        """Workers, as a fraction, that keep the learner fed; 0 while it is not known."""
+        """Workers, as a fraction, that keep the learner busy; 0 while it is unknown."""
         return self.share * self.demand * (1 + HEADROOM) / self.rate if self.rate else 0.0
 
     @property
-    def wanted(self) -> int:
-        """Workers that keep the learner fed: one at least while any is needed; 0 while it is not known."""
+    def needed(self) -> int:
+        """Workers that keep the learner busy, at least one while any is needed; 0 while it is unknown."""
         return math.ceil(self.need - 1e-9)
 
 
@@ -155,13 +158,13 @@ def decide(state: PoolState, measured: Measurement, bounds: Bounds) -> PoolState
         size = max(state.desired, bounds.first, bounds.least)
         return replace(state, desired=min(size, bounds.most), low_s=0.0, largest_low=0)
     current = max(state.desired, bounds.least, 1 if state.share else 0)
-    wanted = min(max(state.wanted, bounds.least, 1 if state.share else 0), bounds.most)
-    if wanted > current and state.need > GROW_ABOVE * current:
+    needed = min(max(state.needed, bounds.least, 1 if state.share else 0), bounds.most)
+    if needed > current and state.need > GROW_ABOVE * current:
         present = max(measured.ready + measured.starting, 1)
-        size = min(wanted, max(math.ceil(present * MAX_GROWTH), current))
+        size = min(needed, max(math.ceil(present * MAX_GROWTH), current))
         return replace(state, desired=size, low_s=0.0, largest_low=0)
-    if wanted < current and state.need < SHRINK_BELOW * current:
-        low_s, largest = state.low_s + measured.seconds, max(state.largest_low, wanted)
+    if needed < current and state.need < SHRINK_BELOW * current:
+        low_s, largest = state.low_s + measured.seconds, max(state.largest_low, needed)
         if low_s < bounds.hold_s:
             return replace(state, low_s=low_s, largest_low=largest)
         return replace(state, desired=largest, low_s=0.0, largest_low=0)
@@ -169,10 +172,10 @@ def decide(state: PoolState, measured: Measurement, bounds: Bounds) -> PoolState
 
 
 def _learnt(state: PoolState, measured: Measurement) -> PoolState:
-    """Return the state with what a measurement says of demand and rate.
+    """Return the state with the demand and rate of a measurement.
 
-    The work is what was completed plus half of what is held more than before: while a pool fills, its first seconds have no
-    completed groups, or only short ones, and would look slow.
+    The work is what was completed plus half of the increase in held groups: while a pool fills, its first seconds have
+    no completed groups, or only short ones, and the pool would seem slow.
     """
     if measured.steps and measured.step_s > 0:
         demand = measured.groups_per_step / measured.step_s
@@ -207,19 +210,16 @@ NumberT = TypeVar("NumberT", int, float)
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """One pool."""
-
     role: str
     name: str
-    """The role for a pool of all its workers."""
+    """The role, for a pool of all its workers."""
     members: str = ""
     """First characters of the member ids that belong to the pool; empty: all workers of the role."""
     bounds: Bounds = field(default_factory=Bounds)
     cost: float = 0.0
-    """Cost of a worker for an hour, in any currency; 0: not named."""
+    """Cost of a worker for an hour, in any currency; 0: unknown."""
 
     def has(self, role: str, member_id: str) -> bool:
-        """Return whether a worker belongs to the pool."""
         return role == self.role and member_id.startswith(self.members)
 
 
@@ -239,7 +239,7 @@ KEYS = (
 
 
 def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
-    """Return the pools of `--pool`. Raises InvalidInput, also for two that have a name or workers in common."""
+    """Return the pools of `--pool`. Raises InvalidInput, also for two pools with a common name or worker."""
     pools: list[PoolConfig] = []
     for pool in map(read_pool, texts):
         for other in pools:
@@ -249,20 +249,23 @@ def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
             if pool.role == other.role and overlaps:
                 raise InvalidInput(
                     f"members {pool.members!r} of {pool.name} and {other.members!r} of {other.name} name the same {pool.role} "
-                    "workers; give pools names of workers of which none begins with another"
+                    "workers; choose names of workers so that no pool's begins with another's"
                 )
         pools.append(pool)
     return tuple(pools)
 
 
 def read_pool(text: str) -> PoolConfig:
-    """Return the pool of KEY=VALUE,KEY=VALUE. Raises InvalidInput with the name, the value and what may be there."""
+    """Return the pool of KEY=VALUE,KEY=VALUE. Raises InvalidInput with the name, the value and the allowed values."""
     settings = _settings(text)
     role, members = settings.get("role", ""), settings.get("members", "")
     if role not in ROLES:
         raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; it has to be one of {', '.join(ROLES)}")
     if len(members) > MAX_TEXT or not members.isprintable():
-        raise InvalidInput(f"members is {members[:MAX_TEXT]!r}: not the begin of a member's name")
+        raise InvalidInput(
+            f"members is {members[:MAX_TEXT]!r}; it has to be the begin of a member's name, with at most {MAX_TEXT} "
+            "printable characters"
+        )
     name = settings.get("name", role)
     if NAME.fullmatch(name) is None or (name != role and (name in ROLES or not members)):
         raise InvalidInput(
@@ -293,10 +296,10 @@ def _settings(text: str) -> dict[str, str]:
         key, separator, value = part.partition("=")
         if key not in KEYS or not separator:
             raise InvalidInput(
-                f"{part[:MAX_TEXT]!r} is no setting of a pool; there are {'=, '.join(KEYS)}=, with commas between them"
+                f"{part[:MAX_TEXT]!r} is not a setting of a pool; the settings are {'=, '.join(KEYS)}=, with commas between them"
             )
         if key in settings:
-            raise InvalidInput(f"{key} is there twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}")
+            raise InvalidInput(f"{key} is given twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}")
         settings[key] = value
     return settings
 

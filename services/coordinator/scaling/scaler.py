@@ -1,16 +1,17 @@
-"""The sizes of the pools of one coordinator: it measures, decides once in a period, and says what it decided and why.
+"""The sizes of the pools of one coordinator: measures, decides once in a period, and explains the decisions.
 
-Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not.
-`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the coordinator's
-loop calls `check`, and everything else reads.
+Every role has a pool of all its workers, so that `paceline status` can name the bottleneck even if nothing scales.
+`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the
+coordinator's loop calls `check`, and everything else reads.
 
-Promise: nobody is told to shrink a pool because the coordinator does not know. After a restart `desired` raises Unavailable until
-the workers had time to come back, and a pool that nobody has scaled yet has the size that it has. Who asks for a size changes
-nothing else.
+Promise: no pool shrinks because the coordinator lacks information. After a restart `desired` raises Unavailable until
+the workers had time to reconnect, and a pool that nobody has scaled yet keeps its present size. A request for a size
+changes nothing else.
 
-A role's demand is divided with the cheapest work first. Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
-completes. The pool with the cheapest groups serves the demand up to its largest size, the next one what is left. A pool that
-has workers keeps its place unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
+A role's demand is divided with the cheapest work first, because rollout workers on several kinds of GPUs are several
+pools of one role. A group costs as much as a worker for an hour by the groups that it completes. The pool with the
+cheapest groups serves the demand up to its largest size, the next one serves the rest. A pool with workers keeps its
+rank unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from paceline.services.coordinator.scaling.policy import (
 PERIOD_S = 15.0
 """Default of the seconds between two decisions."""
 
-SETTLE_S = 30.0
-"""Seconds after a coordinator's restart in which its workers come back, so that nothing is decided."""
+RECONNECT_S = 30.0
+"""Seconds after a coordinator's restart in which its workers reconnect and nothing is decided."""
 
-FORGET_S = 3600.0
-"""Seconds after which a pool that nobody asks for any more counts as not scaled."""
+UNUSED_S = 3600.0
+"""Seconds without a request for a pool's size after which it counts as not scaled."""
 
 MAX_SHOWN = 64
 """Characters of an unknown name in the answer."""
@@ -51,7 +52,7 @@ NO_RUN = "no run trains on groups now"
 
 @dataclass
 class Sized:
-    """A pool, and what the policy knows of it."""
+    """A pool with the policy's state of it."""
 
     config: PoolConfig
     state: PoolState | None = None
@@ -60,13 +61,13 @@ class Sized:
     """The newest measurement."""
     is_declared: bool = False
     """`--pool` names it, so it is scaled whenever a run needs it."""
-    asked_s: float | None = None
-    """Time at which its size was asked for last; None for a pool that nobody scales."""
+    requested_s: float | None = None
+    """Time of the newest request for its size; None for a pool that nobody scales."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What limits the run, in words and by pool."""
+    """The limit of the run, in words and by pool."""
 
     text: str
     wait_fraction: float
@@ -85,11 +86,11 @@ class Scaler:
         clock: Callable[[], float] = time.monotonic,
         pools: Sequence[PoolConfig] = (),
     ):
-        """`pools` are those of `--pool`; none has a name or a worker of another (`read_pools`)."""
+        """`pools` are those of `--pool`; no two have a name or a worker in common (`read_pools`)."""
         self._ledger, self._clock, self._period_s = ledger, clock, period_s
         now_s = clock()
         self.meter = Meter(ledger, exchange, members, now_s)
-        self._settled_s = now_s + (SETTLE_S if ledger.term > 1 else 0.0)
+        self._reconnected_s = now_s + (RECONNECT_S if ledger.term > 1 else 0.0)
         self._decide_s = now_s
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
@@ -100,7 +101,7 @@ class Scaler:
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
 
     def note(self, notices: Iterable[Notice]) -> None:
-        """Take the exchange's notices: trained steps and the learner's metrics."""
+        """Count trained steps and the learner's metrics from the exchange's notices."""
         self.meter.note(notices, self._clock())
 
     async def check(self) -> None:
@@ -108,35 +109,33 @@ class Scaler:
         now_s = self._clock()
         self.meter.tick(now_s)
         began = (self.meter.running() is not None) != bool(self._roles)
-        if now_s < self._settled_s or not (began or now_s >= self._decide_s):
+        if now_s < self._reconnected_s or not (began or now_s >= self._decide_s):
             return
         self._decide_s = now_s + self._period_s
         self._decide(self.meter.take(now_s), now_s)
 
     def desired(self, name: str) -> int:
-        """Return the workers that a pool should have. Raises Unavailable after a restart of the coordinator, NotFound for a name
-        that no pool has."""
+        """Return the size that a pool should have. Raises Unavailable after a restart, NotFound for an unknown pool."""
         now_s, pools = self._clock(), self._shown()
         sized = pools.get(name)
         if sized is None:
-            raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; there are {', '.join(sorted(pools))}")
-        sized.asked_s = now_s
-        if now_s < self._settled_s or sized.state is None:
-            wait_s = max(self._settled_s - now_s, 0.0)
+            raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; the pools are {', '.join(sorted(pools))}")
+        sized.requested_s = now_s
+        if now_s < self._reconnected_s or sized.state is None:
+            wait_s = max(self._reconnected_s - now_s, 0.0)
             raise Unavailable(
-                f"the coordinator has just started, and its workers come back: sizes are decided in {wait_s:.0f} s; keep the "
+                f"the coordinator has just started, and its workers reconnect: sizes are decided in {wait_s:.0f} s; keep the "
                 "present ones"
             )
         bounds = sized.config.bounds
         return min(max(sized.state.desired, bounds.least), bounds.most)
 
     def report(self) -> Report:
-        """Return what limits the run that trains."""
         now_s = self._clock()
         pools = self._shown()
-        if now_s < self._settled_s:
+        if now_s < self._reconnected_s:
             return Report(
-                f"the coordinator has just started; it measures in {self._settled_s - now_s:.0f} s",
+                f"the coordinator has just started; it measures in {self._reconnected_s - now_s:.0f} s",
                 0.0,
                 pools,
             )
@@ -151,7 +150,7 @@ class Scaler:
         return Report(advise(facts, wait_fraction), wait_fraction, pools)
 
     def _shown(self) -> dict[str, Sized]:
-        """Return the pools by name: the parts of a divided role, else the one of the whole role."""
+        """Return the pools by name: the parts of a divided role, else the pool of the whole role."""
         divided = {sized.config.role for sized in self._parts.values()}
         return {role: sized for role, sized in self._whole.items() if role not in divided} | self._parts
 
@@ -168,11 +167,11 @@ class Scaler:
     def _decide_pool(self, sized: Sized, period: Period, share: float, now_s: float) -> None:
         measured = sized.measured = measure(period, sized.config, share)
         if sized.is_declared and measured.has_run:
-            sized.asked_s = now_s
-        elif sized.asked_s is not None and now_s - sized.asked_s > FORGET_S:
-            sized.asked_s = None
+            sized.requested_s = now_s
+        elif sized.requested_s is not None and now_s - sized.requested_s > UNUSED_S:
+            sized.requested_s = None
         state = sized.state or PoolState(held=measured.held)
-        if sized.state is None or sized.asked_s is None:  # its size is a person's so far
+        if sized.state is None or sized.requested_s is None:  # only a person has scaled it until now
             state = replace(state, desired=measured.ready + measured.starting)
         sized.state = decide(state, measured, sized.config.bounds)
 
@@ -188,24 +187,24 @@ MARGIN = 0.15
 
 
 class Supply(NamedTuple):
-    """What a pool can do, and what it costs."""
+    """The capacity of a pool, and its cost."""
 
     rate: float
-    """Groups/s of one full worker; 0 while it is not known."""
+    """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
     """Largest size."""
     cost: float
-    """Cost of a worker for an hour, in any currency; 0 where none is named."""
+    """Cost of a worker for an hour, in any currency; 0: unknown."""
     is_used: bool
-    """The pool has workers, or was told to have some."""
+    """The pool has workers, or should have some."""
 
 
 def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[str, float]:
-    """Return the share of the demand for each pool, in all 1 unless the pools together are too small for it: the most expensive
-    one then has the rest.
+    """Return the share of the demand for each pool. The sum is 1; if the pools together are too small, the most
+    expensive one gets the rest.
 
-    A pool whose rate is not known counts with the mean rate of the others; without a known demand or any known rate the cheapest
-    workers serve all of it.
+    A pool with an unknown rate counts with the mean rate of the others; without a known demand or any known rate the
+    pool with the cheapest workers serves all of it.
     """
     rates = [pool.rate for pool in pools.values() if pool.rate]
     usual = sum(rates) / len(rates) if rates else 1.0
@@ -232,35 +231,36 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Wait of the learner, as a share of its time, up to which nothing limits it but itself."""
+"""Share of its time that the learner may wait while it alone counts as the limit."""
 
 
 class PoolFacts(NamedTuple):
-    """A pool, and what the policy knows of it."""
+    """A pool with its ready workers, for advice."""
 
     workers: int
     """Workers that take work."""
     state: PoolState
     cost: float = 0.0
-    """Cost of a worker for an hour; 0: not named."""
+    """Cost of a worker for an hour; 0: unknown."""
 
 
 def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
-    """Return what limits a run and what to change, in one to three sentences. `wait_fraction` is the share of the learner's time in which it waits for its batch."""
-    known = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
+    """Return the limit of a run and the change that helps, in one to three sentences. `wait_fraction` is the share of
+    the learner's time in which it waits for its batch."""
+    measured = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
     empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
     if empty:
         return f"no {empty[0]} worker takes work: start one, or read why the last one ended in its log"
-    if not known:
+    if not measured:
         return "nothing is measured yet: no step was trained, or too few groups were completed"
-    supply = {name: _supplied(facts) for name, facts in known.items()}
+    supply = {name: _supplied(facts) for name, facts in measured.items()}
     slowest = min(supply, key=lambda name: supply[name])
-    facts = known[slowest]
-    if wait_fraction > BALANCED and facts.state.wanted > facts.workers:
+    facts = measured[slowest]
+    if wait_fraction > BALANCED and facts.state.needed > facts.workers:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
         f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
-        f"{supply[slowest]:.1f} times as fast. More or faster ranks of it shorten a step, more workers do not"
+        f"{supply[slowest]:.1f} times as fast. More or faster ranks shorten a step, more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (
@@ -268,12 +268,11 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
             f"{supply[slowest]:.1f} times what it trains: single groups are late, or weights arrive late. A larger "
             "async_grpo.max_trajectory_age_steps lets generation run further ahead"
         )
-    return text + _spare(known)
+    return text + _spare(measured)
 
 
 def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -> str:
-    """Return the advice for a pool that is too small."""
-    needed = facts.state.wanted
+    needed = facts.state.needed
     gain = min(1 / max(1 - wait_fraction, 0.01), needed / facts.workers)
     more = needed - facts.workers
     cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
@@ -284,17 +283,17 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
     )
 
 
-def _spare(known: Mapping[str, PoolFacts]) -> str:
-    """Return a sentence on the pool with the most workers that nobody needs; empty where there is none."""
-    fewer = {name: facts.workers - max(1, facts.state.wanted) for name, facts in known.items()}
+def _spare(measured: Mapping[str, PoolFacts]) -> str:
+    """Return a sentence on the pool with the most surplus workers; empty if there is none."""
+    fewer = {name: facts.workers - max(1, facts.state.needed) for name, facts in measured.items()}
     name = max(fewer, key=lambda pool: (fewer[pool], pool))
     if fewer[name] < 1:
         return ""
-    facts = known[name]
+    facts = measured[name]
     saved = f", which saves {fewer[name] * facts.cost:,.2f} an hour" if facts.cost else ""
-    return f". The {name} pool needs {max(1, facts.state.wanted)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
+    return f". The {name} pool needs {max(1, facts.state.needed)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
 
 
 def _supplied(facts: PoolFacts) -> float:
-    """Return what the pool completes, by what the learner asks of it."""
+    """Return the ratio of the groups that a pool completes to those that the learner demands of it."""
     return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)

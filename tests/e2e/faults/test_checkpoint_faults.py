@@ -193,7 +193,7 @@ def test_a_backup_put_back_goes_on_among_newer_files_and_workers(
         assert min(session for (session,) in sessions) >= 3, "a number was given twice"
         events = ledger.db.execute("SELECT json FROM events WHERE run_id = ? AND kind = 'warning'", (run_id,))
         messages = [json.loads(event["json"])["message"] for event in events]
-        assert any("backup that was put back" in message for message in messages), messages
+        assert any("restored from a backup" in message for message in messages), messages
         assert any("are ahead of the ledger" in message for message in messages), messages
         trained = trained_groups(ledger, run_id)
     assert len(trained) == len(set(trained)) == STEPS * 8

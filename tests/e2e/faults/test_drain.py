@@ -130,7 +130,7 @@ def test_up_drains_all_and_goes_on(make_spec: MakeSpec, tmp_path: Path) -> None:
         _, said = up.communicate(timeout=DEADLINE_S)
     assert up.returncode == 130, said
     assert "is killed" not in said
-    assert "goes on with the open runs" in said
+    assert "continues the open runs" in said
 
     steps = check_drained(directory, "test-1")
     assert 3 <= steps < 30

@@ -35,9 +35,9 @@ def test_a_model_goes_to_a_checkpoint_and_back(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], "nothing to convert: name --to dcp"),
+        ([], "nothing to convert: give --to dcp"),
         (["--key", "model"], "--config and --key are for a checkpoint"),
-        (["--quantize", "int8", "--dtype", "float32"], "--quantize stands alone"),
+        (["--quantize", "int8", "--dtype", "float32"], "--quantize cannot be combined"),
     ],
 )
 def test_options_that_do_not_fit_a_model_are_refused(
@@ -52,8 +52,8 @@ def test_options_that_do_not_fit_a_model_are_refused(
 def test_options_that_do_not_fit_a_checkpoint_are_refused(model: Path, tmp_path: Path) -> None:
     paceline("convert", model, tmp_path / "dcp", "--to", "dcp")
     for options, expected in (
-        (["--to", "dcp"], "leave --to dcp out"),
-        (["--quantize", "int8"], "make one of the checkpoint first"),
+        (["--to", "dcp"], "omit --to dcp"),
+        (["--quantize", "int8"], "convert the checkpoint to one first"),
     ):
         done = paceline("convert", tmp_path / "dcp", tmp_path / "out", *options)
         assert done.exit_code == 2

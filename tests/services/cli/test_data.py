@@ -156,5 +156,5 @@ def test_a_text_that_the_tokenizer_does_not_keep_is_a_warning(tmp_path: Path) ->
     spec = spec_of(tmp_path, "sft", train="./train.jsonl")
     result = paceline("data", "inspect", spec, f"policy.model_name={tmp_path / 'model'}", "--tokens")
     assert result.exit_code == 0, result.output
-    assert "warning: row 1: the tokenizer does not keep 'a  b': 'a b' remains" in result.output
+    assert "warning: row 1: the tokenizer does not preserve 'a  b': it becomes 'a b'" in result.output
     assert "row 0" not in result.output

@@ -88,7 +88,7 @@ def test_the_run_in_front_of_a_queued_one_is_named_as_text(capsys: pytest.Captur
                 run_pb2.Run(run_id="second"),
             ]
 
-    with watching.queue_told(Source(), "second", None):  # type: ignore[arg-type]
+    with watching.queue_shown(Source(), "second", None):  # type: ignore[arg-type]
         said = capsys.readouterr().err
     assert "second waits for first" in said
     assert unsafe_in(said) == []

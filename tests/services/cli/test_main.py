@@ -43,6 +43,17 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         cluster.stop()
 
 
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A coordinator without workers, for tests that know the ids of their runs."""
+    cluster = LocalCluster(tmp_path_factory.mktemp("shared"), ClusterSection(), say=lambda line: None)
+    try:
+        cluster.start_coordinator()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
 @pytest.fixture
 def spec_path(tmp_path: Path) -> Path:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -185,7 +196,7 @@ class Dropping:
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.cli.running.runs.Client", Dropping)
     assert paceline("drop", "sums-1", "3", "15").stdout == (
-        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
+        "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` continues it\n"
     )
     assert paceline("drop", "sums-1", "3").stdout.startswith("dropped group 3 of run sums-1, ")
     (facts,) = lines_of(paceline("drop", "sums-1", "3", "--json"))
@@ -194,46 +205,49 @@ def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Missing argument 'GROUP...'" in paceline("drop", "sums-1").stderr
 
 
-def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(cluster: LocalCluster, spec_path: Path) -> None:
-    at, setting = cluster.address, "loss_fn.truncated_importance_sampling_ratio=null"
+def test_what_is_doubtful_is_said_at_submit_and_stays_among_the_events(
+    shared_cluster: LocalCluster, spec_path: Path
+) -> None:
+    at, setting = shared_cluster.address, "loss_fn.truncated_importance_sampling_ratio=null"
     said = paceline("submit", str(spec_path), setting, coordinator=at)
     assert said.exit_code == 0
     assert said.stderr.startswith("warning: async_grpo.max_trajectory_age_steps 1 with loss_fn.truncated")
-    paceline("cancel", "sums-1", coordinator=at)
-    events = lines_of_events(paceline("watch", "sums-1", "--json", coordinator=at))
+    run_id = said.stdout.split()[1]
+    paceline("cancel", run_id, coordinator=at)
+    events = lines_of_events(paceline("watch", run_id, "--json", coordinator=at))
     assert [f"warning: {e['content']['message']}\n" for e in events if e["kind"] == "warning"] == [said.stderr]
     as_json = lines_of(paceline("submit", str(spec_path), setting, "--json", coordinator=at))
     assert [f"warning: {text}\n" for text in as_json[0]["warnings"]] == [said.stderr]
     assert paceline("submit", str(spec_path), coordinator=at).stderr == ""
 
 
-def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> None:
-    at = cluster.address
-    paceline("submit", str(spec_path), coordinator=at)
-    paceline("cancel", "sums-1", coordinator=at)
-    text = paceline("watch", "sums-1", coordinator=at)
+def test_watch_shows_how_a_run_ended(shared_cluster: LocalCluster, spec_path: Path) -> None:
+    at = shared_cluster.address
+    run_id = paceline("submit", str(spec_path), coordinator=at).stdout.split()[1]
+    paceline("cancel", run_id, coordinator=at)
+    text = paceline("watch", run_id, coordinator=at)
     assert text.exit_code == 1, "the run did not succeed"
     lines = text.stdout.splitlines()
-    assert lines[0] == "sums-1  the run is queued: data.train: TRL's prompt-only, standard"
-    assert "sums-1  the run was cancelled: cancelled by request" in lines
-    assert "sums-1 cancelled after 0 of 100 steps" in lines[-2:]
-    as_json = paceline("watch", "sums-1", "--json", coordinator=at)
+    assert lines[0] == f"{run_id}  the run is queued: data.train: TRL's prompt-only, standard"
+    assert f"{run_id}  the run was cancelled: cancelled by request" in lines
+    assert f"{run_id} cancelled after 0 of 100 steps" in lines[-2:]
+    as_json = paceline("watch", run_id, "--json", coordinator=at)
     events = [json.loads(line) for line in as_json.stdout.splitlines()]
     first = events[0]
-    assert (first["run_id"], first["sequence"], first["kind"]) == ("sums-1", 1, "state")
+    assert (first["run_id"], first["sequence"], first["kind"]) == (run_id, 1, "state")
     assert first["content"]["state"] == "queued"
     assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
-    later = paceline("watch", "sums-1", "--json", "--after", "1", coordinator=at)
+    later = paceline("watch", run_id, "--json", "--after", "1", coordinator=at)
     assert [json.loads(line) for line in later.stdout.splitlines()] == events[1:]
 
 
-def test_workers_that_are_not_there(cluster: LocalCluster) -> None:
-    assert paceline("members", coordinator=cluster.address).stdout == "no workers yet\n"
-    assert lines_of(paceline("members", "--json", coordinator=cluster.address)) == []
-    result = paceline("generate", "1+1=", coordinator=cluster.address)
+def test_workers_that_are_not_there(shared_cluster: LocalCluster) -> None:
+    assert paceline("members", coordinator=shared_cluster.address).stdout == "no workers yet\n"
+    assert lines_of(paceline("members", "--json", coordinator=shared_cluster.address)) == []
+    result = paceline("generate", "1+1=", coordinator=shared_cluster.address)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: no rollout worker with an address belongs to {cluster.address}")
-    result = paceline("generate", "1+1=", "--temperature", "0", coordinator=cluster.address)
+    assert result.stderr.startswith(f"Error: no rollout worker with an address belongs to {shared_cluster.address}")
+    result = paceline("generate", "1+1=", "--temperature", "0", coordinator=shared_cluster.address)
     assert result.stderr == "Error: n is 1 and temperature 0.0; both have to be above 0\n"
 
 
@@ -257,7 +271,7 @@ def test_doctor_fails_where_nothing_can_be_written() -> None:
         "directory",
         "fault",
         "cannot write in /proc: No such file or directory",
-        "name another one with --directory",
+        "name another folder with --directory",
     )
 
 

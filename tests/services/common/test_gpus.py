@@ -248,7 +248,7 @@ def test_a_cluster_that_leaves_gpus_unused_says_so(tmp_path: Path) -> None:
     cluster.add = lambda role: role  # type: ignore[method-assign]
     cluster.start_workers()
     assert said == [
-        "everything runs on CPUs, and this host has GPUs (2): name them in cluster.learner_gpus and cluster.rollout_gpus"
+        "everything runs on CPUs, although this host has GPUs (2): name them in cluster.learner_gpus and cluster.rollout_gpus"
     ]
 
 

@@ -63,7 +63,7 @@ def test_a_damaged_file_is_removed_so_that_it_is_sent_again(tmp_path: Path) -> N
 def test_quota_and_size_are_limits_before_a_byte_is_written(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, quota_bytes=25, max_blob_bytes=20)
     put(store, b"x" * 10)
-    with pytest.raises(InvalidInput, match="more than the 0 MB that this coordinator takes"):
+    with pytest.raises(InvalidInput, match="larger than the 0 MB that this coordinator accepts"):
         put(store, b"y" * 21)
     store.begin(sha(b"z" * 10), 10, 0)
     assert not (tmp_path / "partial" / sha(b"z" * 10)).exists()
@@ -83,7 +83,7 @@ def test_one_client_sends_a_file_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="another client"):
         store.begin(sha(b"abc"), 3, 0)
     store.end(sha(b"abc"))
-    with pytest.raises(Conflict, match="goes on at byte 0, not 2"):
+    with pytest.raises(Conflict, match="continues at byte 0, not 2"):
         store.begin(sha(b"abc"), 3, 2)
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from paceline.bundle.collecting import Bundle
 from paceline.bundle.manifest import BundledFile, Manifest
-from paceline.calls import bundle_transfer
-from paceline.calls.bundle_transfer import fetch, fetch_manifest, send
+from paceline.calls.bundle_transfer import PART_BYTES, fetch, fetch_manifest, send
 from paceline.errors import Busy, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.serving.grpc_server import GrpcServer
@@ -34,12 +33,45 @@ def bundle_of(folder: Path, **files: bytes) -> Bundle:
     return Bundle(Manifest.of(entries), sources)
 
 
+class RecordingStore(BlobStore):
+    """Notes the uploads that begin."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.begun: list[str] = []
+
+    def begin(self, sha256: str, size: int, offset: int) -> None:
+        self.begun.append(sha256)
+        super().begin(sha256, size, offset)
+
+
+class BreakingServicer(BundleServicer):
+    """Ends the first stream after two parts, and notes the offsets of all parts of large files that it has taken."""
+
+    def __init__(self, store: BlobStore):
+        super().__init__(store)
+        self.offsets: list[int] = []
+        self.has_broken = False
+
+    async def Put(self, request_iterator: AsyncIterator[bundle_pb2.PutRequest], context: Any) -> Any:
+        async def parts() -> AsyncIterator[bundle_pb2.PutRequest]:
+            async for part in request_iterator:
+                if len(self.offsets) == 2 and not self.has_broken:
+                    self.has_broken = True
+                    raise Unavailable("a break")
+                if part.size > PART_BYTES:
+                    self.offsets.append(part.offset)
+                yield part
+
+        return await super().Put(parts(), context)
+
+
 @asynccontextmanager
-async def serving(store: BlobStore) -> AsyncIterator[Callable[..., Any]]:
+async def serving(store: BlobStore, servicer: BundleServicer | None = None) -> AsyncIterator[Callable[..., Any]]:
     """Yield a function that calls another one, with a channel to a server of the store, on a thread."""
     server = GrpcServer("127.0.0.1", 0)
     server.add(
-        BundleServicer(store),
+        servicer or BundleServicer(store),
         bundle_pb2_grpc.add_BundleServiceServicer_to_server,
         "paceline.v1.BundleService",
     )
@@ -59,60 +91,44 @@ def fetched(channel: grpc.Channel, sha256: str) -> bytes:
     return b"".join(fetch(channel, sha256, 1 << 30))
 
 
-async def test_a_bundle_is_sent_once_and_fetched_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle_transfer, "PART_BYTES", 1000)
-    bundle = bundle_of(tmp_path, large=bytes(range(256)) * 16, empty=b"", small=b"x")
-    puts = []
-    put = bundle_transfer._put
-    monkeypatch.setattr(bundle_transfer, "_put", lambda *arguments: (puts.append(arguments), put(*arguments)))
-    async with serving(BlobStore(tmp_path / "blobs")) as call:
+async def test_a_bundle_is_sent_once_and_fetched_by_digest(tmp_path: Path) -> None:
+    large, store = bytes(range(256)) * (3 * PART_BYTES // 256 + 1), RecordingStore(tmp_path / "blobs")
+    bundle = bundle_of(tmp_path, large=large, empty=b"", small=b"x")
+    async with serving(store) as call:
         await call(send, bundle)
         assert await call(fetch_manifest, bundle.manifest.digest) == bundle.manifest
         for file in bundle.manifest.files:
             assert await call(fetched, file.sha256) == (tmp_path / file.path).read_bytes()
         await call(send, bundle)
-        assert len(puts) == 1
-        (tmp_path / "small").write_bytes(b"y")
-        await call(send, bundle_of(tmp_path, large=bytes(range(256)) * 16, small=b"y"))
-        assert [len(missing) for _, _, missing in puts] == [4, 2]  # the small file and the manifest
+        assert len(store.begun) == 4
+        again = bundle_of(tmp_path, large=large, small=b"y")
+        await call(send, again)
+        assert store.begun[4:] == [hashlib.sha256(b"y").hexdigest(), again.manifest.digest]
         with pytest.raises(NotFound, match="paceline resume"):
             await call(fetched, "ab" * 32)
 
 
-async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle_transfer, "PART_BYTES", 1000)
-    bundle = bundle_of(tmp_path, large=bytes(range(256)) * 16)
-    offsets: list[int] = []
-    parts = bundle_transfer._parts
-
-    def breaking(bundle: Bundle, sha256: str, offset: int) -> Iterator[bundle_pb2.PutRequest]:
-        for number, part in enumerate(parts(bundle, sha256, offset)):
-            if number == 2 and len(offsets) == 2:
-                return  # the server has two parts of it then
-            if sha256 != bundle.manifest.digest:
-                offsets.append(part.offset)
-            yield part
-
-    monkeypatch.setattr(bundle_transfer, "_parts", breaking)
-    async with serving(BlobStore(tmp_path / "blobs")) as call:
-        await call(send, bundle)
-    assert offsets == [0, 1000, 2000, 3000, 4000]
-
-
-async def test_a_fetch_goes_on_where_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs")
-    bundle = bundle_of(tmp_path, large=bytes(3 << 20))
-    read, breaks = store.read, [1]
-
-    def broken(sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
-        for chunk in read(sha256, offset, length):
-            yield chunk
-            if breaks and breaks.pop():
-                raise Unavailable("a break")
-
-    async with serving(store) as call:
+    servicer, bundle = BreakingServicer(store), bundle_of(tmp_path, large=bytes(5 * PART_BYTES))
+    async with serving(store, servicer) as call:
         await call(send, bundle)
-        monkeypatch.setattr(store, "read", broken)
+    assert servicer.has_broken
+    assert servicer.offsets == [number * PART_BYTES for number in range(5)]
+
+
+async def test_a_fetch_goes_on_where_it_broke(tmp_path: Path) -> None:
+    bundle, breaks = bundle_of(tmp_path, large=bytes(3 << 20)), [1]
+
+    class BreakingStore(BlobStore):
+        def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
+            for chunk in super().read(sha256, offset, length):
+                yield chunk
+                if breaks and breaks.pop():
+                    raise Unavailable("a break")
+
+    async with serving(BreakingStore(tmp_path / "blobs")) as call:
+        await call(send, bundle)
         assert await call(fetched, bundle.manifest.files[0].sha256) == bytes(3 << 20)
     assert breaks == []
 
@@ -127,7 +143,7 @@ async def test_what_the_coordinator_refuses_is_said(tmp_path: Path) -> None:
             await call(send, bundle)
     async with serving(BlobStore(tmp_path / "c")) as call:
         (tmp_path / "small").write_bytes(b"abX")
-        with pytest.raises(InvalidInput, match="changed meanwhile, or damaged on the way"):
+        with pytest.raises(InvalidInput, match="changed during the transfer, or damaged"):
             await call(send, bundle)
         (tmp_path / "small").write_bytes(b"ab")
         with pytest.raises(SpecError, match="changed while it was sent"):

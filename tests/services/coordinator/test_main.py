@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -19,6 +20,8 @@ import pytest
 from exchange_drivers import make_spec
 
 from paceline.calls.token import open_channel
+from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
@@ -77,19 +80,21 @@ def test_one_coordinator_per_ledger_and_a_successor_after_it(start: Start, tmp_p
     assert "another coordinator has the ledger" in refused(tmp_path / "runs")
     first.kill()  # the lock dies with its process, however that one dies
     first.wait(DEADLINE_S)
-    second, _ = start(tmp_path / "runs")
-    second.send_signal(signal.SIGTERM)
-    assert second.wait(DEADLINE_S) == 0
+    Ledger(tmp_path / "runs" / "ledger.sqlite").close()
 
 
-def test_taken_ports_are_said(start: Start, tmp_path: Path) -> None:
-    _, address = start(tmp_path / "runs")
-    port = address.rsplit(":", 1)[1]
-    assert f"cannot listen on 127.0.0.1:{port}" in refused(tmp_path / "others", "--port", port)
+async def test_taken_ports_are_said(tmp_path: Path) -> None:
+    server = GrpcServer("127.0.0.1", 0)  # as that of another coordinator
+    await server.start()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = str(taken.getsockname()[1])
-        said = refused(tmp_path / "others", "--exchange-port", number)
-    assert f"the exchange cannot listen on 127.0.0.1:{number}" in said
+        grpc_error, exchange_error = await asyncio.gather(
+            asyncio.to_thread(refused, tmp_path / "one", "--port", str(server.port)),
+            asyncio.to_thread(refused, tmp_path / "two", "--exchange-port", number),
+        )
+    await server.stop(0.0)
+    assert f"cannot listen on 127.0.0.1:{server.port}" in grpc_error
+    assert f"the exchange cannot listen on 127.0.0.1:{number}" in exchange_error
 
 
 def test_sigterm_does_not_wait_for_a_watcher(start: Start, tmp_path: Path) -> None:

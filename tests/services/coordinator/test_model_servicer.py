@@ -128,7 +128,7 @@ async def test_what_cannot_be_recorded_is_refused_with_the_field(served: Served)
                 (model(2, export_sha256="x"), InvalidInput, r"model\.export_sha256 is 'x'"),
                 (model(2, chain="x"), InvalidInput, "chain is 'x', and no run is named"),
                 (model(2, verdicts_json=["x" * (1 << 20) + "x"]), InvalidInput, "1048577 characters"),
-                (model(2, evaluations_json=["{"]), InvalidInput, r"evaluations_json\[0\] is no JSON"),
+                (model(2, evaluations_json=["{"]), InvalidInput, r"evaluations_json\[0\] is not JSON"),
                 (
                     model(2, verdicts_json=["[]"]),
                     InvalidInput,
@@ -163,7 +163,7 @@ async def test_what_cannot_be_recorded_is_refused_with_the_field(served: Served)
 async def test_roles_limit_who_may_change_what(served: Served) -> None:
     def limited() -> None:
         with served.client(CallerRole.SUBMITTER) as submitter, served.client(CallerRole.VIEWER) as viewer:
-            with pytest.raises(InvalidInput, match="models of their own runs, so name the run"):
+            with pytest.raises(InvalidInput, match="models of their own runs only, so name the run"):
                 submitter.models.register(model())
             with pytest.raises(NotPermitted, match="for the roles operator"):
                 submitter.models.promote("sums", 1)

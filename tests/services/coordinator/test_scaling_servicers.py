@@ -99,10 +99,10 @@ async def test_unknown_pools_are_answered_with_those_that_are_there(plane: Plane
     status, answer = await scale(plane, path)
     assert status == 404
     message = answer["error"]["message"]
-    assert message.endswith("; there are environment, reward, rollout")
+    assert message.endswith("; the pools are environment, reward, rollout")
     assert len(message) < 400
     assert "\n" not in message
-    assert not any(sized.asked_s for sized in plane.coordinator.scaler.report().pools.values())
+    assert not any(sized.requested_s for sized in plane.coordinator.scaler.report().pools.values())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_broken_stream_goes_on_where_it_ended(tmp_path: Path) -> None:
 def test_content_without_its_digest_is_removed(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     upload = Upload(store)
-    with pytest.raises(InvalidInput, match="changed meanwhile, or damaged on the way"):
+    with pytest.raises(InvalidInput, match="changed during the transfer, or damaged"):
         upload.take(DIGEST, 10, 0, b"x" * 10)
     upload.close()
     assert (store.has(DIGEST), store.received(DIGEST)) == (False, 0)

@@ -19,7 +19,8 @@ from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
 from paceline.services.common.processes.supervisor import Service
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.cluster import LOCK_NAME, LocalCluster
+from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
 
@@ -49,10 +50,10 @@ def start(tmp_path: Path, reports: Reports) -> Iterator[Callable[..., Service]]:
     """Return a function that starts a Python one-liner as a supervised service, which ends with the test."""
     services: list[Service] = []
 
-    def start(code: str, **options: Any) -> Service:
+    def start(code: str, *, program: str = sys.executable, **options: Any) -> Service:
         service = Service(
             "child-0",
-            [sys.executable, "-c", code],
+            [program, "-c", code],
             dict(os.environ),
             tmp_path / "child-0.log",
             reports.said.append,
@@ -130,7 +131,9 @@ def test_an_error_that_a_killed_child_survived_is_not_why_it_died(
 def test_a_child_is_given_up_with_its_last_words_where_that_is_asked_for(
     start: Callable[..., Service], reports: Reports, tmp_path: Path
 ) -> None:
-    service = start("import os; print('no model at /nowhere', flush=True); os._exit(3)", max_deaths=2)
+    service = start(
+        "import os; print('no model at /nowhere', flush=True); os._exit(3)", max_deaths=2, max_backoff_s=0.01
+    )
     assert reports.gave_up.wait(DEADLINE_S)
     assert str(reports.faults[0]) == (
         f"child-0 ended with exit status 3. Its log {tmp_path / 'child-0.log'} ends with:\n  no model at /nowhere"
@@ -142,7 +145,7 @@ def test_a_child_is_given_up_with_its_last_words_where_that_is_asked_for(
 def test_a_child_that_keeps_dying_is_never_given_up_and_soon_said_rarely(
     start: Callable[..., Service], reports: Reports
 ) -> None:
-    service = start("import sys; sys.exit('no model')", max_backoff_s=0.01)
+    service = start("echo no model; exit 1", program="/bin/sh", max_backoff_s=0.01)
     until(lambda: len(service.deaths) >= 12)
     assert not reports.faults
     said = reports.said
@@ -219,47 +222,55 @@ def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
     until(lambda: has_ended(child))
 
 
-def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
-    said: list[str] = []
-    cluster = LocalCluster(tmp_path, ClusterSection(), say=said.append)
+class Noting(LocalCluster):
+    """Notes its lines, and restarts its coordinator after a tenth of a second."""
+
+    coordinator_backoff_s = 0.1
+
+    def __init__(self, directory: Path, **options: Any):
+        self.said: list[str] = []
+        super().__init__(directory, ClusterSection(), say=self.said.append, **options)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noting]:
+    """A coordinator that is told to leave more of the disk free than there is."""
+    cluster = Noting(tmp_path_factory.mktemp("full"), options={"coordinator": ["--min-free-mb", "99999999"]})
     try:
-        address = cluster.start_coordinator()
-        with Client(address) as client:
-            assert client.runs() == []
-        first = cluster.pids("coordinator")[0]
-        cluster.kill("coordinator")
-        until(lambda: cluster.pids("coordinator").get(0, first) != first)
-        until(lambda: answers(address))
-        assert cluster.deaths("coordinator") == ["coordinator was killed by SIGKILL"]
-        assert cluster.failure is None
-        with pytest.raises(NotFound, match="no rollout-7"):
-            cluster.kill("rollout", 7)
+        cluster.start_coordinator()
+        yield cluster
         last = cluster.pids("coordinator")[0]
     finally:
         cluster.stop()
     assert has_ended(last)
-    assert len(said) == 1
-    assert "coordinator was killed by SIGKILL" in said[0]
 
 
-def test_what_the_coordinator_is_told_to_leave_free_closes_admission(tmp_path: Path) -> None:
+def test_the_coordinator_keeps_its_address_over_a_death(full: Noting) -> None:
+    until(lambda: answers(full.address))
+    first, said = full.pids("coordinator")[0], len(full.said)
+    full.kill("coordinator")
+    until(lambda: full.pids("coordinator").get(0, first) != first)
+    until(lambda: answers(full.address))
+    assert full.deaths("coordinator")[-1] == "coordinator was killed by SIGKILL"
+    assert full.failure is None
+    with pytest.raises(NotFound, match="no rollout-7"):
+        full.kill("rollout", 7)
+    (line,) = full.said[said:]
+    assert "coordinator was killed by SIGKILL" in line
+
+
+def test_what_the_coordinator_is_told_to_leave_free_closes_admission(full: Noting, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     tree = {
         "policy": {"model_name": "m"},
         "data": {"train": f"file://{tmp_path}/train.jsonl"},  # so that no file has to be sent
         "rewards": [{"function": "length"}],
     }
-    options = {"coordinator": ["--min-free-mb", "99999999"]}
-    cluster = LocalCluster(tmp_path / "runs", ClusterSection(), options=options, say=lambda line: None)
-    try:
-        cluster.start_coordinator()
-        with Client(cluster.address, timeout_s=DEADLINE_S) as client:
-            run_id = client.submit(parse_spec(tree)).run_id
-            said = next(event.content for event in client.watch(run_id) if event.kind == "warning")
-            assert "--min-free-mb is 99999999" in said["message"]
-            assert client.get(run_id).groups["admitted"] == 0
-    finally:
-        cluster.stop()
+    with Client(full.address, timeout_s=DEADLINE_S) as client:
+        run_id = client.submit(parse_spec(tree)).run_id
+        said = next(event.content for event in client.watch(run_id) if event.kind == "warning")
+        assert "--min-free-mb is 99999999" in said["message"]
+        assert client.get(run_id).groups["admitted"] == 0
 
 
 def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
@@ -272,39 +283,33 @@ def test_a_coordinator_that_cannot_start_says_why_at_once(tmp_path: Path) -> Non
     finally:
         cluster.stop()
         ledger.close()
+    lock = FolderLock(tmp_path / LOCK_NAME, "test", "directory")
+    lock.take()  # the cluster has released it
+    lock.release()
 
 
-def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
-    first = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-    try:
-        address = first.start_coordinator()
-        for _ in range(2):  # nothing of the first refusal blocks the second
-            second = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-            with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
-                second.start_coordinator()
-            second.stop()
-        assert (tmp_path / "logs" / "coordinator.address").read_text().strip() == address
-        assert "another coordinator" not in (tmp_path / "logs" / "coordinator.log").read_text()
-    finally:
-        first.stop()
-    third = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
-    third.start_coordinator()  # the lock was given back
-    third.stop()
+def test_a_second_cluster_in_a_directory_is_refused_before_it_touches_anything(full: Noting) -> None:
+    for _ in range(2):  # nothing of the first refusal blocks the second
+        second = LocalCluster(full.directory, ClusterSection(), say=lambda line: None)
+        with pytest.raises(Conflict, match=rf"another `paceline up` \(process {os.getpid()}\) works in"):
+            second.start_coordinator()
+        second.stop()
+    assert (full.directory / "logs" / "coordinator.address").read_text().strip() == full.address
+    assert "another coordinator" not in (full.directory / "logs" / "coordinator.log").read_text()
 
 
 @pytest.mark.merge
 @pytest.mark.slow
 def test_a_coordinator_killed_again_and_again_ends_nothing(tmp_path: Path) -> None:
     """From outside, at once after each start, more often than any number of deaths that used to end the cluster."""
-    cluster = LocalCluster(tmp_path, ClusterSection(), say=lambda line: None)
+    cluster = Noting(tmp_path)
     try:
-        address, killed = cluster.start_coordinator(), set()
-        while len(killed) < 4:
-            pid = cluster.pids("coordinator").get(0)
-            if pid is not None and pid not in killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            time.sleep(0.01)
+        address, killed = cluster.start_coordinator(), {0}
+        for _ in range(4):
+            until(lambda: cluster.pids("coordinator").get(0, 0) not in killed)
+            pid = cluster.pids("coordinator")[0]
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
         with Client(address, wait_s=DEADLINE_S) as client:
             assert client.runs() == []  # the call waits until one lives long enough
         assert cluster.failure is None
@@ -380,8 +385,8 @@ def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
     cluster._services["learner"].append(service)
     cluster.stop()
     assert said == [
-        "waiting for learner-0, 22 s at most (--grace 7 and 15 to leave): the learner ends its step and writes a checkpoint, "
-        "and one that is cut off is not used: training goes on from the one before; Ctrl-C ends at once"
+        "waiting for learner-0, 22 s at most (--grace 7 and 15 to leave): the learner ends its step and writes a checkpoint; "
+        "if that is cut off, training continues from the checkpoint before; Ctrl-C ends at once"
     ]
     assert not service.ends
 

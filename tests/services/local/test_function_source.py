@@ -105,7 +105,7 @@ def test_functions_that_use_each_other_come_once(script: dict[str, Any], tmp_pat
     [
         ("opens", "opens uses handle, a TextIOWrapper, which cannot be written to a file"),
         ("undefined", "undefined uses no_such_name, which is not defined"),
-        ("shifted", "shifted uses offset of the function around it"),
+        ("shifted", "shifted uses offset of the enclosing function"),
         ("short", "a lambda has no name to load it by"),
         ("called", "is Callable; a reward function has to be a function"),
     ],
@@ -118,7 +118,7 @@ def test_what_cannot_be_a_file_is_named(name: str, message: str, script: dict[st
 def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec("def f(completions):\n    return [1.0]\n", scope)
-    with pytest.raises(InvalidInput, match="f has no source that could be read"):
+    with pytest.raises(InvalidInput, match="f has no source that can be read"):
         named_function(scope["f"], tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_a_run_gives_its_metrics_and_its_model(tmp_path: Path, monkeypatch: pyte
         (
             [Event(1, "state", {"state": "paused", "message": "40 groups: KeyError"})],
             "paused",
-            r"run run-1 is paused, and was cancelled: 40 groups: KeyError",
+            r"run run-1 was paused, so it was cancelled: 40 groups: KeyError",
             True,
         ),
     ],
@@ -199,7 +199,7 @@ def test_sections_are_laid_over_a_file_and_rewards_may_lie_anywhere(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"overrides": ["grpo.seed=1"]}, "overrides go with a spec's file"),
+        ({"overrides": ["grpo.seed=1"]}, "overrides need a spec's file"),
         ({"rewards": [3]}, "a reward is a function or its name, not 3"),
         ({"rewards": [lambda completions: [1.0]]}, "a lambda has no name"),
         ({"data": [{"prompt": {1, 2}}]}, "row 0 of the data cannot be written as JSON"),

@@ -73,7 +73,7 @@ def test_a_pool_gets_the_size_and_a_line_says_so(answers: Answers, pool: Pool) -
     with LocalScaler(pool, said.append, ask_s=0.05):  # type: ignore[arg-type]
         assert pool.resized.wait(DEADLINE_S)
     assert pool.sizes == {"reward": 2}
-    assert said == ["reward workers: 1 become 2 (`paceline status` says why)"]
+    assert said == ["reward workers: 1 become 2 (`paceline status` explains the size)"]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_all_samples_as_a_table(writer: Writer, tmp_path: Path) -> None:
 def test_samples_that_cannot_be_exported_leave_no_file(writer: Writer, tmp_path: Path) -> None:
     out, runs = tmp_path / "out.parquet", tmp_path / "runs"
     result = paceline("samples", "export", RUN_ID, tmp_path / "no" / "out.parquet", "--directory", runs)
-    assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
+    assert result.stderr == f"Error: no folder {tmp_path / 'no'}; create it first\n"
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
     keep_none(writer)
@@ -213,13 +213,13 @@ def test_pairs_of_texts_and_pairs_that_are_not_there(writer: Writer, tmp_path: P
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["export", RUN_ID, "x.txt"], "'.txt' is none of .parquet, .jsonl, .csv"),
+    (["export", RUN_ID, "x.txt"], "'.txt' of its extension is none of .parquet, .jsonl, .csv"),
     (["export", RUN_ID, "x.csv", "--best", "1"], "--best and --worst are bounds of --pairs"),
     (["export", RUN_ID, "x.csv", "--pairs", "--best", "0", "--worst", "1"], "--worst 1 is above --best 0"),
-    ([RUN_ID, "--version", "1"], "--version goes with --eval"),
+    ([RUN_ID, "--version", "1"], "--version is for --eval"),
     ([RUN_ID, "--eval", "--step", "1"], "with --eval name the version"),
     ([RUN_ID, "--best", "1", "--limit", "2"], "exclude one another"),
-    ([RUN_ID, "--eval"], "run sums-1 has no evaluation; evaluated are none yet"),
+    ([RUN_ID, "--eval"], "run sums-1 has no evaluation; evaluated versions: none yet"),
 ])  # fmt: skip
 def test_options_that_contradict_are_refused(writer: Writer, tmp_path: Path, arguments: list[str], words: str) -> None:
     result = paceline("samples", *arguments, "--directory", tmp_path / "runs")

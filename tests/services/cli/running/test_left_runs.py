@@ -171,7 +171,9 @@ def test_up_resumes_what_it_is_told(ledger: Ledger, recorded: Recorded) -> None:
     ]
     assert "has failed" not in result.stderr
     refused = up(ledger, "--resume", "sums-9")
-    assert refused.stderr.endswith("Error: no run 'sums-9' has failed or is open; those that are: sums-2, sums-1\n")
+    assert refused.stderr.endswith(
+        "Error: no run 'sums-9' has failed or is open; the failed and open runs are: sums-2, sums-1\n"
+    )
 
 
 def test_a_failed_run_that_cannot_be_read_is_not_resumed(ledger: Ledger, recorded: Recorded) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.client import Event
 from paceline.services.cli.running.progress import Course, Shown, screen
-from paceline.services.cli.running.watching import follow, in_front_of, queue_told
+from paceline.services.cli.running.watching import follow, in_front_of, queue_shown
 from paceline.v1 import run_pb2
 
 DEADLINE_S = 60.0
@@ -152,7 +152,7 @@ def test_a_queued_run_names_the_one_in_front(capsys: pytest.CaptureFixture[str])
 
 def test_a_pause_of_the_run_in_front_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     source: Any = Source([], a_run("sums-1", "running"), a_run("sums-2", "queued", at=0))
-    with queue_told(source, "sums-2", every_s=0.01):
+    with queue_shown(source, "sums-2", every_s=0.01):
         for name, message in (("paused", "no file 'r.py'"), ("paused", "no file 'r.py'"), ("running", "")):
             source.replace(a_run("sums-1", name, message))
             source.until_asked_again()

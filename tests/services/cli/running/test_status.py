@@ -29,7 +29,7 @@ def test_words_come_first_then_the_pools() -> None:
     result = paceline("status")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert result.stdout.splitlines()[:2] == ["math-1 is running, step 7 of 100; 2 more wait", ADVICE]
+    assert result.stdout.splitlines()[:2] == ["math-1 is running, step 7 of 100; 2 more in the queue", ADVICE]
     assert lines[3] == ["rollout", "2", "1", "5", "4.4", "1.00", "4.00", "97%", "no"]
     assert lines[4] == ["reward", "1", "0", "1", "-", "-", "-", "0%", "yes"]
 

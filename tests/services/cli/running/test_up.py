@@ -60,8 +60,8 @@ def interrupted(*_: Any) -> Any:
 def test_a_signal_after_success_with_keep_is_no_failure(up: Callable[..., Result]) -> None:
     result = up("--keep", wait=interrupted)
     assert result.exit_code == 0, result.output
-    assert result.stderr.splitlines()[-2:] == ["the services go on until Ctrl-C", "stopping"]
-    assert "goes on with" not in result.stderr
+    assert result.stderr.splitlines()[-2:] == ["the services stay until Ctrl-C", "stopping"]
+    assert "continues" not in result.stderr
 
 
 def test_a_signal_during_a_run_names_the_way_to_go_on(
@@ -162,7 +162,7 @@ def test_a_torch_for_cpus_on_a_host_with_gpus_is_refused(
     monkeypatch.setattr("paceline.services.cli.running.up.torch_is_for_cpus", lambda: True)
     result = up()
     assert result.exit_code == 1
-    assert "Error: this host shows GPUs (1), and the installed torch is a build for CPUs" in result.stderr
+    assert "Error: this host shows GPUs (1), but the installed torch is a build for CPUs" in result.stderr
     assert up("cluster.device=cpu").exit_code == 0
 
 

@@ -78,7 +78,7 @@ async def test_a_submitter_steers_their_own_runs_alone(cluster: LocalCluster, tm
             answer = await stub.Submit(request, metadata=metadata(ann.read_text()), timeout=DEADLINE_S)  # type: ignore[misc]
             run_ids.append(answer.run.run_id)
         urgent = run_pb2.SubmitRequest(spec_yaml=f"{text}\npriority: 1\n".replace("priority: 0\n", "", 1))
-        with pytest.raises(grpc.aio.AioRpcError, match="goes before the runs of others"):
+        with pytest.raises(grpc.aio.AioRpcError, match="before the runs of others"):
             await stub.Submit(urgent, metadata=metadata(ann.read_text()), timeout=DEADLINE_S)  # type: ignore[misc]
     for other, why in ((ben, "is not a run of ben"), (viewer, "for the roles submitter, operator")):
         with Client(cluster.address, token_file=other) as client:

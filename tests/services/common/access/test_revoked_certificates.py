@@ -53,7 +53,7 @@ async def test_a_revoked_certificate_takes_the_rights_of_every_token(
     before = await callers.caller("boot", "rollout")
     assert (before.name, before.certificate, callers.refusal(before)) == ("bootstrap", "rollout", "")
     done = CliRunner().invoke(main, ["certs", "revoke", "rollout", "--directory", str(tmp_path)])
-    assert done.output == "the certificates of rollout do not count any more\n"
+    assert done.output == "the certificates of rollout are revoked\n"
     now_s[0] += CHECK_S
     with pytest.raises(AccessDenied, match="the certificates of rollout were revoked"):
         await callers.caller("boot", "rollout")

@@ -17,7 +17,7 @@ from ledger_files import opened
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.services.coordinator.audit import side_records
-from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.audit.evidence import RunRows
 from paceline.services.coordinator.audit.verify import COMPARISONS, verify
 from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.file_check import VerifyReport
@@ -103,30 +103,30 @@ TAMPERED = {
         "UPDATE groups SET tokens = 10 WHERE group_id = 2",
         "in trained groups",
     ),
-    "the books": ("UPDATE counters SET value = value + 1 WHERE name = 'tokens:generated'", "tokens: "),
-    "trained in the books": (
+    "the token accounting": ("UPDATE counters SET value = value + 1 WHERE name = 'tokens:generated'", "tokens: "),
+    "trained in the token accounting": (
         "UPDATE counters SET value = value - 1 WHERE name = 'tokens:trained'",
-        "in the books",
+        "in the token accounting",
     ),
-    "dropped in the books": (
+    "dropped in the token accounting": (
         "UPDATE counters SET value = 5 WHERE name = 'tokens:dropped:bad_prompt'",
-        "tokens: dropped are {'bad_prompt': 0}, in the books {'bad_prompt': 5}",
+        "tokens: dropped are {'bad_prompt': 0}, in the token accounting {'bad_prompt': 5}",
     ),
-    "groups in the books": (
+    "groups in the token accounting": (
         "UPDATE counters SET value = 7 WHERE name = 'groups:trained'",
         "6 are trained, 7 were",
     ),
     "a prompt that was skipped": ("UPDATE runs SET cursor = cursor + 1", "prompts were drawn"),
-    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: steps on record [0, 2, 3]"),
+    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: steps in the ledger [0, 2, 3]"),
     "a batch's order": (
         "UPDATE groups SET rank_order = 1 - rank_order WHERE step = 1",
-        "step 1: its groups give",
+        "step 1: its groups have the digest",
     ),
     "the chain of a step": (
         "UPDATE batches SET chain = 'x' WHERE step = 1",
-        "step 1: the batches so far give",
+        "step 1: the batches up to it have",
     ),
-    "the run's chain": ("UPDATE runs SET chain = 'x'", "chain: trained batches give"),
+    "the run's chain": ("UPDATE runs SET chain = 'x'", "chain: trained batches have"),
     "a step that is trained no more": (
         "UPDATE batches SET trained = 0 WHERE step = 2",
         "step 2: trained is True",
@@ -159,7 +159,7 @@ TAMPERED = {
         "rank 0 trained 1 tokens",
     ),
     "a session to come": ("UPDATE receipts SET session = 9 WHERE step = 2", "a session that has not begun"),
-    "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays give the digest"),
+    "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays have the digest"),
     "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: its oldest version is 0"),
     "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: it has 1 rewards"),
     "arrays": (
@@ -229,7 +229,7 @@ def test_what_is_pruned_while_verify_reads_is_no_problem(
     """The learner deletes a checkpoint that the ledger has forgotten after the snapshot was taken."""
     compare = side_records.checkpoints
 
-    def prune_first(record: Record, report: VerifyReport) -> None:
+    def prune_first(record: RunRows, report: VerifyReport) -> None:
         if (tmp_path / "checkpoint").exists():
             trained.ledger.db.execute("UPDATE checkpoints SET removed = 1")
             shutil.rmtree(tmp_path / "checkpoint")
@@ -274,11 +274,11 @@ UNREADABLE = {
     "an event that is gone": ("DELETE FROM events WHERE sequence = 1", "event 2: it follows event 0"),
     "rewards": (
         "UPDATE groups SET rewards = x'0000803f000080bf' WHERE group_id = 2",
-        "group 2: its rewards and reference give the digest",
+        "group 2: its rewards and reference have the digest",
     ),
     "rewards of a receipt": (
         "UPDATE receipts SET scores_digests = replace(scores_digests, '[\"', '[\"0') WHERE step = 0",
-        "with other rewards than on record",
+        "with other rewards than the ledger has",
     ),
     "groups of a receipt": (
         "UPDATE receipts SET group_ids = '[1,' WHERE step = 0",
@@ -297,8 +297,8 @@ UNREADABLE = {
         "UPDATE groups SET tokens = 'x' WHERE group_id = 2",
         "tokens: a record cannot be read",
     ),
-    "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: [1] are not either"),
-    "a slot that no group has": ("DELETE FROM free_slots", "are not either"),
+    "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: [1] are neither"),
+    "a slot that no group has": ("DELETE FROM free_slots", "are neither"),
     "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with it"),
     "the kind of arrays": ("UPDATE payloads SET kind = 'resulu' WHERE group_id = 2", "'resulu'"),
 }
@@ -310,7 +310,7 @@ def test_what_cannot_be_read_is_a_sentence(trained: World, change: str, problem:
     with trained.ledger.transaction():
         trained.ledger.add_event(trained.run_id, "state", {"state": "running"})
         trained.ledger.add_event(trained.run_id, "warning", {"message": "x"})
-        if problem == "are not either":
+        if problem == "are neither":
             trained.ledger.update_run(trained.run_id, next_slot=trained.row["next_slot"] + 1)
             trained.ledger.db.execute("INSERT INTO free_slots SELECT run_id, next_slot - 1 FROM runs")
     assert inspect(trained).problems == []

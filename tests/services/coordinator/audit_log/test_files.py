@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.audit_log import records as module
 from paceline.services.coordinator.audit_log.records import (
     AuditFiles,
+    AuditRecord,
     Entry,
-    Record,
     audit_files,
     has_record,
     read_line,
@@ -18,27 +17,26 @@ from paceline.services.coordinator.audit_log.records import (
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 
-def opened(folder: Path, head: AuditHead = NONE) -> AuditFiles:
-    return AuditFiles(folder, head, lambda: 1.0)
+def opened(folder: Path, head: AuditHead = NONE, **limits: int) -> AuditFiles:
+    return AuditFiles(folder, head, lambda: 1.0, **limits)
 
 
-def write(folder: Path, number: int, head: AuditHead = NONE) -> AuditHead:
+def write(folder: Path, number: int, head: AuditHead = NONE, **limits: int) -> AuditHead:
     """Open the log, append so many records and close it."""
-    log = opened(folder, head)
+    log = opened(folder, head, **limits)
     for _ in range(number):
         log.append(Entry("x/Y"))
     log.close()
     return log.head
 
 
-def read(folder: Path) -> list[Record]:
+def read(folder: Path) -> list[AuditRecord]:
     return [read_line(line) for path in audit_files(folder).values() for line in path.read_bytes().splitlines()]
 
 
-def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 500)
-    head = write(tmp_path, 4)
-    head = write(tmp_path, 4, head)
+def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path) -> None:
+    head = write(tmp_path, 4, max_file_bytes=500)
+    head = write(tmp_path, 4, head, max_file_bytes=500)
     records = read(tmp_path)
     assert [record.sequence for record in records] == list(range(1, 9))
     assert [record.previous for record in records] == ["", *(record.hash for record in records[:-1])]
@@ -47,10 +45,8 @@ def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: 
     assert {path.stat().st_mode & 0o777 for path in audit_files(tmp_path).values()} == {0o600}
 
 
-def test_the_oldest_files_are_deleted_beyond_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1)
-    monkeypatch.setattr(module, "MAX_FILES", 3)
-    write(tmp_path, 6)
+def test_the_oldest_files_are_deleted_beyond_the_most(tmp_path: Path) -> None:
+    write(tmp_path, 6, max_file_bytes=1, max_files=3)
     assert list(audit_files(tmp_path)) == [4, 5, 6]
     assert [record.sequence for record in read(tmp_path)] == [4, 5, 6]
     first, last = read(tmp_path)[0], read(tmp_path)[-1]
@@ -65,7 +61,7 @@ def test_a_line_that_a_power_cut_left_unfinished_is_cut_off(tmp_path: Path) -> N
     path = audit_files(tmp_path)[1]
     path.write_bytes(path.read_bytes() + b'{"sequence":4,"ti')
     log = opened(tmp_path, head)
-    assert log.repaired == ["an unfinished record of 17 bytes was cut off 000001.jsonl"]
+    assert log.repaired == ["an incomplete record of 17 bytes was cut off 000001.jsonl"]
     assert log.append(Entry("x/Y")).sequence == 4
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [1, 2, 3, 4]
@@ -85,7 +81,7 @@ def test_a_log_whose_end_was_cut_off_goes_on_behind_the_record_that_the_ledger_k
     path = audit_files(tmp_path)[1]
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     log = opened(tmp_path, head)
-    assert log.repaired == [f"the ledger knows record 3, and the files, which end with {kept}, do not have it"]
+    assert log.repaired == [f"the ledger has record 3, but the files, which end with {kept}, lack it"]
     log.append(Entry("x/Y"))
     log.close()
     assert [record.sequence for record in read(tmp_path)] == [*range(1, kept + 1), 4]

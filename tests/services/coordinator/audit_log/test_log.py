@@ -102,7 +102,7 @@ def test_the_next_start_records_what_it_found(tmp_path: Path) -> None:
         log = AuditLog(ledger)
         *_, newest = records(log.folder)
         assert newest.sequence == 3
-        assert newest.fields["why"] == "the ledger knows record 2, and the files, which end with 1, do not have it"
+        assert newest.fields["why"] == "the ledger has record 2, but the files, which end with 1, lack it"
         log.close()
         assert verify(ledger).problems == ["record 2: records 2 to 2 are missing in 000001.jsonl"]
 

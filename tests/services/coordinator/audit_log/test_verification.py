@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.audit_log import records
 from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.audit_log.records import Entry, chained
-from paceline.services.coordinator.audit_log.verification import check_end, verify
+from paceline.services.coordinator.audit_log.records import MAX_FILES, AuditFiles, Entry, chained
+from paceline.services.coordinator.audit_log.verification import check_end, records, verify
 from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 Tamper = Callable[[Path], None]
 
@@ -35,17 +35,18 @@ def add_records(directory: Path, number: int) -> None:
         log = AuditLog(ledger)
         for index in range(number):
             log.record(Entry("x/Y", subject=f"run-{index}"))
-        head = log._files.head
+        newest = list(records(log.folder))[-1]
         log.close()
+    head = AuditHead(newest.sequence, newest.hash)
     checkpoint = directory / "sums-1" / "checkpoints" / f"1-{head.sequence}"
     checkpoint.mkdir(parents=True)
     manifest = {"extra": {"audit": head._asdict()}}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def problems(directory: Path) -> list[str]:
+def problems(directory: Path, max_files: int = MAX_FILES) -> list[str]:
     with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
-        return verify(ledger).problems
+        return verify(ledger, max_files).problems
 
 
 def lines(directory: Path) -> list[bytes]:
@@ -106,20 +107,20 @@ def test_moved_and_inserted_records_are_named(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [kept[0], kept[2], kept[1], *kept[3:]])
     assert problems(directory)[0] == "record 2: records 2 to 2 are missing in 000001.jsonl"
-    assert "record 2: it stands in 000001.jsonl behind record 3" in problems(directory)
+    assert "record 2: it stands in 000001.jsonl after record 3" in problems(directory)
     put(directory, [*kept[:3], kept[2], *kept[3:]])
-    assert problems(directory)[0] == "record 3: it stands in 000001.jsonl behind record 3"
+    assert problems(directory)[0] == "record 3: it stands in 000001.jsonl after record 3"
 
 
 @pytest.mark.parametrize("kept", range(6))
 def test_an_end_that_was_cut_off_is_named(directory: Path, kept: int) -> None:
     put(directory, lines(directory)[:kept])
     found = [each for each in problems(directory) if each.startswith(f"record {kept + 1}: ")]
-    assert f"the log ends with record {kept}, but the ledger, of file 1, knows record 6" in found[0]
+    assert f"the log ends with record {kept}, but the ledger, of file 1, has record 6" in found[0]
     with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
         report = VerifyReport()
         check_end(ledger, report)
-    assert report.problems == [f"audit log: it ends with record {kept}, and the ledger knows record 6"]
+    assert report.problems == [f"audit log: it ends with record {kept}, but the ledger has record 6"]
 
 
 def test_a_log_that_is_gone_is_named(directory: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_log_that_is_gone_is_named(directory: Path) -> None:
 def test_a_last_line_cut_in_its_middle_is_a_cut_end(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [*kept[:-1], kept[-1][:-5]])
-    assert any("ends with record 5, but the ledger, of file 1, knows record 6" in each for each in problems(directory))
+    assert any("ends with record 5, but the ledger, of file 1, has record 6" in each for each in problems(directory))
 
 
 def test_a_log_written_anew_from_a_record_on_does_not_have_the_hashes_that_others_know(
@@ -155,7 +156,7 @@ def test_older_copies_of_log_and_ledger_lack_what_a_checkpoint_knows(directory: 
         beside.unlink()
     (found,) = problems(directory)
     assert found.startswith("record 7: the log ends with record 6, but the manifest ")
-    assert "checkpoints/1-10 knows record 10: its end was cut off" in found
+    assert "checkpoints/1-10 has record 10: its end was cut off" in found
 
 
 def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(directory: Path) -> None:
@@ -168,9 +169,13 @@ def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(dir
     assert found.startswith("record 4: the log ends with record 3, but the manifest ")
 
 
-def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_FILE_BYTES", 1)
-    add_records(tmp_path, 4)
+def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger, ledger.transaction():
+        files = AuditFiles(tmp_path / "audit", NONE, time.time, max_file_bytes=1)
+        for _ in range(6):
+            head = files.append(Entry("x/Y"))
+            ledger.audit_heads.put(files.number, head)
+        files.close()
     assert problems(tmp_path) == []
     (tmp_path / "audit" / "000003.jsonl").rename(tmp_path / "kept")
     assert problems(tmp_path) == [
@@ -180,11 +185,10 @@ def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path, monkeypat
     (tmp_path / "kept").rename(tmp_path / "audit" / "000003.jsonl")
     (tmp_path / "audit" / "000001.jsonl").unlink()
     assert problems(tmp_path) == ["file 1: it is missing; its last record was 1"]
-    monkeypatch.setattr("paceline.services.coordinator.audit_log.verification.MAX_FILES", 5)
-    assert problems(tmp_path) == []  # it was the oldest of as many as are kept
+    assert problems(tmp_path, max_files=5) == []  # it was the oldest of as many as are kept
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger, ledger.transaction():
         ledger.audit_heads.put(1, AuditHead(1, "another"))
-    assert problems(tmp_path) == ["record 2: in 000002.jsonl it follows another record 1"]
+    assert problems(tmp_path, max_files=5) == ["record 2: in 000002.jsonl it follows another record 1"]
 
 
 def test_an_unfinished_line_is_a_fact(directory: Path) -> None:

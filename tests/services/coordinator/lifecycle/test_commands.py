@@ -47,4 +47,4 @@ async def test_a_run_that_has_ended_is_not_cancelled_again(plane: Plane) -> None
     request = run_pb2.CancelRequest(run_id=run.run_id)
     await plane.runs.Cancel(request)
     code, text = await refusal(plane.runs.Cancel(request))
-    assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, f"run {run.run_id} was cancelled already")
+    assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, f"run {run.run_id} was already cancelled")

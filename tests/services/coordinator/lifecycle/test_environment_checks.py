@@ -88,5 +88,7 @@ def test_an_agent_is_a_function_of_its_file(tmp_path: Path) -> None:
 
 def test_a_command_names_columns(tmp_path: Path) -> None:
     check(tmp_path, {"command": ["solve", "{prompt}", "--answer={answer}", "{}", "{a b}"]})
-    with pytest.raises(DataError, match=r"names \{question\}, which is no column of data.train; it has prompt, answer"):
+    with pytest.raises(
+        DataError, match=r"names \{question\}, which is not a column of data.train; it has prompt, answer"
+    ):
         check(tmp_path, {"command": ["solve", "{question}"]})

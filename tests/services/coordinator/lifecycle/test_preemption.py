@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-import pytest
 from control_plane import DEADLINE_S, Plane, Worker, learner, rollout
 
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle import preemption
+from paceline.services.coordinator.lifecycle.preemption import CHECKPOINT_WAIT_S
 from paceline.v1 import run_pb2, worker_pb2
 
 
@@ -92,10 +92,10 @@ async def test_a_batch_that_is_fixed_is_trained_before_the_checkpoint(running: t
         plane.ledger.update_run(run_id, next_batch=1)
     urgent = (await plane.submit(priority=1)).run_id
     await plane.watch_until(run_id, "warning")
-    await plane.coordinator._preemption.check()
+    await plane.coordinator.preemption.check()
     trainer.say(checkpoint=checkpoint_of(plane, run_id, 0))
     await plane.watch_until(run_id, "checkpoint")
-    await plane.coordinator._preemption.check()
+    await plane.coordinator.preemption.check()
     assert states(plane.ledger)[urgent] == "queued", "the checkpoint is older than the batch in training"
     with plane.ledger.transaction():
         plane.ledger.update_run(run_id, next_step=1)
@@ -104,13 +104,12 @@ async def test_a_batch_that_is_fixed_is_trained_before_the_checkpoint(running: t
     assert (await trainer.hear("run")).run_id == urgent
 
 
-async def test_the_wait_for_the_checkpoint_is_bounded(
-    running: tuple[Plane, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_wait_for_the_checkpoint_is_bounded(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     trainer = await training(plane, run_id)
-    monkeypatch.setattr(preemption, "CHECKPOINT_WAIT_S", 0.0)
     urgent = (await plane.submit(priority=1)).run_id
+    await trainer.hear("checkpoint")
+    await plane.coordinator.preemption.check(time.monotonic() + CHECKPOINT_WAIT_S)
     assert (await trainer.hear("run")).run_id == urgent
     assert states(plane.ledger)[run_id] == "queued"
 
@@ -121,7 +120,7 @@ async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Pla
     urgent = (await plane.submit(priority=1)).run_id
     await trainer.hear("checkpoint")
     await plane.runs.Cancel(run_pb2.CancelRequest(run_id=urgent))
-    await plane.coordinator._preemption.check()
+    await plane.coordinator.preemption.check()
     assert exchange.yields_to == ""
     assert exchange.active is not None
     assert not exchange.takes_no_work(exchange.active)
@@ -131,7 +130,7 @@ async def test_a_run_goes_on_when_the_urgent_one_is_cancelled(running: tuple[Pla
 async def test_an_equal_priority_waits(running: tuple[Plane, str]) -> None:
     plane, run_id = running
     other = (await plane.submit(priority=0)).run_id
-    await plane.coordinator._preemption.check()
+    await plane.coordinator.preemption.check()
     assert plane.coordinator.exchange.yields_to == ""
     assert states(plane.ledger) == {run_id: "running", other: "queued"}
 

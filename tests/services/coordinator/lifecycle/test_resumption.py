@@ -69,7 +69,7 @@ async def test_the_data_set_is_read_anew_and_one_that_is_still_wrong_is_refused(
     assert exchange.active.prompts is not None
     assert exchange.active.prompts.draw(0) == ("the new one", {"answer": "4"})
     warnings = [json.loads(row["json"]) for row in plane.ledger.events(run_id, 0) if row["kind"] == "warning"]
-    assert any("is not what it was" in warning["message"] for warning in warnings)
+    assert any("has changed" in warning["message"] for warning in warnings)
 
 
 async def test_groups_that_were_admitted_before_do_not_pause_the_run_again(

@@ -47,7 +47,7 @@ async def test_a_full_queue_turns_runs_away_and_says_when_to_come_again(
     request = run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(make_spec(plane.directory)), submission="one")
     await plane.runs.Submit(request)
     await plane.submit()
-    with pytest.raises(grpc.aio.AioRpcError, match="2 runs wait in the queue") as full:
+    with pytest.raises(grpc.aio.AioRpcError, match="2 runs are in the queue") as full:
         await plane.submit()
     assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert from_error(full.value) == run_queue.QUEUE_AGAIN_S
@@ -68,7 +68,7 @@ async def test_one_submitter_has_a_share_of_the_queue(plane: Plane, monkeypatch:
         return await asyncio.create_task(submit(name, role))
 
     assert [await in_task("ann"), await in_task("ann")] == ["test-1", "test-2"]
-    with pytest.raises(Busy, match="2 runs of ann wait in the queue"):
+    with pytest.raises(Busy, match="2 runs of ann are in the queue"):
         await in_task("ann")
     assert await in_task("ben") == "test-3"
     assert await in_task("ann", CallerRole.OPERATOR) == "test-4"
@@ -156,6 +156,6 @@ async def test_a_model_url_that_does_not_exist_is_an_error_at_the_submission(pla
     policy = {"model_name": url, "generation": {"max_new_tokens": 16}}
     code, details = await refusal(plane.submit(policy=policy))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"policy.model_name '{url}': no such folder with a config.json in it; correct the URL" in details
+    assert f"policy.model_name '{url}': there is no such folder with a config.json; correct the URL" in details
     Folder(url).write("config.json", b'{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
     assert (await plane.submit(policy=policy)).run_id == "test-1"

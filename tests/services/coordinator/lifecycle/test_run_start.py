@@ -16,7 +16,6 @@ from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.reporting import run_log
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import run_pb2
 
@@ -69,29 +68,25 @@ async def test_a_data_set_that_was_changed_between_two_lives_is_warned_of(tmp_pa
     rows = again.ledger.db.execute("SELECT json FROM events WHERE kind = 'warning'").fetchall()
     await again.stop()
     messages = [json.loads(row["json"])["message"] for row in rows]
-    assert [f"the data set '{train}' is not what it was when the run began (7 rows, " in m for m in messages] == [
+    assert [f"the data set '{train}' has changed since the run began (7 rows, " in m for m in messages] == [
         True
     ] * changed
 
 
-async def test_a_run_whose_folder_cannot_be_written_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_whose_folder_cannot_be_written_waits_for_it(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     run = await plane.run_one()
     await plane.stop()
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", "metrics.jsonl")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_log, "MetricsFiles", refuse)
-        again = impatient(Plane(tmp_path))
-        await again.start()
+    metrics = Path(run.directory) / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    again = impatient(Plane(tmp_path))
+    await again.start()
     try:
         state, message = await state_of(again, run.run_id)
         assert state == "paused"
-        assert "Permission denied: 'metrics.jsonl'" in message
+        assert f"Is a directory: '{metrics}'" in message
+        metrics.rmdir()
         again.run_loops()
         await next_state(again, run.run_id, 2, "running")
         await put_on(reward(again))

@@ -226,7 +226,7 @@ def test_texts_that_the_tokenizer_does_not_keep_are_a_warning(
     warnings = checked_data(spec)[1]
     if kept:
         assert len(warnings) == 1
-        assert "does not keep every text of the data" in warnings[0]
+        assert "does not preserve every text of the data" in warnings[0]
         assert f"{kept!r}; the model reads" in warnings[0]
     else:
         assert warnings == []

@@ -155,7 +155,7 @@ async def test_numbers_of_tokens_count_from_the_learner_alone(plane: Plane) -> N
     trainer.say(token_statistics=report(2))
     await heard(plane, trainer, "learner-1")
     folder = plane.directory / "token_stats" / run.run_id
-    writing = plane.coordinator.pool._reports._tokens._writing
+    writing = plane.coordinator.pool._reports._tokens.writing
     assert writing is not None
     await writing
     assert [path.name for path in folder.iterdir()] == ["00000000000000000002.bin"]

@@ -26,7 +26,7 @@ async def test_a_stream_begins_with_hello(plane: Plane) -> None:
     worker.say(heartbeat=worker_pb2.Heartbeat())
     code, details = await refusal(worker.call.read())
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "has to be hello" in details
+    assert "must be hello" in details
     assert len(plane.coordinator.members) == 0
 
 

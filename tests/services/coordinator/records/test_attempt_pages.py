@@ -12,7 +12,7 @@ from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 
 
-def test_dropped_groups_are_attempts_too(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_groups_are_attempts_too(make_world: MakeWorld) -> None:
     world = make_world(grpo={"use_dynamic_sampling": True})
     rollout, reward = Rollout(world), Reward(world)
     for lease in rollout.lease(8):
@@ -30,7 +30,8 @@ def test_dropped_groups_are_attempts_too(make_world: MakeWorld, monkeypatch: pyt
 
     first = reader.ListAttempts(pb.ListAttemptsRequest(run_id=world.run_id, page_size=1))
     assert (len(first.attempts), first.next_page_token) == (1, str(first.attempts[0].group_id))
-    monkeypatch.setattr(lists, "MAX_CHARACTERS", 0)
-    pages = reader.ListAttempts(pb.ListAttemptsRequest(run_id=world.run_id))
-    assert (len(pages.attempts), pages.next_page_token) == (1, first.next_page_token)
-    assert list(records.attempts(world.run_id)) == expected
+    request = pb.ListAttemptsRequest(run_id=world.run_id)
+    page = lists.list_attempts(world.ledger, request, world.spec, max_characters=0)
+    assert (len(page.attempts), page.next_page_token) == (1, first.next_page_token)
+    small = Records(lambda _, request: lists.list_attempts(world.ledger, request, world.spec, max_characters=0))
+    assert list(small.attempts(world.run_id)) == expected

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting import member_files as module
 from paceline.services.coordinator.reporting.member_files import GaugeHistory, files_of, shares
 from paceline.v1 import common_pb2
 
@@ -52,8 +51,8 @@ async def test_a_reading_every_five_seconds_while_there_are_members(tmp_path: Pa
     for now_s in (105.0, 107.0, 110.0):
         rollout.paused_s += 0.5
         history.observe(now_s)
-        if history._writing is not None:
-            await history._writing
+        if history.writing is not None:
+            await history.writing
     first, second = read(tmp_path)
     assert first["members"]["rollout-0"] == {
         "pool": "rollout", "working": 0.5, "waiting": 0.5, "updating": 0.0, "away": 0.0, "tokens_per_s": 12.3457,
@@ -62,23 +61,19 @@ async def test_a_reading_every_five_seconds_while_there_are_members(tmp_path: Pa
     assert second["members"]["rollout-0"]["updating"] == 0.2  # 1 s since the reading before
 
 
-async def test_files_stay_small_and_a_folder_that_cannot_be_written_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 300)
-    monkeypatch.setattr(module, "MAX_FILES", 3)
+async def test_files_stay_small_and_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     members = Members(60.0)
     members.add(member("rollout-0", "ROLLOUT"))
-    history = GaugeHistory(tmp_path, members)
+    history = GaugeHistory(tmp_path, members, max_file_bytes=300, max_files=3)
     for number in range(40):
         history.observe(5.0 * (number + 1))
-        assert history._writing is not None
-        await history._writing
+        assert history.writing is not None
+        await history.writing
     files = files_of(tmp_path / "gauges")
     assert len(files) == 3
     assert all(path.stat().st_size <= 300 for path in files)
     (tmp_path / "file").write_text("")
     history = GaugeHistory(tmp_path / "file", members)
     history.observe(5.0)
-    assert history._writing is not None
-    await history._writing
+    assert history.writing is not None
+    await history.writing

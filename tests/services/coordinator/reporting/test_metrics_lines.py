@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner
 
-from paceline.services.coordinator.reporting import metrics_files as metrics_lines
 from paceline.services.coordinator.reporting.metrics_files import set_aside
 
 
@@ -22,22 +21,19 @@ def is_ahead(kind: str, step: int) -> bool:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 60, 1 << 20])
-def test_what_is_ahead_of_the_ledger_is_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    monkeypatch.setattr(metrics_lines, "BLOCK_BYTES", block_bytes)
+def test_what_is_ahead_of_the_ledger_is_set_aside(tmp_path: Path, block_bytes: int) -> None:
     path = tmp_path / "metrics.jsonl"
     known = [line("train", 0), line("weights", 1), line("train", 1), line("weights", 2), line("eval", 2)]
     lost = [line("train", 2), line("train", 3), line("weights", 3), '{"kind": "train", "st']
     path.write_text("".join([*known[:4], *lost[:1], known[4], *lost[1:]]))
-    assert set_aside(path, is_ahead) == 4
+    assert set_aside(path, is_ahead, block_bytes) == 4
     assert path.read_text() == "".join(known)
     aside = path.with_name("metrics.jsonl.set-aside")
     assert aside.read_text() == "".join(lost) + "\n"
-    assert set_aside(path, is_ahead) == 0
+    assert set_aside(path, is_ahead, block_bytes) == 0
     with path.open("a") as file:
         file.write(line("train", 7))
-    assert set_aside(path, is_ahead) == 1
+    assert set_aside(path, is_ahead, block_bytes) == 1
     assert aside.read_text().endswith(line("train", 7))
 
 

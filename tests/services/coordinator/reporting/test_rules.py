@@ -10,6 +10,7 @@ from typing import Any
 from exchange_drivers import World
 
 from paceline.services.common.reporting.metric_table import PARTS
+from paceline.services.coordinator.exchange.state import Notice
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.rules import Rules, rules_of
 from paceline.services.coordinator.reporting.run_log import RunLog
@@ -84,7 +85,7 @@ def test_steps_of_a_run_lead_to_warnings_once_through_a_restart(make_world: Any)
         if step in (2, 3):  # as a new coordinator
             log = RunLog(world.ledger, world.exchange, Members(60.0))
         with world.ledger.transaction():
-            log._on_step(world.exchange.active, step, {"kl_reference": value})
+            log.write_down([Notice("step", {"step": step, "metrics": {"kl_reference": value}})])
     (found,) = [each for each in warnings(world) if "rule" in each]
     assert found == {
         "message": "step 2: kl_reference has been > 0.25 for 3 steps: it is 0.5 now",

@@ -74,10 +74,9 @@ def test_pools_are_counted_by_role(world: World) -> None:
     assert read["disk_free_bytes", ""] > 0
 
 
-def needed(world: World, active: object) -> set[str]:
+def needed(world: World, active: object, now_s: float) -> set[str]:
     world.exchange.active = active  # type: ignore[assignment]
-    world.meters._observed_s = None
-    world.meters.observe(0.0)
+    world.meters.observe(now_s)
     return {pool for (name, pool), value in world.read().items() if name == "needed" and value}
 
 
@@ -85,10 +84,10 @@ def test_pools_are_needed_by_what_the_run_does(world: World) -> None:
     def run(prompts: object, rewards: list[str], environment: object) -> object:
         return SimpleNamespace(prompts=prompts, spec=SimpleNamespace(rewards=rewards, environment=environment))
 
-    assert needed(world, None) == set()
-    assert needed(world, run(None, [], None)) == {"learner"}
-    assert needed(world, run("prompts", ["exact_match"], None)) == {"learner", "rollout", "reward"}
-    assert needed(world, run("prompts", [], "environment")) == {"learner", "rollout", "environment"}
+    assert needed(world, None, 1 * OBSERVE_S) == set()
+    assert needed(world, run(None, [], None), 2 * OBSERVE_S) == {"learner"}
+    assert needed(world, run("prompts", ["exact_match"], None), 3 * OBSERVE_S) == {"learner", "rollout", "reward"}
+    assert needed(world, run("prompts", [], "environment"), 4 * OBSERVE_S) == {"learner", "rollout", "environment"}
 
 
 def test_the_age_of_a_step_counts_from_its_change_and_goes_with_the_run(world: World, tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.services.coordinator.reporting import otel as state_otel
 from paceline.services.coordinator.reporting.otel import StepMeters
 
 
@@ -24,7 +22,7 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
     return found
 
 
-def test_the_newest_step_is_in_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_step_is_in_gauges() -> None:
     reader = InMemoryMetricReader()
     meters = StepMeters(MeterProvider([reader]).get_meter("test"))
     meters.record("run-1", "train", 3, {"reward": 0.25, "reward/exact match?": 0.5, "loss": math.nan})
@@ -39,9 +37,8 @@ def test_the_newest_step_is_in_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_number_of_gauges_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_otel, "MAX_GAUGES", 2)
+def test_the_number_of_gauges_is_bounded() -> None:
     reader = InMemoryMetricReader()
-    meters = StepMeters(MeterProvider([reader]).get_meter("test"))
+    meters = StepMeters(MeterProvider([reader]).get_meter("test"), max_gauges=2)
     meters.record("run-1", "train", 0, {f"logged/{number}": 1.0 for number in range(9)})
     assert set(values(reader)) == {"paceline.train.logged/0", "paceline.train.logged/1"}

@@ -18,7 +18,7 @@ NOTHING = {"zero_advantage_fraction": 1.0}
 
 @pytest.mark.parametrize(("metrics", "words"), [
     (NOTHING | {"unscored_fraction": 1.0}, "every reward function returned None for every completion"),
-    (NOTHING | {"unscored_fraction": 0.0, "reward": 1.0}, "equal rewards, 1 in the mean"),
+    (NOTHING | {"unscored_fraction": 0.0, "reward": 1.0}, "equal rewards of 1 on average"),
     (NOTHING | {"reward": float("nan")}, "equal rewards, so the rewards trained nothing"),
 ])  # fmt: skip
 def test_the_reason_is_in_the_metrics(metrics: dict[str, float], words: str, tmp_path: Path) -> None:

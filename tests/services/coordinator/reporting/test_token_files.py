@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from paceline.services.coordinator.reporting import member_files as module
-from paceline.services.coordinator.reporting.member_files import TokenFiles, fault_of, path_of
+from paceline.services.coordinator.reporting.member_files import MAX_COMPLETIONS, TokenFiles, fault_of, path_of
 from paceline.v1 import worker_pb2
 
 
@@ -20,13 +17,12 @@ def report(step: int, completions: int = 1) -> worker_pb2.TokenStatistics:
 
 async def keep(files: TokenFiles, kept: worker_pb2.TokenStatistics) -> None:
     files.keep(kept)
-    if files._writing is not None:
-        await files._writing
+    if files.writing is not None:
+        await files.writing
 
 
-async def test_the_oldest_steps_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TOKEN_BYTES", 3 * report(1).ByteSize() + 2)
-    files = TokenFiles(tmp_path)
+async def test_the_oldest_steps_go_first(tmp_path: Path) -> None:
+    files = TokenFiles(tmp_path, max_bytes=3 * report(1).ByteSize() + 2)
     for step in range(1, 9):
         await keep(files, report(step))
     left = sorted(path.name for path in (tmp_path / "token_stats" / "run-1").iterdir())
@@ -38,8 +34,7 @@ async def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> 
     await keep(TokenFiles(tmp_path), report(1))
 
 
-def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_bounded() -> None:
     assert not fault_of(report(1, completions=50))
-    assert "completions" in fault_of(report(1, completions=module.MAX_COMPLETIONS + 1))
-    monkeypatch.setattr(module, "MAX_REPORT_BYTES", 100)
-    assert "bytes" in fault_of(report(1, completions=2))
+    assert "completions" in fault_of(report(1, completions=MAX_COMPLETIONS + 1))
+    assert "bytes" in fault_of(report(1, completions=2), max_bytes=100)

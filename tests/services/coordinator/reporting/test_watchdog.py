@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting import watchdog as watchdog_module
 from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, explain
 from paceline.v1 import common_pb2, run_pb2
 
@@ -43,10 +42,10 @@ def facts(**changes: Any) -> Facts:
     ({"ready_rollouts": 0, "leases": 0, "holders": 0}, "none has set the run up"),
     ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs 4"),
     ({"leases": 0, "holders": 0, "versions": ()}, "none has any weights"),
-    ({"leases": 0, "holders": 0}, "although 8 groups could be had"),
+    ({"leases": 0, "holders": 0}, "although 8 groups could be leased"),
     ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, no reward worker"),
     ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
-    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but 1 older ones are waited for"),
+    ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but the batch waits for 1 older ones"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
     ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
     ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, none is connected"),
@@ -62,9 +61,7 @@ def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], 
 
 
 def test_what_open_groups_will_take_counts_before_it_is_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(watchdog_module.shutil, "disk_usage", lambda path: usage(0, 0, 130 << 20))
-    watchdog, _ = make_watchdog(world, min_free_bytes=100 << 20)
+    watchdog, _ = make_watchdog(world, 100 << 20, lambda path: 130 << 20)
     first, second = Rollout(world), Rollout(world, "rollout-2")
     (lease,) = first.lease()
     assert len(second.lease()) == 1
@@ -83,9 +80,11 @@ def test_a_missing_learner_is_named() -> None:
     assert explain(facts(learners=0)).startswith("no learner has worked on step 5 for 60 s")
 
 
-def make_watchdog(world: World, min_free_bytes: int = 0) -> tuple[Watchdog, Members]:
+def make_watchdog(
+    world: World, min_free_bytes: int = 0, *free_bytes: Callable[[Path], int]
+) -> tuple[Watchdog, Members]:
     members = Members(10.0)
-    return Watchdog(world.ledger, world.exchange, members, world.path.parent, min_free_bytes), members
+    return Watchdog(world.ledger, world.exchange, members, world.path.parent, min_free_bytes, *free_bytes), members
 
 
 def test_a_stall_is_told_after_a_minute_then_after_two_and_four(world: World) -> None:
@@ -110,7 +109,7 @@ def test_a_session_that_never_asks_is_told_of(world: World) -> None:
     members.add(member)
     told = [watchdog.check(world.now_s + s) for s in range(1, 130)]
     (first, second) = [messages[0] for messages in told if messages]
-    assert first.startswith("the learner has not asked for the data of step 0 for 60 s")
+    assert first.startswith("the learner has not requested the data of step 0 for 60 s")
     assert "120 s" in second
     member.ready_run = world.run_id
     fill(Rollout(world), Reward(world), 2)
@@ -144,18 +143,14 @@ def test_a_learner_does_not_wait_while_its_run_is_paused(world: World) -> None:
     assert message.startswith("learner has waited 60 s for the data of step 0")
 
 
-def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    watchdog, _ = make_watchdog(world, min_free_bytes=100 << 20)
+def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(world: World) -> None:
     free_mb = 50
 
-    def disk_usage(path: Path) -> Any:
+    def free_bytes(path: Path) -> int:
         assert path == world.path.parent
-        return usage(0, 0, free_mb << 20)
+        return free_mb << 20
 
-    monkeypatch.setattr(watchdog_module.shutil, "disk_usage", disk_usage)
+    watchdog, _ = make_watchdog(world, 100 << 20, free_bytes)
     (message,) = watchdog.check(0.0)
     assert "50 MB are free" in message
     assert "--min-free-mb is 100" in message

@@ -13,7 +13,7 @@ from paceline.errors import NotFound, Unavailable
 from paceline.services.coordinator.exchange.state import Notice
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.scaling.policy import Bounds, PoolConfig
-from paceline.services.coordinator.scaling.scaler import FORGET_S, NO_RUN, SETTLE_S, Scaler
+from paceline.services.coordinator.scaling.scaler import NO_RUN, RECONNECT_S, UNUSED_S, Scaler
 from paceline.v1 import common_pb2
 
 ROLLOUT, REWARD = common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD
@@ -145,7 +145,7 @@ async def test_after_a_restart_nothing_is_said_until_the_workers_are_back(tmp_pa
         bench.scaler.desired("rollout")
     assert bench.scaler.report().pools["rollout"].state is None
     bench.join(ROLLOUT, *(f"rollout-{i}" for i in range(7)))
-    await bench.pass_time(SETTLE_S)
+    await bench.pass_time(RECONNECT_S)
     assert bench.scaler.desired("rollout") == 7
     bench.world.close()
 
@@ -167,7 +167,7 @@ async def test_pools_of_one_role_share_its_demand_by_cost(tmp_path: Path) -> Non
         bench.step(5.0)  # 1.6 groups/s are asked, and each worker completes one
     assert (bench.scaler.desired("spot"), bench.scaler.desired("fixed")) == (2, 0)
     assert set(bench.scaler.report().pools) == {"spot", "fixed", "reward", "environment"}
-    with pytest.raises(NotFound, match="no pool 'rollout'; there are environment, fixed, reward, spot"):
+    with pytest.raises(NotFound, match="no pool 'rollout'; the pools are environment, fixed, reward, spot"):
         bench.scaler.desired("rollout")
     bench.world.close()
 
@@ -178,14 +178,14 @@ async def test_a_declared_pool_is_scaled_from_its_first_run_on(tmp_path: Path) -
         bench.world.ledger.update_run(bench.world.run_id, state="paused")
     await bench.pass_time(1.0)
     rollout, reward = (bench.scaler.report().pools[name] for name in ("rollout", "reward"))
-    assert rollout.asked_s is None
+    assert rollout.requested_s is None
     with bench.world.ledger.transaction():
         bench.world.ledger.update_run(bench.world.run_id, state="running")
     await bench.pass_time(0.5)
-    assert rollout.asked_s is not None
+    assert rollout.requested_s is not None
     assert rollout.state is not None
     assert rollout.state.desired == 3
-    assert reward.asked_s is None, "nobody scales it"
+    assert reward.requested_s is None, "nobody scales it"
     bench.world.close()
 
 
@@ -193,9 +193,9 @@ async def test_a_pool_that_nobody_asks_for_any_more_is_a_persons_again(bench: Be
     await bench.pass_time(0.5)
     bench.scaler.desired("reward")
     sized = bench.scaler.report().pools["reward"]
-    bench.now_s += FORGET_S
+    bench.now_s += UNUSED_S
     await bench.pass_time(5.0)
-    assert sized.asked_s is None
+    assert sized.requested_s is None
 
 
 async def test_a_size_that_nobody_scales_is_a_persons(bench: Bench) -> None:
