@@ -157,7 +157,10 @@ def examine_user_code() -> Finding:
     why = why_no_isolation()
     if why:
         return Finding(
-            "user code", "absent", f"not isolated: {why}", "docs/operate/security_promises.md describes the protection without isolation"
+            "user code",
+            "absent",
+            f"not isolated: {why}",
+            "docs/operate/security_promises.md describes the protection without isolation",
         )
     return Finding(
         "user code", "ok", "isolated from other processes; beyond loopback secrets are hidden too (Landlock)"
