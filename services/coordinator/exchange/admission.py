@@ -44,7 +44,7 @@ def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
     return any(step - oldest == max_age for oldest in live_oldest)
 
 
-class Engine(NamedTuple):
+class SamplingWorker(NamedTuple):
     """A rollout worker that may be asked for tokens."""
 
     member_id: str
@@ -53,7 +53,7 @@ class Engine(NamedTuple):
     """Version that it acknowledged last."""
 
 
-class Reach(NamedTuple):
+class SamplableVersions(NamedTuple):
     """The versions that a worker can sample from."""
 
     steps: tuple[int, ...]
@@ -67,10 +67,10 @@ class Reach(NamedTuple):
         return min(version_step for version_step in self.steps if may_lease(version_step, step, max_age))
 
 
-def serving(exchange: Exchange, run: ActiveRun) -> list[Engine]:
+def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]:
     """Return the rollout workers that are ready and not draining, expelled or suspected, by their ids."""
-    engines = [
-        Engine(member.member_id, member.address, exchange.versions[member.member_id])
+    samplers = [
+        SamplingWorker(member.member_id, member.address, exchange.versions[member.member_id])
         for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
         if member.ready_run == run.run_id
         and member.connected
@@ -78,7 +78,7 @@ def serving(exchange: Exchange, run: ActiveRun) -> list[Engine]:
         and not (member.draining or member.expelled or member.suspected)
         and member.member_id in exchange.versions
     ]
-    return sorted(engines)
+    return sorted(samplers)
 
 
 def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
@@ -86,13 +86,15 @@ def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
     return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
 
 
-def reach_of(exchange: Exchange, run: ActiveRun, member_id: str, engines: Sequence[Engine]) -> Reach | None:
+def versions_of(
+    exchange: Exchange, run: ActiveRun, member_id: str, samplers: Sequence[SamplingWorker]
+) -> SamplableVersions | None:
     """Return the versions that a worker can sample from; None for one that gets no leases of this run."""
     member = exchange.senders.get(member_id)
     if member is None or member.role != holds_leases(run):
         return None
     if member.role == common_pb2.ROLE_ENVIRONMENT:
-        steps = tuple(sorted({engine.version.step for engine in engines}))
-        return Reach(steps) if steps else None
+        steps = tuple(sorted({sampler.version.step for sampler in samplers}))
+        return SamplableVersions(steps) if steps else None
     version = exchange.versions.get(member_id)
-    return None if version is None else Reach((version.step,))
+    return None if version is None else SamplableVersions((version.step,))

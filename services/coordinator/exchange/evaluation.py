@@ -20,7 +20,7 @@ import numpy as np
 from paceline.advantages import Rewards, totals
 from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Version
-from paceline.services.coordinator.exchange.admission import Engine
+from paceline.services.coordinator.exchange.admission import SamplingWorker
 from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
@@ -78,16 +78,16 @@ def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Versio
     return exchange.group_queries.free_to_evaluate(run.run_id, f"eval:{row['step']}", room)
 
 
-def choose_engine(exchange: Exchange, run: ActiveRun, engines: Sequence[Engine]) -> Engine | None:
+def choose_sampler(exchange: Exchange, run: ActiveRun, samplers: Sequence[SamplingWorker]) -> SamplingWorker | None:
     """Return the engine for the evaluation that comes next: the pinned one, else the first of those with the newest
     version. None without an evaluation, and while no such engine serves."""
     row = pending(exchange, run) if run.validation is not None else None
     if row is None:
         return None
     if row["member_id"] is not None:
-        return next((engine for engine in engines if engine.member_id == row["member_id"]), None)
-    able = [engine for engine in engines if engine.version.step >= row["step"]]
-    return max(able, key=lambda engine: engine.version, default=None)
+        return next((sampler for sampler in samplers if sampler.member_id == row["member_id"]), None)
+    able = [sampler for sampler in samplers if sampler.version.step >= row["step"]]
+    return max(able, key=lambda sampler: sampler.version, default=None)
 
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
@@ -97,23 +97,23 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
 
-def unpin_if_generated(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
     """Unpin the worker of an evaluation once every group of it is generated or dropped: it takes new weights while they are scored."""
     row = pending(exchange, run)
-    if row is None or row["member_id"] is None or kind != f"eval:{row['step']}":
+    if row is None or row["member_id"] is None or group_class != f"eval:{row['step']}":
         return
-    if not exchange.group_queries.has_ungenerated(run.run_id, kind):
+    if not exchange.group_queries.has_ungenerated(run.run_id, group_class):
         exchange.ledger.evaluations.unpin_member(run.run_id, row["member_id"])
         exchange.notice("unpinned", member_id=row["member_id"])
 
 
-def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
     """Record the result when every group of the evaluation is scored or dropped."""
-    step = int(kind.split(":")[1])
-    if not exchange.group_queries.is_evaluated(run.run_id, kind):
-        unpin_if_generated(exchange, run, kind)  # the last group may have been dropped
+    step = int(group_class.split(":")[1])
+    if not exchange.group_queries.is_evaluated(run.run_id, group_class):
+        unpin_if_generated(exchange, run, group_class)  # the last group may have been dropped
         return
-    rows = exchange.group_queries.of_class(run.run_id, kind)
+    rows = exchange.group_queries.of_class(run.run_id, group_class)
     evaluation = pending(exchange, run)
     assert evaluation is not None
     pinned_step = evaluation["pinned_step"]
@@ -164,7 +164,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         exchange.ledger.remove_payloads(run.run_id, group_id)
         if run.spec.environment.is_used:
             exchange.ledger.episodes.remove_ended(run.run_id, group_id)
-            exchange.groups.set_journal(run.run_id, group_id, 0, None)
+            exchange.groups.set_turns(run.run_id, group_id, 0, None)
     exchange.notice("pinned", member_id=member_id)
 
 

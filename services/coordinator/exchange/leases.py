@@ -24,13 +24,13 @@ from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, with_holder
-from paceline.services.coordinator.exchange import evaluation, journals
+from paceline.services.coordinator.exchange import evaluation, turn_logs
 from paceline.services.coordinator.exchange.admission import (
     admissible,
     holds_leases,
-    reach_of,
-    serving,
+    serving_samplers,
     step_of_group,
+    versions_of,
 )
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
@@ -58,7 +58,7 @@ ALONE_CRASHES = 2
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
 
-MAX_JOURNAL_BYTES = 32 << 20
+MAX_TURN_LOG_BYTES = 32 << 20
 """Size of the journals in the answers of one call, unless an answer has only one lease."""
 
 ADMITTED_AT_ONCE = 64
@@ -89,10 +89,10 @@ class _NewLeases:
         self._group_size = run.group_size("train")
         self._val_size = run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
-        self._engines = serving(exchange, run) if run.spec.environment.is_used else []
+        self._samplers = serving_samplers(exchange, run) if run.spec.environment.is_used else []
         self._free = free
         """Free groups to train, in the order of their slots, each with the step that it is for."""
-        self._journal_bytes = 0
+        self._turn_log_bytes = 0
         """Size of the journals in the replies."""
         self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
@@ -108,30 +108,30 @@ class _NewLeases:
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
         member_id = request.member_id
-        reach = reach_of(exchange, run, member_id, self._engines)
-        if reach is None or run.prompts is None or member_id in exchange.overdue:
+        versions = versions_of(exchange, run, member_id, self._samplers)
+        if versions is None or run.prompts is None or member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
-        if engine := self._engine_of_evaluation(member_id):
-            pinned_id, version = engine
+        if sampler := self._sampler_of_evaluation(member_id):
+            pinned_id, version = sampler
             measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
             for row in choose_groups(exchange, run, member_id, measured, num_measured):
-                added = self._add(member_id, row, version.step, reply, payloads, pinned=engine)
+                added = self._add(member_id, row, version.step, reply, payloads, pinned=sampler)
                 room -= self._val_size * added
         if quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         wanted = num_groups + reserved if num_groups else 0
-        leasable = list(itertools.takewhile(lambda pair: reach.may_lease(pair[1], run.max_age), self._free[:wanted]))
+        leasable = list(itertools.takewhile(lambda pair: versions.may_lease(pair[1], run.max_age), self._free[:wanted]))
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
         for row in choose_groups(exchange, run, member_id, free, num_groups):
             step = steps[row["group_id"]]
-            if self._add(member_id, row, reach.oldest(step, run.max_age), reply, payloads, step=step):
+            if self._add(member_id, row, versions.oldest(step, run.max_age), reply, payloads, step=step):
                 self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
@@ -141,13 +141,13 @@ class _NewLeases:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
 
-    def _engine_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
+    def _sampler_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
         """Return the rollout worker that makes the next evaluation for this worker, with its version."""
         exchange, run = self._exchange, self._run
         if not run.spec.environment.is_used:
             return member_id, exchange.versions[member_id]
-        engine = evaluation.choose_engine(exchange, run, self._engines)
-        return None if engine is None else (engine.member_id, engine.version)
+        sampler = evaluation.choose_sampler(exchange, run, self._samplers)
+        return None if sampler is None else (sampler.member_id, sampler.version)
 
     def _add(
         self,
@@ -166,13 +166,13 @@ class _NewLeases:
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
-            has_journal = row["attempt"] and run.spec.environment.is_used
-            journal = self._journal(group_id) if has_journal else {}
+            has_turns = row["attempt"] and run.spec.environment.is_used
+            turns = self._turn_log(group_id) if has_turns else {}
         except UnopenedSegment as fault:
             self._exchange.note_unopened(fault)
             return False
-        self._journal_bytes += (journal_bytes := journals.size_of(journal))
-        if journal_bytes and self._journal_bytes > MAX_JOURNAL_BYTES and reply.lease.leases:
+        self._turn_log_bytes += (turn_log_bytes := turn_logs.size_of(turns))
+        if turn_log_bytes and self._turn_log_bytes > MAX_TURN_LOG_BYTES and reply.lease.leases:
             return False
         lease = reply.lease.leases.add(
             group_id=group_id,
@@ -190,7 +190,7 @@ class _NewLeases:
         if run.spec.environment.is_used:
             lease.columns_json = self._exchange.group_queries.columns(run.run_id, group_id)
             lease.pinned_member = pinned[0] if pinned else ""
-            journals.add_to_lease(self._exchange, run, lease, journal, payloads)
+            turn_logs.add_to_lease(self._exchange, run, lease, turns, payloads)
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
             pass  # without duration: it marks when and to whom the group was leased
         if prefix is not None:
@@ -198,7 +198,7 @@ class _NewLeases:
             lease.prefix_frame = len(payloads)
             returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
-        if (prefix is not None or journal) and row["oldest_step"] is not None:
+        if (prefix is not None or turns) and row["oldest_step"] is not None:
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
@@ -222,11 +222,11 @@ class _NewLeases:
             selection.handle_damaged(self._exchange, self._run, damaged)
             return None
 
-    def _journal(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
+    def _turn_log(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
         """Return the journal of a group; a life with a turn that cannot be read ends. Raises UnopenedSegment."""
         while True:
             try:
-                return journals.frames_of(self._exchange, self._run, group_id)
+                return turn_logs.frames_of(self._exchange, self._run, group_id)
             except DamagedRecord as damaged:
                 selection.handle_damaged(self._exchange, self._run, damaged)
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from paceline.errors import SpecError
 from paceline.groups import Completion, Group, IntArray, Version, held_attempt
-from paceline.services.coordinator.exchange import evaluation, journals, leases
-from paceline.services.coordinator.exchange.journals import end_life
+from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
 from paceline.services.coordinator.ledger.groups import Generated, State
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
-from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, FinishedTurn
 from paceline.services.coordinator.text_limits import cut
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
@@ -74,20 +74,20 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
             return exchange.stale(request, "tokens of another version than the evaluation's")
-    fault, journal = _fault(exchange, run, arrived, row, result.attempt), None
+    fault, turn_log = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
-        journal = journals.of_group(exchange, run, result.group_id)
-        fault = journals.fault_of_result(journal, group, arrived.turns)
+        turn_log = turn_logs.of_group(exchange, run, result.group_id)
+        fault = turn_logs.fault_of_result(turn_log, group, arrived.turns)
         if fault and result.attempt < row["attempt"]:
             return exchange.stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
-    if journal is not None:  # its tokens were counted turn by turn
-        journals.end_left_out(exchange, run, row, journal)
+    if turn_log is not None:  # its tokens were counted turn by turn
+        turn_logs.end_left_out(exchange, run, row, turn_log)
     elif row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    if row["attempt"] > 1 or journal is not None:  # what earlier attempts have returned, and the journal
+    if row["attempt"] > 1 or turn_log is not None:  # what earlier attempts have returned, and the journal
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
     leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
@@ -346,7 +346,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if fault:
         return exchange.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
     episodes.add(
-        JournaledTurn(
+        FinishedTurn(
             run.run_id,
             turn.group_id,
             turn.sample,
@@ -366,7 +366,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     )
     recorded = uploaded.oldest_step if row["oldest_step"] is None else row["oldest_step"]
     oldest_step = min(recorded, uploaded.oldest_step)
-    exchange.groups.set_journal(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
+    exchange.groups.set_turns(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", uploaded.num_tokens)
     exchange.lease_durations.note_progress(request.member_id)

@@ -208,7 +208,7 @@ class Groups(Queries):
             (oldest_step, run_id, group_id),
         )
 
-    def set_journal(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
+    def set_turns(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
         """Set what the journal of an open group with an environment has: its tokens, and the oldest version among them."""
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, tokens=tokens, oldest_step=oldest_step)
 

@@ -370,9 +370,9 @@ class Assignments:
         if run is None or not run.spec.environment.is_used:
             return
         listed = worker_pb2.Engines(run_id=run.run_id)
-        for engine in admission.serving(self._exchange, run):
-            entry = listed.engines.add(member_id=engine.member_id, address=engine.address)
-            entry.version.session, entry.version.step = engine.version
+        for sampler in admission.serving_samplers(self._exchange, run):
+            entry = listed.engines.add(member_id=sampler.member_id, address=sampler.address)
+            entry.version.session, entry.version.step = sampler.version
         for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):
             if member.connected and member.engines != listed:
                 member.engines = listed

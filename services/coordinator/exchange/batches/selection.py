@@ -26,8 +26,8 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_digest, extend_chain

@@ -28,7 +28,7 @@ RESTARTED = "restarted"
 OF_SAMPLE = "run_id = ? AND group_id = ? AND sample = ? AND life = ?"
 
 
-class JournaledTurn(NamedTuple):
+class FinishedTurn(NamedTuple):
     """A finished turn: the columns of its row."""
 
     run_id: str
@@ -100,7 +100,7 @@ class Episodes(Queries):
         )
         return 0 if found is None else int(found[0])
 
-    def add(self, turn: JournaledTurn, location: Location) -> None:
+    def add(self, turn: FinishedTurn, location: Location) -> None:
         """Record a turn and the location of its bytes. It is sealed here, because a trigger would cost as much again."""
         row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
         self.db.execute(

@@ -1,4 +1,4 @@
-"""A result is its journal or nothing, and what of a journal cannot be read begins again."""
+"""A result consists of the logged turns, and a sample with an unreadable turn begins again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from episode_drivers import (
 from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, World, group_result
 
 from paceline.groups import Version, VersionSpan
-from paceline.services.coordinator.exchange import journals, leases
+from paceline.services.coordinator.exchange import leases, turn_logs
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger import segments
 from paceline.v1 import exchange_pb2 as pb
@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[Callable[[Episodes], None], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_result_that_is_not_its_journal_is_invalid(
+def test_a_result_that_is_not_its_turn_log_is_invalid(
     world: World, change: Callable[[Episodes], None], message: str
 ) -> None:
     worker, held = finished(world)
@@ -120,7 +120,7 @@ def test_a_result_of_an_attempt_that_a_later_one_has_left_behind_is_stale(world:
     world.release("environment")
     other = EnvironmentWorker(world, "other")
     assert len(other.lease(2)) == 1
-    assert worker.finish(held) == COMMITTED  # the journal is the same whoever submits it
+    assert worker.finish(held) == COMMITTED  # the turn log is the same whoever submits it
     worker, other = EnvironmentWorker(world, "third"), EnvironmentWorker(world, "fourth")
     (first,) = worker.lease(2)
     worker.play(first, 0, VERSION, last=False)
@@ -211,8 +211,8 @@ def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World, monkey
     assert worker.finish(held) == STALE
 
 
-def test_large_journals_come_one_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_JOURNAL_BYTES", 100)
+def test_large_turn_logs_come_one_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_TURN_LOG_BYTES", 100)
     serving_rollout(world)
     worker = EnvironmentWorker(world)
     for held in worker.lease(8):
@@ -220,7 +220,7 @@ def test_large_journals_come_one_at_a_time(world: World, monkeypatch: pytest.Mon
     world.release("environment")
     other = EnvironmentWorker(world, "other")
     assert [len(other.lease(8)) for _ in range(5)] == [1, 1, 1, 1, 0]
-    assert journals.size_of({}) == 0
+    assert turn_logs.size_of({}) == 0
 
 
 def test_a_group_that_is_lost_after_its_result_plays_again_in_its_next_lives(world: World) -> None:
