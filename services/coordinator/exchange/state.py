@@ -203,7 +203,7 @@ class Exchange(RunState):
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
-        """Return the newest version that a worker's tokens can be of; None where none is on record."""
+        """Return the newest version that a worker's tokens can be of; None if none is on record."""
         found = (self.versions.get(member_id), self.offered.get(member_id))
         return max((version for version in found if version is not None), default=None)
 

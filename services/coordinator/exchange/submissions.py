@@ -143,7 +143,7 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
-    """Return why a group is not what this run's leases ask for; empty where it is."""
+    """Return why a group is not what this run's leases ask for; empty if it is."""
     if run.spec.environment.is_used != (group.rows is not None):
         has, needs = ("rows", "no") if group.rows is not None else ("no rows", "an")
         return f"has {has}, but the run has {needs} environment"
@@ -153,7 +153,7 @@ def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
-    """Return why the ledger contradicts the result of this attempt; empty where it does not."""
+    """Return why the ledger contradicts the result of this attempt; empty if it does not."""
     assert arrived.group is not None
     return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
         exchange, run, row, attempt, arrived.request.member_id, arrived.group
@@ -176,7 +176,7 @@ ARRAY_BYTES = 8
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
-    """Return why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not
+    """Return why the learner could not look up the largest token id; empty if it can, or where its vocabulary is not
     known yet."""
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
@@ -215,7 +215,7 @@ def fault_of_group(
 
 
 def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
-    """Return why the run has not come to one of these versions; empty where it has. Any rollout worker may have sampled from
+    """Return why the run has not come to one of these versions; empty if it has. Any rollout worker may have sampled from
     them, also one that left before it could acknowledge them: a version is published once the batch before it is fixed.
     """
     row, newest = exchange.ledger.run(run.run_id), max(versions)
@@ -226,7 +226,7 @@ def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[V
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
-    """Return why the newest session and step of a group's tokens are not the run's; empty where they are."""
+    """Return why the newest session and step of a group's tokens are not the run's; empty if they are."""
     row = exchange.ledger.run(run.run_id)
     # Each worker's version is compared only where these are not enough.
     if session > row["session"] or step > row["published_step"]:
@@ -266,7 +266,7 @@ def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix |
 
 
 def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
-    """Return why a group does not go on from its lease's prefix; empty where it does."""
+    """Return why a group does not go on from its lease's prefix; empty if it does."""
     if not np.array_equal(prefix.prompt_ids, group.prompt_ids):
         return "prompt_ids are not those that the lease came with"
     for index, (before, now) in enumerate(zip(prefix.completions, group.completions, strict=True)):
@@ -440,7 +440,7 @@ def _refusal(
 
 
 def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -> str:
-    """Return why a turn does not follow the newest one on record; empty where it does."""
+    """Return why a turn does not follow the newest one on record; empty if it does."""
     if turn.life != life:
         return f"life {turn.life} has not begun, the sample is in life {life}"
     if last is not None and last["last"]:
@@ -450,7 +450,7 @@ def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -
 
 
 def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens: int) -> str:
-    """Return why a turn cannot extend its row; empty where it can."""
+    """Return why a turn cannot extend its row; empty if it can."""
     if turn.row_index > num_rows:
         return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
     if turn.row_index == num_rows and not turn.num_context:

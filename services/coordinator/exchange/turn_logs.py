@@ -99,7 +99,7 @@ def add_to_lease(
 
 
 def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
-    """Return why a result is not what the journal has of its group; empty where it is."""
+    """Return why a result is not what the journal has of its group; empty if it is."""
     assert group.rows is not None
     by_sample: dict[int, list[GroupTurn]] = {}
     for turn in turns:

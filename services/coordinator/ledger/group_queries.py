@@ -45,7 +45,7 @@ class GroupQueries(Queries):
         return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
-        """Return the value of one of the data set's columns by group; None where a group has none."""
+        """Return the value of one of the data set's columns by group; None if a group has none."""
         path = f"$.{json.dumps(name)}"
         rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"

@@ -129,7 +129,7 @@ class Ledger(LedgerFile):
         return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 
     def submitter(self, run_id: str) -> str:
-        """Return the name of the caller that submitted a run, a fact of its first event; empty where it is not on record.
+        """Return the name of the caller that submitted a run, a fact of its first event; empty if it is not on record.
         Raises NotFound."""
         self.run(run_id)
         query = "SELECT json_extract(json, '$.submitter') FROM events WHERE run_id = ? AND sequence = 1"
@@ -263,7 +263,7 @@ class Ledger(LedgerFile):
         return bool(self._newest_event(run_id, "state").get("retried"))
 
     def drop_reason_of_pause(self, run_id: str) -> str:
-        """Return the reason of the dropped groups that have paused a run; empty where others have, or nothing."""
+        """Return the reason of the dropped groups that have paused a run; empty if others have, or nothing."""
         return str(self._newest_event(run_id, "state").get("drop_reason", ""))
 
     def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
@@ -272,12 +272,12 @@ class Ledger(LedgerFile):
         return dict(json.loads(self.value(query, (run_id, kind)) or "{}"))
 
     def data_fingerprint(self, run_id: str) -> str:
-        """Return the fingerprint of the data set that the run was last started or resumed with; empty where it is not on
+        """Return the fingerprint of the data set that the run was last started or resumed with; empty if it is not on
         record."""
         return self._newest_fact(run_id, "data")
 
     def function_digests(self, run_id: str) -> str:
-        """Return the digests of the reward functions' files when the run was last started or resumed, as JSON; empty where
+        """Return the digests of the reward functions' files when the run was last started or resumed, as JSON; empty if
         they are not on record."""
         return self._newest_fact(run_id, "functions")
 
@@ -298,7 +298,7 @@ class Ledger(LedgerFile):
         return [str(row["bundle"]) for row in rows]
 
     def _newest_fact(self, run_id: str, name: str) -> str:
-        """Return a fact of the newest event of the run's state that has it; empty where none has."""
+        """Return a fact of the newest event of the run's state that has it; empty if none has."""
         fact = self.value(
             f"SELECT json_extract(json, '$.{name}') FROM events WHERE run_id = ? AND kind = 'state'"
             f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC LIMIT 1",

@@ -160,7 +160,7 @@ class Member:
     shown_secret: bytes = field(default=b"", repr=False)
     """Secret of an earlier Welcome that it showed in its Hello, because the Welcome of this stream may be lost."""
     exchange_key: bytes = b""
-    """Public key of its connections to the exchange; empty where they are not encrypted."""
+    """Public key of its connections to the exchange; empty if they are not encrypted."""
     is_heard: bool = False
     """True when it has reported anything on this stream, so that it has its Welcome."""
     is_expected: bool = False
@@ -172,7 +172,7 @@ class Member:
     failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """Times of its new faults, newest last."""
     caller: Caller | None = None
-    """Who it joined as; None where no guard is."""
+    """Who it joined as; None if no guard is."""
     stream_error: Exception | None = None
     """Error of one of its reports; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Member:
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of its reward functions since the last step."""
     host: worker_pb2.HostAgent | None = None
-    """Agent that brings weights to its host; None where there is none."""
+    """Agent that brings weights to its host; None if there is none."""
     host_plan: worker_pb2.HostPlan | None = None
     """Plan that this stream has sent to its host."""
     engines: worker_pb2.Engines | None = None

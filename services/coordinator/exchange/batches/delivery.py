@@ -1,6 +1,5 @@
-"""Batches out, receipts in: from scored to trained. selection.py makes the batches, spot_check.py chooses and judges the
-groups that the learner compares.
-"""
+"""Delivers batches and takes receipts: from scored to trained. selection.py makes the batches, spot_check.py chooses
+and judges the groups whose log-probabilities the learner compares."""
 
 from __future__ import annotations
 
@@ -20,16 +19,18 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
-    """Return one rank's part of a step's batch, as often as it asks; fix the batch when it is due."""
+    """Return one rank's part of a step's batch, also if it was served before; fix the batch when it is due."""
     wanted, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
     if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
-        return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
+        return exchange.refuse(
+            request, f"rank {wanted.rank} of {wanted.world_size} ranks is not possible; ranks count from 0"
+        )
     session_faults.note_session(exchange, run, request.session)
     if 0 < exchange.end_step <= wanted.step <= row["next_step"]:
         return _answer(exchange, request, pb.BATCH_STATE_LAST)
-    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
+    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not withdraw a served batch
     wait = replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
     if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
         return wait
@@ -46,7 +47,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
             part = _with_groups(exchange, run, request, part)
     except DamagedRecord as damaged:
         selection.handle_damaged(exchange, run, damaged)
-        return wait  # later requests get the batch that is fixed anew
+        return wait  # later requests get the next revision of the batch
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)
         return wait
@@ -55,7 +56,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 
 
 def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
-    """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
+    """Fix the batch if it is due; return whether the waiting ranks may get one. Called once for all of them."""
     if (run := exchange.active) is None:
         return True
     row = exchange.ledger.run(run.run_id)
@@ -65,7 +66,7 @@ def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
 
 
 def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
-    """Answer that there is no further step: the run is not (or no longer) the current one."""
+    """Answer that there is no further step, because the run is not (or no longer) active."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state = pb.BATCH_STATE_END
     return Outcome(reply)
@@ -73,12 +74,14 @@ def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
 
 def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
-    batch; a receipt that does not agree ends its session, not the run."""
+    batch. A receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
     if receipt.rank >= receipt.world_size:
-        return exchange.refuse(request, f"rank {receipt.rank} of {receipt.world_size} ranks cannot be")
+        return exchange.refuse(
+            request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks count from 0"
+        )
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
@@ -104,7 +107,8 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return how a receipt differs from its part, which a run without batches has not; empty when both agree."""
+    """Return how a receipt differs from the rank's part of the batch; empty if they agree. `part` is None in runs
+    without batches."""
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]
@@ -124,7 +128,7 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
 
 
 def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, part: Outcome) -> Outcome:
-    """Fill in the groups of a rank's part. Raises DamagedRecord, UnopenedSegment."""
+    """Add the groups of a rank's part to its answer. Raises DamagedRecord, UnopenedSegment."""
     wanted = request.batch
     batch = exchange.ledger.batches.get(run.run_id, wanted.step)
     assert batch is not None
@@ -159,7 +163,7 @@ def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchStat
 
 
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """End the step: all receipts agree, so its groups are trained and the chain grows."""
+    """Mark the step's groups as trained and extend the chain, after all receipts agreed."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     metrics, ends = {}, {"next_step": step + 1}
@@ -175,9 +179,9 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
 
 
 def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
-    """Mark the groups of a rank's part that the learner has to compare."""
+    """Mark the groups of a rank's part whose log-probabilities the learner should compare."""
     share = run.spec.logger.verify_share
-    # Elsewhere sampler and learner compute different distributions, or a group has several samplers.
+    # In other runs sampler and learner compute different distributions, or a group has several samplers.
     is_comparable = not (run.spec.environment.is_used or run.spec.policy.generation.allow_biased_sampling)
     if not share or not is_comparable:
         return
@@ -189,7 +193,7 @@ def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.Ba
 
 
 def take(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
-    """Judge the comparisons of a receipt. Groups that were not chosen, and a second comparison of one, are ignored."""
+    """Judge the comparisons of a receipt. Groups that were not chosen, and repeated comparisons, are ignored."""
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:
         return

@@ -161,7 +161,7 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Return why a connection is cut off; empty where it stays. Called for the oldest first."""
+        """Return why a connection is cut off; empty if it stays. Called for the oldest first."""
         if all_read and under_way > MAX_BYTES:
             return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
         if under_way > MAX_UNREAD_BYTES:

@@ -188,7 +188,7 @@ class RequestFilter:
         """Results with bulk that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
-        """Return why a member's request is refused; empty where it is let in."""
+        """Return why a member's request is refused; empty if it is let in."""
         request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
         allowed = FRAMES.get(kind, 0)
         if len(frames) > allowed:

@@ -44,7 +44,7 @@ def _decoded(text: str) -> bytes:
 
 
 def key_of(frame: zmq.Frame) -> bytes:
-    """Return the public key of the connection that a frame came on; empty where it is not encrypted."""
+    """Return the public key of the connection that a frame came on; empty if it is not encrypted."""
     try:
         return _decoded(str(frame.get("User-Id")))
     except (zmq.ZMQError, ValueError):
@@ -104,7 +104,7 @@ class Message:
     descriptor: int = -1
     """Descriptor of its connection."""
     key: bytes = b""
-    """Public key of its connection; empty where it is not encrypted."""
+    """Public key of its connection; empty if it is not encrypted."""
 
     @property
     def size(self) -> int:
@@ -127,7 +127,7 @@ class ExchangeSocket:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         watch(self._socket)
         self.public_key = b""
-        """The public key, 32 bytes, that peers have to know; empty where nothing is encrypted."""
+        """The public key, 32 bytes, that peers have to know; empty if nothing is encrypted."""
         self._knows = knows
         self._authenticator = self._encrypt() if knows is not None else None
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED

@@ -72,7 +72,7 @@ class RegisteredModels(Queries):
         )
 
     def get(self, name: str, version: int) -> ModelVersion | None:
-        """Return a version; None where there is none."""
+        """Return a version; None if there is none."""
         row = self.row("SELECT * FROM models WHERE name = ? AND version = ?", (name, version))
         return None if row is None else self.from_row(row)
 

@@ -213,7 +213,7 @@ def drop_all(world: World, rewards: list[float], number: int) -> None:
 @pytest.mark.parametrize(
     ("rewards", "explained"),
     [
-        ([1.0, 1.0], "every completion of 6 groups scored 1, so the reward tells none from another"),
+        ([1.0, 1.0], "every completion of 6 groups scored 1, so no completion is better than another"),
         ([0.0, 0.0], "no completion of 6 groups scored above 0, and no reward function failed"),
         ([math.nan, math.nan], "every reward function returned None for every completion of 6 groups"),
     ],
