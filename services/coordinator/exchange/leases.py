@@ -445,9 +445,7 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
     """Count a crash, by its name, for a group; drop the group at the limit."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
-        exchange.warn(
-            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
-        )
+        exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
         exchange.warn(
             f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "

@@ -1,7 +1,8 @@
-"""The journal of a group with an environment: what its next holder gets, and the comparison of a result with it.
+"""Reads and writes the turn log of a group with an environment: the finished turns of its open samples.
 
-Every finished turn is in the ledger before the next one is sampled. So the holder of a lease has what all earlier ones have
-finished, and a result is accepted only if it consists of the journaled turns.
+Every finished turn is in the ledger before the next one is sampled. So the holder of a lease gets all turns that earlier
+holders have finished, and a result is accepted only if it consists of logged turns. Proto fields call the turn log
+`journal`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FIRST_LIFE = Lives(1, 0, given_up=False)
 
 
 class SampleTurns(NamedTuple):
-    """What the journal has of one sample."""
+    """The turn log of one sample."""
 
     lives: Lives
     turns: list[sqlite3.Row]
@@ -51,7 +52,7 @@ class SampleTurns(NamedTuple):
 
 
 def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, SampleTurns]:
-    """Return the journal of each sample of a group that has a record."""
+    """Return the turn log of each sample of a group that has turns or ended lives."""
     episodes = exchange.ledger.episodes
     lives = episodes.lives_of_group(run.run_id, group_id)
     turns: dict[int, list[sqlite3.Row]] = {}
@@ -83,7 +84,7 @@ def add_to_lease(
     frames: dict[int, list[tuple[Frame, Frame]]],
     payloads: list[Frame],
 ) -> None:
-    """Add a group's journal to its lease, and its frames to the payloads of the reply."""
+    """Add a group's turn log to its lease, and the frames to the payloads of the reply."""
     for sample, turns in of_group(exchange, run, lease.group_id).items():
         entry = lease.journal.add(
             sample=sample,
@@ -99,7 +100,7 @@ def add_to_lease(
 
 
 def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
-    """Return why a result is not what the journal has of its group; empty if it is."""
+    """Return how a result differs from the turn log of its group; empty if it does not."""
     assert group.rows is not None
     by_sample: dict[int, list[GroupTurn]] = {}
     for turn in turns:
@@ -118,7 +119,7 @@ def _fault_of_sample(sample: SampleTurns | None, turns: list[GroupTurn]) -> str:
         return f"was given up, but has {len(turns)} turns" if turns else ""
     expected = sample.trained_turns
     if len(turns) != len(expected):
-        return f"has {len(turns)} turns, in the ledger are {len(expected)}"
+        return f"has {len(turns)} turns, but {len(expected)} in the ledger"
     rows = {row: index for index, row in enumerate(sorted({turn["row_index"] for turn in expected}))}
     after_left_out = _turns_after_left_out(sample)
     for turn, record in zip(turns, expected, strict=True):
@@ -130,7 +131,7 @@ def _fault_of_sample(sample: SampleTurns | None, turns: list[GroupTurn]) -> str:
 
 
 def _turns_after_left_out(sample: SampleTurns) -> set[int]:
-    """Return the turns before which the row has tokens of turns that are left out: they are context there."""
+    """Return the turns that follow left-out turns of their row, whose tokens are context there."""
     after, left_out = set(), {turn["turn"] for turn in sample.left_out_turns}
     for row in {turn["row_index"] for turn in sample.left_out_turns}:
         before_is_left_out = False
@@ -142,7 +143,7 @@ def _turns_after_left_out(sample: SampleTurns) -> set[int]:
 
 
 def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log: dict[int, SampleTurns]) -> None:
-    """Book the tokens of the turns that a committed group does not train."""
+    """Account the tokens of turns that a committed group does not train as dropped(left_out)."""
     lives = [
         EndedLife(
             run.run_id,

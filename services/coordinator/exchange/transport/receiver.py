@@ -1,7 +1,7 @@
-"""Receives requests from the exchange's socket, for as long as there is room for their groups, and filters them: nothing
-that their kind has no use for, no more than a member can need, nothing twice.
+"""Receives requests from the exchange's socket while there is room for their groups, and refuses frames that their kind
+does not use, more requests than a member needs, and repetitions.
 
-Each message is checked as it arrives, before anything of it is kept. A refused message is answered at once.
+Each message is checked on arrival, before any part of it is kept. A refused message is answered at once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
-"""Messages that are read before other tasks have their turn."""
+"""Messages that are read before other tasks get a turn."""
 
 MAX_PENDING_BYTES = 128 << 20
-"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. A segment is larger, so that
+"""Most bytes of uncommitted groups in memory; beyond it no groups are read from ZeroMQ. It is less than a segment, so
 the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """The first step of the pipeline, on the event loop. Of the requests that are let in, `checks` takes results with
-    arrays, and `queue` the others."""
+    """First step of the pipeline, on the event loop. Accepted results with arrays go to `checks`, other requests to
+    `queue`."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Receiver:
         self._readable, self._room = asyncio.Event(), asyncio.Event()
         self.filter = RequestFilter(exchange)
         self.pending_bytes = 0
-        """Size of results with arrays that are not answered."""
+        """Bytes of unanswered results with arrays."""
 
     async def run(self) -> None:
-        """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
+        """Read whenever the socket signals. Its descriptor signals changes only, so it is read until empty."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
@@ -79,23 +79,23 @@ class Receiver:
             loop.remove_reader(self._socket.descriptor)
 
     def poll(self) -> None:
-        """Read the socket again, because sending may have used up its descriptor's signal."""
+        """Read the socket again, because sending may have consumed its descriptor's signal."""
         self._readable.set()
 
     def release(self, size_bytes: int) -> None:
-        """Make room: results of this size are answered."""
+        """Free the room of results of this size, because they are answered."""
         self.pending_bytes -= size_bytes
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. Messages are read before, because an
-        unread one may complete an unfinished transfer."""
+        """Check the connections, every TICK_S. Messages are read first, because an unread one may complete an
+        unfinished transfer."""
         all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
 
     def _read_some(self) -> bool:
-        """Read some messages; return whether that was all that had arrived."""
+        """Read some messages; return whether these were all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
             if self.pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
                 return False
@@ -128,14 +128,14 @@ class Receiver:
             return
         if refusal is None and (fault := self.filter.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)
-        if refusal is not None:  # before anything of it is stored or parked
+        if refusal is not None:  # before any part of it is stored or parked
             self._socket.send(waiting.identity, refusal.reply)
             return
         arrived = waiting.arrived
         if arrived.has_bulk and self.filter.join_under_way(waiting):
             return
         decided = arrived.has_bulk and self.filter.is_decided(waiting)
-        if decided:  # its arrays are not needed, so it goes the way of requests without any
+        if decided:  # its arrays are not needed: handled as a request without any
             arrived.is_decided, arrived.frames, waiting.size = True, [], 0
         self.filter.let_in(waiting)
         if arrived.has_bulk and not decided:
@@ -148,7 +148,7 @@ class Receiver:
 
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Most payload frames of a kind of request; other kinds have none."""
+"""Most payload frames by kind of request; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -159,7 +159,7 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Most bytes of the first frame, by kind: requests that are parked, or that no budget counts, are small."""
+"""Most bytes of the first frame, by kind: requests that are parked, or in no budget, must be small."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
@@ -168,31 +168,31 @@ TEXTS_HEADER_BYTES = 64 << 20
 for the disk."""
 
 MAX_HELD = 10_000
-"""Most groups that a worker may report to hold."""
+"""Most groups that a worker may report as held."""
 
 MAX_RANKS = 1 << 16
 
 MAX_UNANSWERED = 4096
-"""Most requests of one member that wait for an answer. Parked ones are not counted: a member has one of a kind."""
+"""Most unanswered requests of one member, without parked ones: a member has one of a kind."""
 
 Key = tuple[str, str, str, int, int, Hashable]
 
 
 class RequestFilter:
-    """The filter; it counts the requests that were let in and are not answered."""
+    """Refuses and joins requests; counts the accepted ones that are not answered."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
         self._unanswered: Counter[str] = Counter()
         self._under_way: dict[Key, PendingRequest] = {}
-        """Results with bulk that are checked, stored or wait for their transaction."""
+        """Results with arrays that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
-        """Return why a member's request is refused; empty if it is let in."""
+        """Return why a member's request is refused; empty if it is accepted."""
         request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
         allowed = FRAMES.get(kind, 0)
         if len(frames) > allowed:
-            return f"a {kind} request brings {allowed} payload frames at most, not {len(frames)}"
+            return f"a {kind} request has {allowed} payload frames at most, not {len(frames)}"
         brings_texts = kind == "lease_return" and frames
         most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
         if waiting.header_size > most:
@@ -204,11 +204,11 @@ class RequestFilter:
         if kind in ("batch", "receipt") and getattr(request, kind).world_size > MAX_RANKS:
             return f"a learner has {MAX_RANKS} ranks at most, not {getattr(request, kind).world_size}"
         if self._unanswered[request.member_id] >= MAX_UNANSWERED:
-            return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
+            return f"{MAX_UNANSWERED} requests of {request.member_id} are unanswered already; wait for their answers"
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
+        """Return whether a repeated result is still being processed; the first one's answer then goes to the new
         sender."""
         first = self._under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
@@ -218,7 +218,7 @@ class RequestFilter:
         return True
 
     def is_decided(self, waiting: PendingRequest) -> bool:
-        """Return whether a result that was sent again is decided in the ledger, so that its bytes are not needed."""
+        """Return whether a repeated result is decided in the ledger, so that its bytes are not needed."""
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
             return False

@@ -401,7 +401,9 @@ def test_an_evaluation_whose_prompts_cannot_be_read_is_left_out(make_world: Make
     validation.write_bytes(b"")
     world.begin_evaluation(0)
     (notice,) = world.exchange.take_notices()
-    assert notice.content["message"].startswith("the evaluation of version 0 is skipped, because its prompts cannot be read: row 0 of ")
+    assert notice.content["message"].startswith(
+        "the evaluation of version 0 is skipped, because its prompts cannot be read: row 0 of "
+    )
     assert Rollout(world).lease(2) != []
     validation.write_bytes(rows)
     world.begin_evaluation(0)

@@ -78,9 +78,9 @@ CHANGES: dict[str, tuple[Callable[[Episodes], None], str]] = {
         lambda held: changed_turn(held, context_ids=np.array([1], np.int32)),
         "has other tokens before turn 1",
     ),
-    "turn missing": (shorter, "has 2 turns, in the ledger are 3"),
+    "turn missing": (shorter, "has 2 turns, but 3 in the ledger"),
     "row": (other_row, "has other tokens in turn 1"),
-    "sample missing": (without, "has 0 turns, in the ledger are 3"),
+    "sample missing": (without, "has 0 turns, but 3 in the ledger"),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_lease_comes_back_without_samples(world: World) -> None:
     _, (arrays, _) = worker.result(held)
     returned = pb.LeaseReturn(group_id=held.lease.group_id, attempt=1, finish_reasons=["stop"] * 2, texts=["", ""])
     request = pb.ExchangeRequest(member_id=worker.member_id, lease_return=returned)
-    assert "turns are journaled" in world.send(request, [arrays]).reply.message
+    assert "submits them turn by turn" in world.send(request, [arrays]).reply.message
     assert worker.hand_back(held).reply.status == COMMITTED
     (again,) = EnvironmentWorker(world, "other").lease(2)
     assert again.is_finished
