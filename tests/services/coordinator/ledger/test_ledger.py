@@ -89,7 +89,7 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
     ("version", "remedy"),
     [
         (SCHEMA_VERSION - 1, "use the Paceline that wrote it"),
-        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore a backup of before"),
+        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore an older backup"),
     ],
 )
 def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int, remedy: str) -> None:
@@ -171,7 +171,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a ledger, but long enough to be looked at " * 20)
     for read_only in (False, True):
-        with pytest.raises(Conflict, match="is no ledger"):
+        with pytest.raises(Conflict, match="is not a ledger"):
             Ledger(path, read_only=read_only)
 
 
@@ -232,7 +232,7 @@ def test_events_that_workers_cause_are_bounded_and_the_last_one_says_so(
         found = ledger.events("a-1", 0)
         assert [event["kind"] for event in found] == ["member"] * 3 + ["state"] * 3
         assert json.loads(found[2]["json"]) == {
-            "message": "this run has 3 events of the kind 'member'; further ones are in the log alone"
+            "message": "this run has 3 events of the kind 'member'; further ones are only in the log"
         }
         assert json.loads(ledger.events("b-2", 0)[0]["json"]) == {"what": "joined"}
 

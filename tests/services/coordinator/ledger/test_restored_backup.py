@@ -80,7 +80,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
 
 def test_a_copy_by_another_program_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[database.PLACE : database.PLACE + 4] = bytes(4)
+    content[database.APPLICATION_ID : database.APPLICATION_ID + 4] = bytes(4)
     path.write_bytes(content)
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]

@@ -162,7 +162,7 @@ async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
         segments.unwritable = ""
         assert (await worker.receive()).status == COMMITTED
     (warning,) = [notice.content["message"] for notice in service.notices if notice.kind == "warning"]
-    assert "no segment can be begun" in warning
+    assert "no segment can be created" in warning
 
 
 async def test_a_coordinator_that_stops_does_not_wait_for_a_segment(
