@@ -216,9 +216,9 @@ def evaluation_result(
 
 def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
     """Return mean and standard error over the prompts that have a number."""
-    known_GC = ~np.isnan(values_GC)
-    counts_G = known_GC.sum(axis=1)
-    sums_G = np.where(known_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
+    scored_GC = ~np.isnan(values_GC)
+    counts_G = scored_GC.sum(axis=1)
+    sums_G = np.where(scored_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
     means = sums_G[counts_G > 0] / counts_G[counts_G > 0]
     if not len(means):
         return None, None
@@ -230,8 +230,8 @@ def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
 def _pass_at(values_GC: FloatArray) -> float | None:
     """Return the share with a 1 among the prompts whose completions all have a number; None unless there are several
     completions and all numbers are 0 or 1."""
-    known_GC = ~np.isnan(values_GC)
-    whole_GC = values_GC[known_GC.all(axis=1)]
-    if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[known_GC], (0.0, 1.0)).all():
+    scored_GC = ~np.isnan(values_GC)
+    whole_GC = values_GC[scored_GC.all(axis=1)]
+    if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[scored_GC], (0.0, 1.0)).all():
         return None
     return float((whole_GC == 1.0).any(axis=1).mean())

@@ -84,8 +84,8 @@ class DropsInARow:
             self.reset()
             self.reason, self.cause, self.error = reason, cause, error
         self._group_ids.append(group_id)
-        known = [total for total in totals if not math.isnan(total)]
-        self.lowest, self.highest = min([self.lowest, *known]), max([self.highest, *known])
+        numbers = [total for total in totals if not math.isnan(total)]
+        self.lowest, self.highest = min([self.lowest, *numbers]), max([self.highest, *numbers])
 
     def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
         """Return whether enough groups failed for one cause to pause the run; `batch` is the number of groups in a

@@ -124,8 +124,8 @@ class _NewLeases:
         if quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        wanted = num_groups + reserved if num_groups else 0
-        leasable = list(itertools.takewhile(lambda pair: versions.may_lease(pair[1], run.max_age), self._free[:wanted]))
+        limit = num_groups + reserved if num_groups else 0
+        leasable = list(itertools.takewhile(lambda pair: versions.may_lease(pair[1], run.max_age), self._free[:limit]))
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
         for row in choose_groups(exchange, run, member_id, free, num_groups):
@@ -350,8 +350,8 @@ def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
-    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
-    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
+    holders = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
+    return holders + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
 
 
 def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
@@ -366,16 +366,16 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
     return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
 
 
-def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[tuple[str, str]]) -> None:
+def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
     """Revoke the leases and tasks of overdue workers. Runs inside a transaction. A late result still counts if it is
     the first."""
-    for member_id, why in found:
-        taken = revoke_work(exchange, [member_id], with_leases=True)
+    for member_id, why in overdue:
+        number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
         nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
-        exchange.warn(f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}")
+        exchange.warn(f"{member_id} gets {nothing}, and others get the {number} that it holds: {why}")
 
 
 def note_submission(

@@ -204,8 +204,8 @@ class Exchange(RunState):
 
     def newest_of(self, member_id: str) -> Version | None:
         """Return the newest version that a worker's tokens can have; None without one."""
-        found = (self.versions.get(member_id), self.offered.get(member_id))
-        return max((version for version in found if version is not None), default=None)
+        versions = (self.versions.get(member_id), self.offered.get(member_id))
+        return max((version for version in versions if version is not None), default=None)
 
     # Shared by the handlers
 

@@ -320,12 +320,12 @@ class LedgerFile(database.Queries):
         return int(row["value"]) if row else 0
 
 
-def _once(found: dict[str, Any], key: str, find: Callable[[], ValueT]) -> ValueT:
-    if key not in found:
-        if len(found) >= MAX_CACHED:  # a client that lists runs reads each run's row
-            found.clear()
-        found[key] = find()
-    value: ValueT = found[key]
+def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> ValueT:
+    if key not in values:
+        if len(values) >= MAX_CACHED:  # a client that lists runs reads each run's row
+            values.clear()
+        values[key] = compute()
+    value: ValueT = values[key]
     return value
 
 
@@ -341,8 +341,8 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
     ledger = path.open("ab")
     try:
         fcntl.flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
-        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, wanted)
+        lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
+        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, lock)
     except BlockingIOError:
         ledger.close()
         beside.close()

@@ -148,25 +148,25 @@ def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
     """Report tables and indexes that differ from those of the format."""
     with contextlib.closing(sqlite3.connect(":memory:")) as new:
         new.executescript(SCHEMA)
-        expected, found = _schema(new), _schema(db)
-    for name in sorted(expected.keys() | found.keys(), key=str):
-        if expected.get(name) != found.get(name):
+        expected, actual = _schema(new), _schema(db)
+    for name in sorted(expected.keys() | actual.keys(), key=str):
+        if expected.get(name) != actual.get(name):
             report.problem("the SQLite file", f"table or index {name} differs from the format; {REMEDY}")
 
 
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
     """Return the columns of every table and index by name, sorted."""
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    schema: dict[str, list[tuple[Any, ...]]] = {}
     query = "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
     for kind, name, sql in db.execute(f"{query} WHERE type IN ('table', 'index')").fetchall():
         try:
             info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()
             # Besides columns: the text after the last bracket, WITHOUT ROWID or an index's condition.
             tail = " ".join(str(sql).rpartition(")")[2].split())
-            found[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
+            schema[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
         except UNREADABLE:
-            found[name] = []
-    return found
+            schema[name] = []
+    return schema
 
 
 DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

@@ -41,7 +41,7 @@ SEALED = {
 
 UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
 """Columns without seals. In `runs` they change with every lease, and verify compares them with the groups; in
-`episodes` a backup changes them, and they have checksums of their own."""
+`episodes` a backup changes them, and they have separate checksums."""
 
 
 class Table(NamedTuple):
@@ -60,13 +60,13 @@ def tables() -> dict[str, Table]:
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        found = {}
+        by_name = {}
         for name in names:
             info = db.execute(f"PRAGMA table_info({name})").fetchall()
             columns = {column[1] for column in info} - {"seal"} - UNSEALED.get(name, set())
             key = tuple(column[1] for column in sorted(info, key=lambda c: int(c[5])) if column[5])
-            found[name] = Table(name, tuple(sorted(columns)), key)
-        return found
+            by_name[name] = Table(name, tuple(sorted(columns)), key)
+        return by_name
 
 
 def checksum(*values: object) -> int:

@@ -424,10 +424,10 @@ class SegmentWriter:
 
     def _write(self, size: int) -> None:
         """Write the buffer's first `size` bytes, whole blocks; the system may write fewer at a time."""
-        done = 0
-        while done < size:
+        position = 0
+        while position < size:
             try:
-                written = os.pwrite(self._fd, self._buffer[done:size], self.size)
+                written = os.pwrite(self._fd, self._buffer[position:size], self.size)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._set_direct(False):
                     raise
@@ -435,15 +435,15 @@ class SegmentWriter:
             if written < BLOCK_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             whole = written - written % BLOCK_BYTES
-            done, self.size = done + whole, self.size + whole
+            position, self.size = position + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
         """Set or clear O_DIRECT; return whether that changed anything. A file system without direct writes refuses the
         flag, or the first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        wanted = flags | O_DIRECT if direct else flags & ~O_DIRECT
+        new_flags = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, new_flags)
         except OSError:
             return False
-        return wanted != flags
+        return new_flags != flags

@@ -142,9 +142,9 @@ class Assignments:
         if not report.session or member.session != report.session:
             return  # repeated by another rank of the same learner
         member.session = 0
-        taken = sessions.session_in_the_way(self._ledger, self._exchange.active, report)
-        if taken is not None:
-            await self.begin_session_above(taken)
+        later_session = sessions.session_in_the_way(self._ledger, self._exchange.active, report)
+        if later_session is not None:
+            await self.begin_session_above(later_session)
             return
         async with self._lock:
             with self._ledger.transaction():
@@ -264,26 +264,26 @@ class Assignments:
         if folder.local is None:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
-        known_paths = self._ledger.checkpoints.paths(run.run_id)
+        registered_paths = self._ledger.checkpoints.paths(run.run_id)
         # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; that of a restored ledger
         # is its own.
         is_own = folder.local.is_relative_to(self._ledger.run_store(run.run_id))
         try:
-            found = await asyncio.to_thread(
+            scan = await asyncio.to_thread(
                 scan_checkpoints,
                 folder.local,
                 (row["session"], row["next_step"]),
-                known_paths,
+                registered_paths,
                 move=is_own or self._ledger.was_restored,
             )
         except OSError as error:
             log.warning("the checkpoints of run %s cannot be read: %s", run.run_id, error)
             return
-        self._numbers.note_session(run.run_id, row["session"], found.session)
-        if found.moved:
+        self._numbers.note_session(run.run_id, row["session"], scan.session)
+        if scan.moved:
             message = (
-                f"checkpoints {', '.join(found.moved)} are ahead of the ledger, which is at session {row['session']} and "
-                f"step {row['next_step']}: it may be a backup. They were moved to {found.place}, and nothing loads them"
+                f"checkpoints {', '.join(scan.moved)} are ahead of the ledger, which is at session {row['session']} and "
+                f"step {row['next_step']}: it may be a backup. They were moved to {scan.place}, and nothing loads them"
             )
             log.warning("run %s: %s", run.run_id, message)
             async with self._lock:

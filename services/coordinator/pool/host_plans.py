@@ -42,10 +42,10 @@ class Hop(NamedTuple):
 def ordered(hops: Iterable[Hop], source_zone: str) -> list[Hop]:
     """Return the hosts in the order of the chain: the learner's zone first, then zone by zone, so that each border is
     crossed once; within a zone slow hosts come last, where no host waits for them. Otherwise the order stays."""
-    given = list(hops)
-    zones = list(dict.fromkeys(hop.zone for hop in given))
+    chain = list(hops)
+    zones = list(dict.fromkeys(hop.zone for hop in chain))
     zones.sort(key=lambda zone: zone != source_zone)
-    return sorted(given, key=lambda hop: (zones.index(hop.zone), hop.is_slow))
+    return sorted(chain, key=lambda hop: (zones.index(hop.zone), hop.is_slow))
 
 
 def width(size_bytes: int) -> int:
@@ -65,12 +65,12 @@ def upstreams(position: int, hops: Sequence[Hop], sources: Sequence[str], size_b
     """Return the upstreams of the host at `position` in the order of preference: its parent, the parent's parent and so
     on, and the learner's hosts last."""
     fan_out = width(size_bytes)
-    found: list[worker_pb2.Upstream] = []
+    hosts: list[worker_pb2.Upstream] = []
     above = parent(position, fan_out)
-    while above >= 0 and len(found) <= FALLBACKS:
-        found.append(worker_pb2.Upstream(addresses=[hops[above].address]))
+    while above >= 0 and len(hosts) <= FALLBACKS:
+        hosts.append(worker_pb2.Upstream(addresses=[hops[above].address]))
         above = parent(above, fan_out)
-    return [*found, worker_pb2.Upstream(addresses=sources)]
+    return [*hosts, worker_pb2.Upstream(addresses=sources)]
 
 
 SLOW_SHARE = 1 / 3

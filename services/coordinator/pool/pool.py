@@ -285,12 +285,12 @@ class Pool:
         if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
             return
         self._overdue_checked_s = now_s
-        found = leases.find_overdue(self._exchange, run, now_s)
-        if not found:
+        overdue = leases.find_overdue(self._exchange, run, now_s)
+        if not overdue:
             return
         async with self._lock:
             with self._ledger.transaction():
-                leases.revoke_overdue(self._exchange, run, found)
+                leases.revoke_overdue(self._exchange, run, overdue)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")

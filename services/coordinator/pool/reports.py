@@ -64,7 +64,7 @@ class RunEvents(Protocol):
         """Pause a run that cannot continue."""
 
     async def learner_finished(self, session: int) -> None:
-        """End the run if this was the last session to finish."""
+        """Note that the learner has finished; end the run if nothing else is pending."""
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""

@@ -20,28 +20,28 @@ from paceline.v1 import exchange_pb2 as pb
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
     """Return one rank's part of a step's batch, also if it was served before; fix the batch when it is due."""
-    wanted, row = request.batch, exchange.ledger.run(run.run_id)
+    body, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
-    if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
+    if body.world_size == 0 or body.rank >= body.world_size:
         return exchange.refuse(
-            request, f"rank {wanted.rank} of {wanted.world_size} ranks is not possible; ranks count from 0"
+            request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks count from 0"
         )
     session_faults.note_session(exchange, run, request.session)
-    if 0 < exchange.end_step <= wanted.step <= row["next_step"]:
+    if 0 < exchange.end_step <= body.step <= row["next_step"]:
         return _answer(exchange, request, pb.BATCH_STATE_LAST)
     fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not withdraw a served batch
     wait = replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
-    if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
+    if body.step > row["next_step"] or (exchange.takes_no_work(run) and body.step >= fixed):
         return wait
     if exchange.withheld(run):
         return wait
-    if run.prompts is not None and wanted.step == row["next_batch"]:
-        exchange.first_requested_s.setdefault(wanted.step, now_s)
+    if run.prompts is not None and body.step == row["next_batch"]:
+        exchange.first_requested_s.setdefault(body.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return wait
     part = _answer(exchange, request, pb.BATCH_STATE_READY)
-    part.reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
+    part.reply.batch.traceparent = step_traceparent(run.run_id, body.step)
     try:
         if run.prompts is not None:
             part = _with_groups(exchange, run, request, part)
@@ -51,7 +51,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)
         return wait
-    session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
+    session_faults.note_served(exchange, run, request.session, body.step, body.world_size)
     return part
 
 
@@ -129,16 +129,16 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
 
 def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, part: Outcome) -> Outcome:
     """Add the groups of a rank's part to its answer. Raises DamagedRecord, UnopenedSegment."""
-    wanted = request.batch
-    batch = exchange.ledger.batches.get(run.run_id, wanted.step)
+    body = request.batch
+    batch = exchange.ledger.batches.get(run.run_id, body.step)
     assert batch is not None
     reply, payloads = part.reply, part.payloads
     reply.batch.chain = batch["chain"]
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
-    for group in exchange.splits.get(run.run_id, wanted.step, wanted.world_size)[wanted.rank]:
+    for group in exchange.splits.get(run.run_id, body.step, body.world_size)[body.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
-            return exchange.refuse(request, f"step {wanted.step} is before the oldest checkpoint, its samples are gone")
+            return exchange.refuse(request, f"step {body.step} is before the oldest checkpoint, its samples are gone")
         reply.batch.groups.add(
             group_id=group["group_id"],
             digest=group["digest"],
@@ -146,13 +146,13 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             scores_digest=group["scores_digest"],
         )
         payloads.append(payload.arrays)
-    mark(exchange, run, wanted.step, batch["chain"], reply.batch)
+    mark(exchange, run, body.step, batch["chain"], reply.batch)
     if run.spec.pool_serves_reference:
-        for given in reply.batch.groups:
-            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
+        for entry in reply.batch.groups:
+            reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
             assert reference is not None, "scores.submit_scores commits it with the rewards"
             payloads.append(reference.arrays)
-            given.reference_frame = len(payloads)
+            entry.reference_frame = len(payloads)
     return part
 
 

@@ -137,7 +137,7 @@ def batch_metrics(
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
     totals_GC = np.stack([group_totals(rewards_CF, spec.rewards, step) for rewards_CF in rewards_GCF])
-    known = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
+    means = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
     ages = Counter(step - g["oldest_step"] for g in groups)
     spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
     if completions > 1:
@@ -146,7 +146,7 @@ def batch_metrics(
             without = [not has_advantage(rewards_CF, spec, step) for rewards_CF in rewards_GCF]
             spread["zero_variance_fraction"] = float(np.mean(without))
     return {
-        "reward": float(np.mean(known)) if known else float("nan"),
+        "reward": float(np.mean(means)) if means else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
         "trained_tokens": float(sum(g["tokens"] for g in groups)),
         **(spread if spec.rewards else {}),
@@ -158,38 +158,38 @@ def batch_metrics(
 
 def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
     """Return the metrics of each function: its rewards before weight and gates, and the effect of both."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
     for index, function in enumerate(functions):
         values_S, label = rewards_SF[:, index], function.label
-        found[f"reward/{label}"] = _mean(values_S)
-        found[f"reward_std/{label}"] = _std(values_S)
-        found[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
-        if len(known := _known(values_S)):
-            quantiles = np.quantile(known, [percentile / 100 for percentile in PERCENTILES])
-            found |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
+        metrics[f"reward/{label}"] = _mean(values_S)
+        metrics[f"reward_std/{label}"] = _std(values_S)
+        metrics[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
+        if len(numbers := _numbers(values_S)):
+            quantiles = np.quantile(numbers, [percentile / 100 for percentile in PERCENTILES])
+            metrics |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
         if function.weight_schedule:
-            found[f"reward_weight/{label}"] = function.weight_at(step)
+            metrics[f"reward_weight/{label}"] = function.weight_at(step)
         if function.gate_min is not None:
-            found[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
-    return found
+            metrics[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
+    return metrics
 
 
 def _mean(values: Any) -> float:
     """Return the mean of the numbers among `values`; NaN without any."""
-    known = _known(values)
-    return float(known.mean()) if len(known) else float("nan")
+    numbers = _numbers(values)
+    return float(numbers.mean()) if len(numbers) else float("nan")
 
 
 def _std(values: Any) -> float:
     """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN below two of them."""
-    known = _known(values)
-    if len(known) < 2:
+    numbers = _numbers(values)
+    if len(numbers) < 2:
         return float("nan")
-    return float(known.std(ddof=1)) if (known != known[0]).any() else 0.0
+    return float(numbers.std(ddof=1)) if (numbers != numbers[0]).any() else 0.0
 
 
-def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     flat = np.asarray(values, np.float64).ravel()
     return flat[~np.isnan(flat)]
 
@@ -207,14 +207,14 @@ def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[s
     A group without any reward counts only as a group; a source without any reward has no mean.
     """
     names_G = source_names(sources_G)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(set(names_G)):
         rows_GC = [totals_C for totals_C, of in zip(totals_GC, names_G, strict=True) if of == name]
-        known = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
-        if known:
-            found[f"reward_of/{name}"] = float(np.mean(known))
-        found[f"groups_of/{name}"] = float(len(rows_GC))
-    return found
+        means = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
+        if means:
+            metrics[f"reward_of/{name}"] = float(np.mean(means))
+        metrics[f"groups_of/{name}"] = float(len(rows_GC))
+    return metrics
 
 
 def source_names(sources: Sequence[object]) -> list[str]:
@@ -247,38 +247,38 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
             f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
         )
     row = exchange.ledger.run(run.run_id)
-    step, wanted = row["next_step"], sorted(set(group_ids))
-    if not wanted:
+    step, dropped = row["next_step"], sorted(set(group_ids))
+    if not dropped:
         raise InvalidInput("name at least one group to drop")
     if row["next_batch"] <= step or run.prompts is None:
         raise Conflict(f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}")
     in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
-    others = [group_id for group_id in wanted if group_id not in in_batch]
-    if others:
+    missing = [group_id for group_id in dropped if group_id not in in_batch]
+    if missing:
         raise InvalidInput(
-            f"groups {others} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
+            f"groups {missing} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
             "is fixed and not trained can be dropped"
         )
-    take_apart(exchange, run, step, wanted, REASON)
-    for group_id in wanted:
+    take_apart(exchange, run, step, dropped, REASON)
+    for group_id in dropped:
         exchange.drop(run, in_batch[group_id], REASON)
     session_faults.reset(exchange, run.run_id)
     fixed = fix(exchange, run, now_s)
     when = (
         "the batch is fixed again without them" if fixed else "the batch is fixed again when enough groups are scored"
     )
-    exchange.warn(f"groups {wanted} of step {step} were dropped by request; {when}")
+    exchange.warn(f"groups {dropped} of step {step} were dropped by request; {when}")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
     """Handle a damaged record; do nothing if the ledger no longer refers to it."""
     if _end_damaged_life(exchange, run, damaged):
         return
-    found = exchange.ledger.damaged_payload(run.run_id, damaged)
-    row = exchange.group(run, found["group_id"]) if found else None
-    if found is None or row is None:
+    payload = exchange.ledger.damaged_payload(run.run_id, damaged)
+    row = exchange.group(run, payload["group_id"]) if payload else None
+    if payload is None or row is None:
         return
-    if found["kind"] == "prefix":
+    if payload["kind"] == "prefix":
         exchange.ledger.remove_prefix(run.run_id, row["group_id"])
         exchange.groups.set_prefix_step(run.run_id, row["group_id"], None)
         _count(

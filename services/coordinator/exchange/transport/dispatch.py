@@ -70,8 +70,8 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
     """Answer lease requests of different workers together, inside a transaction."""
     refusals = [refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
     welcome = [arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None]
-    given = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
-    return [next(given) if refusal is None else refusal for refusal in refusals]
+    outcomes = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    return [next(outcomes) if refusal is None else refusal for refusal in refusals]
 
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:

@@ -156,10 +156,10 @@ class ExchangeSocket:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return to pyzmq's thread whether a peer is accepted; `key` is in Z85."""
-        known = self._knows is not None and self._knows(z85.decode(key))
-        if not known:
+        is_member = self._knows is not None and self._knows(z85.decode(key))
+        if not is_member:
             seldom.warning("key", "refused a connection to the exchange: its key is no member's")
-        return known
+        return is_member
 
     @property
     def descriptor(self) -> int:

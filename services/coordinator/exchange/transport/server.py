@@ -82,7 +82,7 @@ seldom = RateLimitedLog(log)
 
 
 @dataclass
-class Done:
+class Committed:
     """Answers and notices of a committed transaction."""
 
     answers: list[tuple[PendingRequest, Outcome]] = field(default_factory=list)
@@ -139,7 +139,7 @@ class ExchangeServer:
         self._damaged: deque[ToRead] = deque()
         """Answers that cannot be sent, because one of their records is unreadable."""
         self._bell = asyncio.Event()
-        self._synced: deque[Done] = deque()
+        self._synced: deque[Committed] = deque()
         """Synced transactions that are not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
         """Notices of synced transactions, to be handled."""
@@ -150,7 +150,7 @@ class ExchangeServer:
         )
         self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
         self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
-        self._syncs: PipelineThread[Done] = PipelineThread(
+        self._syncs: PipelineThread[Committed] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
         self._reads: PipelineThread[ToRead] = PipelineThread("read", _read, self._on_read)
@@ -162,9 +162,9 @@ class ExchangeServer:
 
     def _knows_key(self, key: bytes) -> bool:
         """Return whether a connection's public key is a member's. Called by ZeroMQ's thread."""
-        if not (known := self._exchange.senders.knows_key(key)):
+        if not (is_member := self._exchange.senders.knows_key(key)):
             self._exchange.note_intruder("connection", "", "the connection's key is no member's", "")
-        return known
+        return is_member
 
     async def serve(self) -> None:
         """Answer until cancelled. Raises LedgerFault if the disk fails."""
@@ -249,7 +249,7 @@ class ExchangeServer:
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
         """Run one transaction for the waiting requests; its answers wait for their sync. Parked requests of `kinds` are
         checked again; for the kinds in `woken`, something outside the exchange changed."""
-        now_s, done = time.monotonic(), Done()
+        now_s, committed = time.monotonic(), Committed()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
             with self._exchange.ledger.transaction(synced=False):
@@ -262,18 +262,18 @@ class ExchangeServer:
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_leases(now_s):
-                        self._finish_request(waiting, outcome, now_s, done)
+                        self._finish_request(waiting, outcome, now_s, committed)
                     self._send_synced()  # they need not wait for the end of this transaction
                     if not alone:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_others(now_s, end_s):
-                        self._finish_request(waiting, outcome, now_s, done)
+                        self._finish_request(waiting, outcome, now_s, committed)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
                             kinds.add("task")
-                        done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
+                        committed.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
                 if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
@@ -284,12 +284,12 @@ class ExchangeServer:
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
-                        self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, done)
-                done.notices = self._exchange.take_notices()
-                self._record(done.notices)
-        self._syncs.put(done)
+                        self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, committed)
+                committed.notices = self._exchange.take_notices()
+                self._record(committed.notices)
+        self._syncs.put(committed)
 
-    def _sync(self, portion: list[Done]) -> None:
+    def _sync(self, portion: list[Committed]) -> None:
         self._exchange.ledger.sync()
         self._synced.extend(portion)
 
@@ -298,16 +298,16 @@ class ExchangeServer:
         if not self._synced:
             return
         while self._synced:
-            done = self._synced.popleft()
-            for waiting, outcome in done.answers:
+            committed = self._synced.popleft()
+            for waiting, outcome in committed.answers:
                 frames = outcome.in_memory()
                 if frames is None:
                     self._reads.put(ToRead(waiting, outcome))
                 else:
                     self._socket.send(waiting.identity, outcome.reply, frames)
-            self._receiver.release(done.bulk_bytes)
-            if done.notices:
-                self._notices.put_nowait(done.notices)
+            self._receiver.release(committed.bulk_bytes)
+            if committed.notices:
+                self._notices.put_nowait(committed.notices)
         self._receiver.poll()
 
     async def _act_on_notices(self) -> None:
@@ -334,19 +334,19 @@ class ExchangeServer:
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
-        taken: list[PendingRequest] = []
+        handled: list[PendingRequest] = []
         with handled_together(self._exchange) as outcomes:
-            while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
-                taken.append(self._others.popleft())
-                outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
+            while self._others and len(handled) < OTHERS_AT_ONCE and (not handled or time.monotonic() < end_s):
+                handled.append(self._others.popleft())
+                outcomes.append(handle(self._exchange, handled[-1].arrived, now_s))
                 self._send_synced()
         if not outcomes:
-            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in taken]
-        return list(zip(taken, outcomes, strict=True))
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in handled]
+        return list(zip(handled, outcomes, strict=True))
 
-    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, done: Done) -> None:
+    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, committed: Committed) -> None:
         self._receiver.filter.finished(waiting)
-        done.answers += self._parked.answer_or_park(waiting, outcome, now_s)
+        committed.answers += self._parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 
@@ -406,14 +406,14 @@ class ParkedRequests:
     def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
         """Remove and return up to `max_leases` lease requests, other requests of `kinds`, and all whose wait time has
         ended."""
-        taken = []
+        due_requests = []
         for key, waiting in list(self._waiting.items()):
             due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
             if due or waiting.deadline_s <= now_s:
                 max_leases -= waiting.kind == "lease"
                 del self._waiting[key]
-                taken.append(waiting)
-        return taken
+                due_requests.append(waiting)
+        return due_requests
 
     def _nothing(self, waiting: PendingRequest) -> Outcome:
         reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)

@@ -96,11 +96,11 @@ class Episodes(Queries):
 
     def row_tokens(self, run_id: str, group_id: int, sample: int, life: int, row_index: int) -> int:
         """Return the number of tokens in a row of a sample; 0 for a new one."""
-        found = self.row(
+        row = self.row(
             f"SELECT row_tokens FROM episodes WHERE {OF_SAMPLE} AND row_index = ? ORDER BY turn DESC LIMIT 1",
             (run_id, group_id, sample, life, row_index),
         )
-        return 0 if found is None else int(found[0])
+        return 0 if row is None else int(row[0])
 
     def add(self, turn: FinishedTurn, location: Location) -> None:
         """Record a turn and the location of its bytes. Sealed here, because a trigger would cost as much again."""
