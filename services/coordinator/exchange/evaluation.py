@@ -99,8 +99,7 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
 
 
 def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
-    """Unpin the worker once every group of the evaluation is generated or dropped: it takes new weights while they are
-    scored."""
+    """Unpin the worker once all groups are generated or dropped: it takes new weights while they are scored."""
     row = pending(exchange, run)
     if row is None or row["member_id"] is None or group_class != f"eval:{row['step']}":
         return

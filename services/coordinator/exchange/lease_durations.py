@@ -113,8 +113,7 @@ class Throughput:
         """Scored groups by reward worker."""
 
     def keep(self, member_ids: Iterable[str]) -> None:
-        """Remove workers that are not among `member_ids`, so that the counts do not grow with every worker that ever
-        joined."""
+        """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""
         kept = set(member_ids)
         for counts in (self.generated, self.scored):
             for member_id in counts.keys() - kept:

@@ -212,8 +212,7 @@ class _NewLeases:
         return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """Return the prefix that an earlier worker returned; None if there is none or it is damaged. Raises
-        UnopenedSegment."""
+        """Return the prefix that an earlier worker returned; None without an intact one. Raises UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -345,8 +344,7 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 
 def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
-    """Return the workers that hold leases or tasks for far longer than others need, with the reasons. Called every few
-    seconds."""
+    """Return the workers that hold leases or tasks for much longer than others need, with the reasons."""
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
@@ -367,8 +365,7 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
 
 
 def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
-    """Revoke the leases and tasks of overdue workers. Runs inside a transaction. A late result still counts if it is
-    the first."""
+    """Revoke the leases and tasks of overdue workers, in a transaction. Late results count if they are the first."""
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
@@ -429,8 +426,7 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that are
-    proven to cause crashes."""
+    """Count a worker's crash for each group that it held, before its leases are revoked; drop proven causes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count_death(exchange, run, row, member_id, member_id)
 

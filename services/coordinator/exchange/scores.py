@@ -145,8 +145,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 
 def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
-    """Return whether a group's rewards give it an advantage; True if the rewards of its turns decide and cannot be
-    read."""
+    """Return whether a group's rewards give it an advantage; True if they depend on turns that cannot be read."""
     turns = None
     if run.spec.environment.advantage != "outcome":
         try:

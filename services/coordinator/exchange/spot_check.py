@@ -55,8 +55,7 @@ MAX_INCREMENT = 9.5
 CLIP_SIGMAS = 4.0
 
 SMALLEST_SIGMA = 2e-4
-"""Smallest standard error, in nats. A smaller estimate is not used, because rounding errors within a group are alike.
-"""
+"""Smallest standard error used, in nats, because rounding errors within a group are alike."""
 
 SPREAD_FROM = 8
 """Smallest number of observations whose spread estimates the noise."""
@@ -137,8 +136,7 @@ class DriftTest:
         """Groups observed."""
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Add one group of a worker. Return a finding if this names the worker. Numbers that are not finite are
-        ignored."""
+        """Add one group of a worker; return a finding if this names the worker. Ignores numbers that are not finite."""
         if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
             return None
         worker = self._workers.setdefault(member_id, _Worker())

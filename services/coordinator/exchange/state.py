@@ -140,8 +140,7 @@ class RunState:
 
 
 class Exchange(RunState):
-    """State of the exchange, one per coordinator. Used by the coordinator's event loop only, always inside a ledger
-    transaction."""
+    """State of the exchange, one per coordinator. Used on its event loop only, always inside a ledger transaction."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()

@@ -42,8 +42,7 @@ MAX_ERROR_CHARS = 4096
 
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit a generated group that was checked and stored. The first valid result of any attempt wins while the group
-    is open."""
+    """Commit a checked and stored group. The first valid result of any attempt wins while the group is open."""
     request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)
@@ -176,8 +175,7 @@ ARRAY_BYTES = 8
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
-    """Return why the learner cannot embed the largest token id; empty if it can, or if its vocabulary size is not
-    reported yet."""
+    """Return why the learner cannot embed the largest token id; empty if it can or its vocabulary is not reported."""
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
         return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
@@ -374,8 +372,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """End an unfinished life of a sample: its tokens are dropped, and the next life begins unless the sample is given
-    up."""
+    """End an unfinished life of a sample: its tokens are dropped. The next life begins unless it is given up."""
     end, episodes = request.episode_end, exchange.ledger.episodes
     row = exchange.group(run, end.group_id)
     if (refusal := _refusal(exchange, run, request, row, end)) is not None:

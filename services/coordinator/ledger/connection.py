@@ -381,8 +381,7 @@ class WalCheckpointer:
             self._db.close()
 
     def move(self, how: str) -> int:
-        """Move pages; return the number of pages in the log. A disk error is left to the next transaction, which hits
-        it too."""
+        """Move pages; return the log's length in pages. The next transaction reports a disk error."""
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:

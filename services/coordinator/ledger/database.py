@@ -161,8 +161,7 @@ def mark(copy: sqlite3.Connection) -> None:
 
 
 def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
-    """Return whether this file is a backup that no coordinator has opened. Does not use SQLite, which would open the
-    log."""
+    """Return whether this is a backup that no coordinator has opened. Bypasses SQLite, which would open the log."""
     if not ledger.is_file():
         return False
     if key is not None:
@@ -188,8 +187,7 @@ def set_aside(ledger: Path) -> Path | None:
 
 
 def remove_mark(db: sqlite3.Connection) -> None:
-    """Remove the mark before the first transaction, while the file has no log: it must never be taken for a backup
-    again."""
+    """Remove the mark before the first transaction, while there is no log: the file is never a backup again."""
     db.execute("PRAGMA application_id = 0")
 
 

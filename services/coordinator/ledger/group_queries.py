@@ -203,8 +203,7 @@ class GroupQueries(Queries):
         return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the first group that is being scored (reason `reward_failed`) or generated (other reasons); None
-        without one."""
+        """Return the first group in scoring (reason `reward_failed`) or generation (other reasons); None without one."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"

@@ -56,8 +56,7 @@ class NewLease(NamedTuple):
     member_id: str
     attempt: int
     lease_step: int
-    """Oldest version that its tokens can have. `Lease.step` on the wire is another number: the step that the group is
-    for."""
+    """Oldest version that its tokens can have. `Lease.step` on the wire is the step that the group is for."""
     holders: str
     """All holders of the group's leases, this one included."""
 
@@ -245,8 +244,7 @@ class Groups(Queries):
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
 
     def restart_evaluation(self, run_id: str, group_class: str, member_id: str) -> list[int]:
-        """Admit all groups of an evaluation again except the dropped ones and those leased to the member. Return their
-        ids."""
+        """Admit an evaluation's groups again, except dropped ones and those leased to the member. Return their ids."""
         readmitted = self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"

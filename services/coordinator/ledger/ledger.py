@@ -67,8 +67,7 @@ class Ledger(LedgerFile):
 
     @property
     def deaths(self) -> Deaths:
-        """Crashes of workers, by the groups that they held. Not an attribute, because a reference cycle would keep the
-        files open."""
+        """Crashes by group. Not an attribute, because a reference cycle would keep the files open."""
         return Deaths(self)
 
     # Runs
@@ -130,8 +129,7 @@ class Ledger(LedgerFile):
         return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 
     def submitter(self, run_id: str) -> str:
-        """Return the name of the caller that submitted a run, from its first event; empty if it is not recorded. Raises
-        NotFound."""
+        """Return the caller that submitted a run, from its first event; empty if not recorded. Raises NotFound."""
         self.run(run_id)
         query = "SELECT json_extract(json, '$.submitter') FROM events WHERE run_id = ? AND sequence = 1"
         return str(self.value(query, (run_id,)) or "")
@@ -171,8 +169,7 @@ class Ledger(LedgerFile):
         return resolved(self.path.parent, self.run(run_id)["export_path"])
 
     def run_of_submission(self, submission: str) -> str | None:
-        """Return the run that was queued under this submission name, which is in the run's first event; None without
-        one."""
+        """Return the run queued under this submission name, from the run's first event; None without one."""
         row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
@@ -264,8 +261,7 @@ class Ledger(LedgerFile):
         return bool(self._newest_event(run_id, "state").get("retried"))
 
     def drop_reason_of_pause(self, run_id: str) -> str:
-        """Return the drop reason of the groups that paused a run; empty if it was paused for another reason or not at
-        all."""
+        """Return the drop reason of the groups that paused a run; empty if none did."""
         return str(self._newest_event(run_id, "state").get("drop_reason", ""))
 
     def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
@@ -278,8 +274,8 @@ class Ledger(LedgerFile):
         return self._newest_fact(run_id, "data")
 
     def function_digests(self, run_id: str) -> str:
-        """Return the digests of the reward functions' files at the run's last start or resume, as JSON; empty if they
-        are not recorded."""
+        """Return the digests of the reward functions' files at the last start or resume, as JSON; empty if not
+        recorded."""
         return self._newest_fact(run_id, "functions")
 
     def bundle(self, run_id: str) -> str:
@@ -318,8 +314,7 @@ class Ledger(LedgerFile):
         return self.payloads.payload(row, last=last) if row else None
 
     def add_payload(self, run_id: str, group_id: int, kind: str, location: Location) -> None:
-        """Record the location of a group's payload. A result must be new; other kinds replace an earlier one of their
-        kind."""
+        """Record the location of a group's payload. A result must be new; other kinds replace earlier ones."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
             f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
@@ -362,8 +357,7 @@ class Ledger(LedgerFile):
         return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
 
     def prune(self, run_id: str, batch: int) -> None:
-        """Remove the payloads of up to GROUPS_AT_ONCE groups that no session will train again. Runs inside a
-        transaction."""
+        """Remove payloads of up to GROUPS_AT_ONCE groups that no session will train again, in a transaction."""
         step, index = divmod(self.counters(run_id).get(PRUNED, 0), batch)
         number = min(GROUPS_AT_ONCE, batch - index)
         removed = self.rows(
@@ -428,8 +422,7 @@ class Ledger(LedgerFile):
     # Members
 
     def holders(self, lease_role: Role.ValueType = ROLE_ROLLOUT) -> list[tuple[str, Role.ValueType]]:
-        """Return the members that hold leases, score tasks or a pending evaluation; `lease_role` is the role of lease
-        holders."""
+        """Return the members that hold leases (all of `lease_role`), score tasks or a pending evaluation."""
         queries = {
             "SELECT DISTINCT member_id FROM groups WHERE state = 'leased'": lease_role,
             "SELECT DISTINCT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL": ROLE_ROLLOUT,

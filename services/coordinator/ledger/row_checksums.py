@@ -81,8 +81,7 @@ def of(name: str, row: Mapping[str, object]) -> int:
 
 
 def assignment(**changed: str) -> str:
-    """Return the assignment of `seal` for an UPDATE of `groups`, which has no trigger; `changed` has the new
-    expressions by column."""
+    """Return the assignment of `seal` for an UPDATE of `groups`; `changed` has the new expressions by column."""
     columns = tables()["groups"].columns
     return f"seal = row_checksum({', '.join(changed.get(column, column) for column in columns)})"
 

@@ -1,5 +1,4 @@
-"""The ledger's tables: one SQLite file in WAL mode. The texts and arrays of groups are in segments beside it
-(segments.py)."""
+"""The ledger's tables: one SQLite file in WAL mode. Texts and arrays are in segments beside it (segments.py)."""
 
 SCHEMA_VERSION = 9
 """Version of the format; 9 is that of Paceline 0.1.0. Each change of the tables increments it, so that a ledger of

@@ -34,8 +34,7 @@ class SegmentCipher:
 
     @classmethod
     def of_start(cls, start: bytes, key: StorageKey) -> SegmentCipher:
-        """Return the cipher of the segment with these first bytes. Raises WrongKey if they are not from a segment of
-        this key."""
+        """Return the cipher of the segment with these first bytes. Raises WrongKey if the key is another one."""
         if len(start) != START_BYTES or not start.startswith(MAGIC + key.name):
             raise WrongKey(f"its start is not that of a segment encrypted with the key {key.name.hex()}")
         return cls(key, start[-SALT_BYTES:])

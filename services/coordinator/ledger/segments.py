@@ -96,8 +96,7 @@ class SegmentFile:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._key = key
         self._cipher: SegmentCipher | None = None
-        """Cipher of the segment; created with the first read, because files are opened where nothing may wait for the
-        disk."""
+        """Cipher; created with the first read, because files are opened where nothing may wait for the disk."""
 
     def read(self, position: int, size: int) -> bytes:
         """Return the `size` bytes of the part at `position`, fewer at the end of the file. Raises OSError; WrongKey if
@@ -122,8 +121,7 @@ class StoredFrame:
     position: int
     """Position in the file."""
     start: int
-    """Start in the ledger's count, without the overhead of encryption: of the record, or of its arrays after the
-    header."""
+    """Start as the ledger counts it, without encryption: of the record, or of its arrays after the header."""
     size: int
     crc: int
 
@@ -237,8 +235,7 @@ class PayloadStore:
         return locations
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
-        """Yield the parts to write from `position` on. One part at a time is sealed, so that no second copy of all
-        records is in memory."""
+        """Yield the parts to write from `position` on; sealed one at a time, so that memory holds no second copy."""
         for part in (part for record in records for part in (record.header, record.arrays)):
             written = part if self._cipher is None else self._cipher.seal(part, position)
             yield written

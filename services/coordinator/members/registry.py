@@ -267,8 +267,7 @@ IGNORED_S = 0.05
 
 
 class LoopLag:
-    """Sum of the pauses of the running event loop. `watch` runs the beat; `take` also counts a pause that has just
-    ended before its beat."""
+    """Sum of the running event loop's pauses. `watch` runs the beat; `take` also counts a pause before the next beat."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -132,8 +132,7 @@ class Assignments:
         self.update_engines()
 
     def update_lists(self) -> None:
-        """Send the roster to the learner and the list of rollout workers to the environment workers, if they have
-        changed."""
+        """Send the roster to the learner and the rollout workers to environment workers, if they changed."""
         self.roster.update()
         self.update_engines()
 
@@ -215,8 +214,7 @@ class Assignments:
         return newest
 
     def restore_session(self) -> str | None:
-        """Return the learner with the newest session of the active run, from the ledger after a restart; None without
-        one."""
+        """Return the learner with the active run's newest session, from the ledger after a restart; None without one."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:
@@ -224,8 +222,7 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Return whether a session of the active run can have published a version, which happens before its step's
-        receipt."""
+        """Return whether a session of the run can have published a version, which precedes its step's receipt."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
@@ -298,8 +295,7 @@ class Assignments:
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session above that of a worker's weights, which the ledger does not know; at most MAX_LATER_SESSIONS
-        times."""
+        """Begin a session above that of a worker's weights, unknown to the ledger; at most MAX_LATER_SESSIONS times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return

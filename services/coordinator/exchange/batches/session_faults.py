@@ -114,8 +114,7 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Return the groups of the reporting rank's part, or of the whole batch; the longest first if memory may have run
-    out."""
+    """Return the groups of the reporting rank's part, or of the batch; for lack of memory the longest first."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

@@ -186,8 +186,7 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """Shut a connection down; ZeroMQ then frees its memory. Return False if the descriptor is closed or another
-        file's."""
+        """Shut a connection down; return False if the descriptor is closed or another file's."""
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:

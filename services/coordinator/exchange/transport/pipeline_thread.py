@@ -41,8 +41,7 @@ class PipelineThread(Generic[ItemT]):
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run until cancelled; the current portion is finished first. Raises the error of `work`, which ends the
-        thread."""
+        """Run until cancelled; the current portion is finished first. Raises the error of `work`, which ends it."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

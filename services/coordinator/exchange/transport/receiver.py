@@ -41,8 +41,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """First step of the pipeline, on the event loop. Accepted results with arrays go to `checks`, other requests to
-    `queue`."""
+    """First step of the pipeline, on the event loop. Passes results with arrays to `checks`, other requests to `queue`."""
 
     def __init__(
         self,
@@ -88,8 +87,7 @@ class Receiver:
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. Messages are read first, because an unread one may complete an
-        unfinished transfer."""
+        """Check the connections, every TICK_S. Reads first, because an unread message may complete a transfer."""
         all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
@@ -208,8 +206,7 @@ class RequestFilter:
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether a repeated result is still being processed; the first one's answer then goes to the new
-        sender."""
+        """Return whether a repeated result is still being processed; the first one's answer goes to the new sender."""
         first = self._under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False

@@ -115,8 +115,7 @@ class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict if it cannot listen."""
 
     def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
-        """`knows` returns whether a public key is a member's; with it, connections are encrypted and only members
-        connect."""
+        """`knows` returns whether a public key is a member's; with it, all connections are encrypted."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -217,8 +216,7 @@ class ExchangeSocket:
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """Send a reply, unless its peer is gone or does not read. It never blocks, so that others are not delayed; the
-        peer asks again."""
+        """Send a reply without blocking. If its peer is gone or does not read, drop it; the peer asks again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)

@@ -71,8 +71,7 @@ TICK_S = 0.2
 """Seconds between two checks of parked requests without an event, because some answers change with time alone."""
 
 PARKED_AT_ONCE = 64
-"""Most parked lease requests that are checked at a tick, the longest unchecked first, because there may be thousands.
-"""
+"""Most parked lease requests, the longest unchecked first, that are checked at a tick; there may be thousands."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
 """Kinds of parked requests whose answers an arriving request can change, by its kind."""
@@ -404,8 +403,7 @@ class ParkedRequests:
         return answers
 
     def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
-        """Remove and return up to `max_leases` lease requests, other requests of `kinds`, and all whose wait time has
-        ended."""
+        """Remove and return up to `max_leases` lease requests, other requests of `kinds`, and all expired ones."""
         due_requests = []
         for key, waiting in list(self._waiting.items()):
             due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds

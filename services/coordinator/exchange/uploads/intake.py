@@ -51,8 +51,7 @@ class Arrived:
     kind: str = field(init=False)
     """Name of the request's body; empty without one."""
     group: Group | None = None
-    """The group, or the prefix of one, without its texts, if its bytes are valid; its arrays are views into the frame.
-    """
+    """The group or prefix without its texts, if its bytes are valid; its arrays are views into the frame."""
     turns: list[GroupTurn] = field(default_factory=list)
     """Turns of a group with rows."""
     turn: UploadedTurn | None = None

@@ -51,8 +51,7 @@ class Batches(Queries):
         self.db.execute("UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run_id, step))
 
     def replace(self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str) -> None:
-        """Move a batch to the replaced ones. `group_ids` are all its groups in order, `dropped_ids` those that the next
-        revision lacks."""
+        """Move a batch with `group_ids` to the replaced ones; its next revision lacks `dropped_ids`."""
         key, of_groups = (
             (batch["run_id"], batch["step"]),
             (json.dumps(group_ids), json.dumps(sorted(dropped_ids))),
@@ -73,8 +72,7 @@ class Batches(Queries):
 
 
 def batch_digest(groups: Sequence[sqlite3.Row]) -> str:
-    """Return SHA-256 over a batch's groups in order: id, digest and scores digest of each. `groups` are rows of the table
-    `groups`."""
+    """Return SHA-256 over id, digest and scores digest of a batch's groups in order; `groups` are their rows."""
     content = [[group["group_id"], group["digest"], group["scores_digest"]] for group in groups]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -100,8 +98,7 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 
 class Splits:
-    """Cache of the newest splits. The key is a link of the chain, which identifies one batch whatever is fixed again or
-    rolled back."""
+    """Cache of the newest splits by link of the chain, which identifies one batch despite revisions and rollbacks."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._batches = Batches(db)
@@ -214,8 +211,7 @@ class SessionFaults(Queries):
         return None if row is None else (row["session"], row["step"], int(row["message"]))
 
     def add(self, run_id: str, fault: SessionFault, *, outranks: str) -> bool:
-        """Record a fault; return whether it was added. An earlier fault of the session stays, unless this one's kind is
-        `outranks`."""
+        """Record a fault; return whether it was added. An earlier one stays, unless this one's kind is `outranks`."""
         added = self.db.execute(
             "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"
