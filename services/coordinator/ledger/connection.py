@@ -38,10 +38,6 @@ REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """First byte that SQLite locks (its PENDING_BYTE)."""
 
-LOG_PERIOD_S = 0.5
-MAX_LOG_PAGES = 8192
-"""Length of the log, in pages of 4 kB, above which it is emptied."""
-
 LOG_READERS_S = 0.1
 """Most seconds to wait for readers of other processes before the log is emptied; it is tried again."""
 
@@ -291,8 +287,7 @@ class LedgerFile(database.Queries):
         raise Conflict(f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}")
 
     def _copy_before_upgrade(self, version: int) -> None:
-        """Copy the tables unchanged beside the ledger, so that an older Paceline can continue from the copy (it has the
-        same segments)."""
+        """Copy the tables beside the ledger: an older Paceline can continue from them and the same segments."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -362,8 +357,9 @@ class WalCheckpointer:
     SQLite write it from its start again. Only the log's length depends on this: a commit is durable by its own sync.
     """
 
-    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
-        self._lock = lock
+    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock, period_s: float = 0.5, max_pages: int = 8192):
+        """Move every `period_s` seconds; restart the log when it has more than `max_pages` pages of 4 kB."""
+        self._lock, self._period_s, self._max_pages = lock, period_s, max_pages
         self._db = database.connect(ledger.path, ledger.key, busy_s=LOG_READERS_S, any_thread=True)
         ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
 
@@ -373,8 +369,8 @@ class WalCheckpointer:
         try:
             with ThreadPoolExecutor(1, "ledger-log") as thread:
                 while True:
-                    await asyncio.sleep(LOG_PERIOD_S)
-                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_LOG_PAGES:
+                    await asyncio.sleep(self._period_s)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > self._max_pages:
                         async with self._lock:
                             await loop.run_in_executor(thread, self.move, "RESTART")
         finally:

@@ -237,8 +237,7 @@ class Groups(Queries):
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Return a generated or scored group to `admitted`, as before its generation. A batched one must return to
-        `scored` first (`unbatch`)."""
+        """Return a generated or scored group to `admitted`, as before its generation; first `unbatch` a batched one."""
         empty = dict.fromkeys(("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward"))
         numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)

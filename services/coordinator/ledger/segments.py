@@ -193,6 +193,8 @@ class PayloadStore:
     def __init__(self, ledger: Path, key: StorageKey | None = None):
         """`key` encrypts the segments; None for plain ones."""
         self._key = key
+        self.max_segment_bytes, self.max_recent_bytes = MAX_SEGMENT_BYTES, MAX_RECENT_BYTES
+        self.max_open = MAX_OPEN_SEGMENTS
         self._overhead = 0 if key is None else SegmentCipher.overhead_bytes
         """Bytes that a part has more in an encrypted segment than in the ledger's count."""
         self.folder = ledger.with_name(ledger.name + "-segments")
@@ -311,7 +313,7 @@ class PayloadStore:
 
     def _end_with_room(self) -> SegmentWriter:
         """Return the segment to append to. Raises OSError; UnopenedSegment if it may be created later."""
-        if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
+        if self._end is None or self._end.size >= self.max_segment_bytes:
             try:
                 self._end = self._begin_segment()
             except OSError as error:
@@ -326,7 +328,7 @@ class PayloadStore:
         with self._recent_lock:
             self._recent[location.segment, location.start] = record
             self._recent_bytes += record.size
-            while self._recent_bytes > MAX_RECENT_BYTES:
+            while self._recent_bytes > self.max_recent_bytes:
                 self.evict(*next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
@@ -358,7 +360,7 @@ class PayloadStore:
     def _open(self, number: int, start: int) -> SegmentFile:
         file = self._files.get(number)
         if file is None:
-            while len(self._files) >= MAX_OPEN_SEGMENTS:
+            while len(self._files) >= self.max_open:
                 self._files.pop(next(iter(self._files)))
             try:
                 file = self._files[number] = SegmentFile(self._path(number), self._key)

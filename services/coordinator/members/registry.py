@@ -311,7 +311,8 @@ class Standing(enum.Enum):
 class Senders:
     """Members whose requests are answered, by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_earlier: int = MAX_EARLIER) -> None:
+        self._max_earlier = max_earlier
         self._members: dict[str, Member] = {}
         self._earlier: dict[tuple[str, bytes], None] = {}
         """Earlier ids and secrets, oldest first."""
@@ -336,7 +337,7 @@ class Senders:
         if self._keys.get(member.exchange_key) == member_id:
             del self._keys[member.exchange_key]
         self._earlier[member_id, member.secret] = None
-        while len(self._earlier) > MAX_EARLIER:
+        while len(self._earlier) > self._max_earlier:
             del self._earlier[next(iter(self._earlier))]
 
     def get(self, member_id: str) -> Member | None:

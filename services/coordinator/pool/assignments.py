@@ -76,7 +76,7 @@ class Roster:
             if (newcomer := self._members.get(member_id)) is not None:
                 newcomer.named_in = self.number
                 newcomer.host_plan = None  # the learner waits for its answer, even if it has the version
-        log.info("epoch %d of run %s: %s", self.number, run.run_id, _named(member_ids))
+        log.info("epoch %d of run %s: %s", self.number, run.run_id, listed_names(member_ids))
         directive = worker_pb2.Epoch(
             run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
         )
@@ -97,7 +97,7 @@ class Roster:
         ]
 
 
-def _named(member_ids: Sequence[str]) -> str:
+def listed_names(member_ids: Sequence[str]) -> str:
     """Return the members of a roster for a log line."""
     if not member_ids:
         return "nobody"

@@ -57,6 +57,7 @@ class Pool:
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self.lag = LoopLag()
+        self.overdue_check_s = OVERDUE_CHECK_S
         self._overdue_checked_s = 0.0
         """Time of the last check for overdue leases."""
         self._runs = runs
@@ -282,7 +283,7 @@ class Pool:
     async def _take_overdue(self) -> None:
         """Revoke the leases and tasks of workers that report but submit nothing."""
         run, now_s = self._exchange.active, time.monotonic()
-        if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
+        if run is None or now_s - self._overdue_checked_s < self.overdue_check_s:
             return
         self._overdue_checked_s = now_s
         overdue = leases.find_overdue(self._exchange, run, now_s)

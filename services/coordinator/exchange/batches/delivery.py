@@ -107,8 +107,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return how a receipt differs from the rank's part of the batch; empty if they agree. `part` is None in runs
-    without batches."""
+    """Return how a receipt differs from its rank's part, None in runs without batches; empty if they agree."""
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]

@@ -30,27 +30,8 @@ from paceline.host.resources import give_freed_memory_back
 from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
-MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
-"""Most bytes on a connection without the end of a message: arrays, texts and header of a group."""
-
-MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Most bytes on a connection while whole messages wait to be read."""
-
-MAX_REFUSED = 256
-"""Most refused messages on a connection on which no member has sent one."""
-
-MAX_STRANGERS_BYTES = 512 << 20
-"""Most bytes of either kind on all connections together on which no member has sent a message. A worker's first message
-may be a large group."""
-
 MAX_STRANGERS_SHARE = 0.25
 """Largest number of connections on which no member has sent a message, as a share of the files that may be open."""
-
-MAX_STRANGERS = 4096
-"""Largest number of such connections, however many files may be open, because each takes memory."""
-
-MAX_GROWTH_BYTES = 256 << 20
-"""Most bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
 
 HARMLESS_BYTES = 64 << 10
 """Unread bytes on a connection that cannot cause memory growth; it is not closed for that."""
@@ -63,6 +44,29 @@ STRANGER_S = 15.0
 
 BYTES_RECEIVED = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a socket's connections. A stranger is a connection on which no member has sent a message."""
+
+    message_bytes: int = MAX_MESSAGE_BYTES + (32 << 20)
+    """Most bytes on a connection without the end of a message: arrays, texts and header of a group."""
+    unread_bytes: int = 4 * MAX_MESSAGE_BYTES
+    """Most bytes on a connection while whole messages wait to be read."""
+    refused: int = 256
+    """Most refused messages of a stranger."""
+    strangers_bytes: int = 512 << 20
+    """Most unread bytes of all strangers together. A worker's first message may be a large group."""
+    strangers: int = 4096
+    """Most strangers, however many files may be open, because each takes memory."""
+    growth_bytes: int = 256 << 20
+    """Most bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
+    discarded_at_once: int = 10_000
+    """Frames of a message with too many that are discarded in one turn of the event loop."""
+
+
+DEFAULT_LIMITS = ConnectionLimits()
 
 
 @dataclass
@@ -93,10 +97,12 @@ class Connection:
 class Connections:
     """Open connections of the socket that is bound to `port`."""
 
-    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic):
-        self._port, self._clock = port, clock
+    def __init__(
+        self, port: int, limits: ConnectionLimits = DEFAULT_LIMITS, clock: Callable[[], float] = time.monotonic
+    ):
+        self._port, self._limits, self._clock = port, limits, clock
         share = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._max_strangers = min(MAX_STRANGERS, share)
+        self._max_strangers = min(limits.strangers, share)
         self._by_descriptor: dict[int, Connection] = {}
         self._trim_at_s = math.inf
 
@@ -130,7 +136,7 @@ class Connections:
             descriptor: connection.under_way(_bytes_received(descriptor), memory, all_read)
             for descriptor, connection in self._by_descriptor.items()
         }
-        limit = memory - MAX_GROWTH_BYTES - 2 * sum(under_way.values())
+        limit = memory - self._limits.growth_bytes - 2 * sum(under_way.values())
         for descriptor, connection in list(self._by_descriptor.items()):
             size = under_way[descriptor]
             strangers_bytes += 0 if connection.of_member else size
@@ -160,16 +166,17 @@ class Connections:
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
         """Return why a connection must be closed; empty if it may stay. Called for the oldest first."""
-        if all_read and under_way > MAX_BYTES:
-            return f"{under_way} bytes arrived on it without the end of a message, {MAX_BYTES} are allowed"
-        if under_way > MAX_UNREAD_BYTES:
-            return f"{under_way} bytes arrived on it that are not read yet, {MAX_UNREAD_BYTES} are allowed"
+        limits = self._limits
+        if all_read and under_way > limits.message_bytes:
+            return f"{under_way} bytes arrived on it without the end of a message, {limits.message_bytes} are allowed"
+        if under_way > limits.unread_bytes:
+            return f"{under_way} bytes arrived on it that are not read yet, {limits.unread_bytes} are allowed"
         if connection.of_member:
             return ""
         silent_s = self._clock() - connection.opened_s
-        if connection.refused > MAX_REFUSED:
+        if connection.refused > limits.refused:
             return f"{connection.refused} messages on it were refused, and no member has used it"
-        if strangers_bytes > MAX_STRANGERS_BYTES:
+        if strangers_bytes > limits.strangers_bytes:
             return f"connections that no member has used have {strangers_bytes} unread bytes"
         if all_read and silent_s > STRANGER_S:
             return f"no member has used it for {silent_s:.0f} s"

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
@@ -33,10 +34,25 @@ from paceline.v1 import exchange_pb2 as pb
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks get a turn."""
 
-MAX_PENDING_BYTES = 128 << 20
-"""Most bytes of uncommitted groups in memory; beyond it no groups are read from ZeroMQ. It is less than a segment, so
-the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits and intervals of the exchange's server."""
+
+    pending_bytes: int = 128 << 20
+    """Most bytes of uncommitted groups in memory; beyond it no groups are read from ZeroMQ. It is less than a segment, so
+    the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
+    unanswered: int = 4096
+    """Most unanswered requests of one member, without parked ones: a member has one of a kind."""
+    wait_s: float = 30.0
+    """Longest time for which a request is parked, whatever wait it asks for."""
+    tick_s: float = 0.2
+    """Seconds between two checks of parked requests without an event, because some answers change with time alone."""
+    store_again_s: tuple[float, float] = (0.2, 10.0)
+    """First and longest back-off before groups are stored again after no segment could be created."""
+
+
+DEFAULT_LIMITS = ServerLimits()
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -49,12 +65,14 @@ class Receiver:
         socket: ExchangeSocket,
         checks: PipelineThread[PendingRequest],
         queue: Callable[[Sequence[PendingRequest]], None],
+        limits: ServerLimits = DEFAULT_LIMITS,
     ):
         self._exchange = exchange
         self._socket = socket
         self._checks, self._queue = checks, queue
         self._readable, self._room = asyncio.Event(), asyncio.Event()
-        self.filter = RequestFilter(exchange)
+        self._limits = limits
+        self.filter = RequestFilter(exchange, limits.unanswered)
         self.pending_bytes = 0
         """Bytes of unanswered results with arrays."""
 
@@ -64,7 +82,7 @@ class Receiver:
         loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
             while True:
-                if self.pending_bytes >= MAX_PENDING_BYTES:
+                if self.pending_bytes >= self._limits.pending_bytes:
                     loop.remove_reader(self._socket.descriptor)
                     self._room.clear()
                     await self._room.wait()
@@ -87,15 +105,15 @@ class Receiver:
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. Reads first, because an unread message may complete a transfer."""
-        all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
+        """Check the connections, at every tick. Reads first, because an unread message may complete a transfer."""
+        all_read = self.pending_bytes < self._limits.pending_bytes and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
 
     def _read_some(self) -> bool:
         """Read some messages; return whether these were all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
-            if self.pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
+            if self.pending_bytes >= self._limits.pending_bytes or not self._socket.discard():
                 return False
             message = self._socket.receive()
             if message is None:
@@ -105,7 +123,7 @@ class Receiver:
 
     def _take(self, message: Message) -> None:
         try:
-            waiting = parse(message)
+            waiting = parse(message, self._limits.wait_s)
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
@@ -162,16 +180,13 @@ MAX_HEADER_BYTES = {
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Most header bytes of a lease that is returned with samples: it has their texts, and counts among the bytes that wait
-for the disk."""
+"""Most header bytes of a returned lease with samples: it has their texts, and counts as bytes that wait for the disk.
+"""
 
 MAX_HELD = 10_000
 """Most groups that a worker may report as held."""
 
 MAX_RANKS = 1 << 16
-
-MAX_UNANSWERED = 4096
-"""Most unanswered requests of one member, without parked ones: a member has one of a kind."""
 
 Key = tuple[str, str, str, int, int, Hashable]
 
@@ -179,10 +194,10 @@ Key = tuple[str, str, str, int, int, Hashable]
 class RequestFilter:
     """Refuses and joins requests; counts the accepted ones that are not answered."""
 
-    def __init__(self, exchange: Exchange):
-        self._exchange = exchange
-        self._unanswered: Counter[str] = Counter()
-        self._under_way: dict[Key, PendingRequest] = {}
+    def __init__(self, exchange: Exchange, max_unanswered: int):
+        self._exchange, self._max_unanswered = exchange, max_unanswered
+        self.unanswered: Counter[str] = Counter()
+        self.under_way: dict[Key, PendingRequest] = {}
         """Results with arrays that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
@@ -201,13 +216,15 @@ class RequestFilter:
                 return f"a worker holds {MAX_HELD} groups at most, not {held}"
         if kind in ("batch", "receipt") and getattr(request, kind).world_size > MAX_RANKS:
             return f"a learner has {MAX_RANKS} ranks at most, not {getattr(request, kind).world_size}"
-        if self._unanswered[request.member_id] >= MAX_UNANSWERED:
-            return f"{MAX_UNANSWERED} requests of {request.member_id} are unanswered already; wait for their answers"
+        if self.unanswered[request.member_id] >= self._max_unanswered:
+            return (
+                f"{self._max_unanswered} requests of {request.member_id} are unanswered already; wait for their answers"
+            )
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
         """Return whether a repeated result is still being processed; the first one's answer goes to the new sender."""
-        first = self._under_way.get(_key(waiting)) if waiting.request.again else None
+        first = self.under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False
         first.identity = waiting.identity
@@ -235,20 +252,20 @@ class RequestFilter:
 
     def let_in(self, waiting: PendingRequest) -> None:
         waiting.is_counted = True
-        self._unanswered[waiting.request.member_id] += 1
+        self.unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
-            self._under_way.setdefault(_key(waiting), waiting)
+            self.under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: PendingRequest) -> None:
         if not waiting.is_counted:
             return
         waiting.is_counted = False
         member_id = waiting.request.member_id
-        self._unanswered[member_id] -= 1
-        if not self._unanswered[member_id]:
-            del self._unanswered[member_id]
-        if waiting.arrived.has_bulk and self._under_way.get(_key(waiting)) is waiting:
-            del self._under_way[_key(waiting)]
+        self.unanswered[member_id] -= 1
+        if not self.unanswered[member_id]:
+            del self.unanswered[member_id]
+        if waiting.arrived.has_bulk and self.under_way.get(_key(waiting)) is waiting:
+            del self.under_way[_key(waiting)]
 
 
 def _key(waiting: PendingRequest) -> Key:

@@ -24,7 +24,7 @@ from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.endpoints import in_brackets, use_ipv6, watch
-from paceline.services.coordinator.exchange.transport.connections import Connections
+from paceline.services.coordinator.exchange.transport.connections import DEFAULT_LIMITS, ConnectionLimits, Connections
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, parse_message
@@ -54,14 +54,8 @@ def key_of(frame: zmq.Frame) -> bytes:
 MAX_FRAMES = 16
 """Most payload frames that are read of a message; no request has as many."""
 
-DISCARDED_AT_ONCE = 10_000
-"""Surplus frames that are read in one turn of the event loop."""
-
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Events of peers without CURVE, and of peers that replay another connection's bytes."""
-
-MAX_WAIT_S = 30.0
-"""Longest time for which a request is parked, whatever wait it asks for."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
@@ -114,7 +108,14 @@ class Message:
 class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict if it cannot listen."""
 
-    def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        knows: KnowsKey | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """`knows` returns whether a public key is a member's; with it, all connections are encrypted."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -132,13 +133,14 @@ class ExchangeSocket:
         self._authenticator = self._encrypt() if knows is not None else None
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
         self._monitor = self._socket.get_monitor_socket(events)
+        self._discarded_at_once = limits.discarded_at_once
         self._discarding = False
         """True while the rest of a message is discarded."""
         self._to_cut: int | None = None
         """Connection of that message, to be closed if the rest is long; only once, because the descriptor may soon be
         another connection's."""
         self.port = self._bind(host, port)
-        self.connections = Connections(self.port)
+        self.connections = Connections(self.port, limits, clock)
         """Open connections."""
 
     def _encrypt(self) -> ThreadAuthenticator:
@@ -192,7 +194,7 @@ class ExchangeSocket:
         because there may be millions; then its connection is closed."""
         if not self._discarding:
             return True
-        for _ in range(DISCARDED_AT_ONCE):
+        for _ in range(self._discarded_at_once):
             if not self._socket.getsockopt(zmq.RCVMORE):
                 self._discarding = False
                 return True
@@ -206,12 +208,12 @@ class ExchangeSocket:
         """Note that a message was received; `first`: the first one of its connection. The monitor is read before,
         because ZeroMQ reports a connection before its first message, and descriptors are reused."""
         if first or not self.connections.is_of_member(message.descriptor):
-            self._read_monitor()
+            self.read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
         """Close connections with too many unread bytes, and those that no member uses. `all_read`: no message waits."""
-        self._read_monitor()
+        self.read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
@@ -223,7 +225,8 @@ class ExchangeSocket:
         except zmq.ZMQError as error:
             seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
 
-    def _read_monitor(self) -> None:
+    def read_monitor(self) -> None:
+        """Note connections that opened or closed."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -269,10 +272,10 @@ def _source(frame: zmq.Frame) -> int:
         return -1
 
 
-def parse(message: Message) -> PendingRequest:
-    """Return the request in a message. Raises WireError."""
+def parse(message: Message, max_wait_s: float) -> PendingRequest:
+    """Return the request in a message, to be parked for at most `max_wait_s`. Raises WireError."""
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order, NaN becomes the limit.
-    wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
+    wait_s = min(max_wait_s, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     deadline_s = time.monotonic() + wait_s
     return PendingRequest(message.identity, arrived, deadline_s, message.size, len(message.header))

@@ -41,7 +41,7 @@ from paceline.services.coordinator.exchange.transport.dispatch import (
     handled_together,
 )
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from paceline.services.coordinator.exchange.transport.receiver import Receiver
+from paceline.services.coordinator.exchange.transport.receiver import DEFAULT_LIMITS, Receiver, ServerLimits
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import store, validate_upload
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
@@ -61,14 +61,8 @@ MAX_SYNC_BYTES = 4 << 20
 """Bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that needs the
 disk waits longer."""
 
-STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
-"""First and longest back-off before groups are stored again after no segment could be created."""
-
 MAX_TRANSACTIONS = 1024
 """Most transactions that share a sync: in practice all waiting ones."""
-
-TICK_S = 0.2
-"""Seconds between two checks of parked requests without an event, because some answers change with time alone."""
 
 PARKED_AT_ONCE = 64
 """Most parked lease requests, the longest unchecked first, that are checked at a tick; there may be thousands."""
@@ -118,21 +112,22 @@ class ExchangeServer:
         prompts: PromptCheck | None = None,
         *,
         encrypted: bool = False,
+        limits: ServerLimits = DEFAULT_LIMITS,
     ):
         """`encrypted`: connections use CURVE, and only members connect."""
-        self._exchange, self._prompts, self._lock = exchange, prompts, lock
+        self._exchange, self._prompts, self._lock, self._limits = exchange, prompts, lock, limits
         self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
-        self._parked = ParkedRequests(exchange)
+        self.parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
         self._leases: deque[PendingRequest] = deque()
         """Lease requests. They come first, because samplers without work wait for them."""
         self._others: deque[PendingRequest] = deque()
         """Other requests that can be answered, among them group results that are on the disk."""
         self._ticked = False
-        """True if TICK_S has passed since parked requests were checked."""
+        """True if a tick has passed since parked requests were checked."""
         self._leases_were_alone = False
         """True if the last transaction answered leases only; then the others come next."""
         self._damaged: deque[ToRead] = deque()
@@ -148,7 +143,7 @@ class ExchangeServer:
             "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )
         self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
-        self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
+        self.receiver = Receiver(exchange, self._socket, self._checks, self._queue, limits)
         self._syncs: PipelineThread[Committed] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
@@ -170,7 +165,7 @@ class ExchangeServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for step in (
-                    self._receiver.run,
+                    self.receiver.run,
                     self._checks.run,
                     self._stores.run,
                     self._answer,
@@ -210,8 +205,8 @@ class ExchangeServer:
 
     def _store(self, portion: list[PendingRequest]) -> None:
         """Store groups; retry while no segment can be created (no file descriptor, no permission). Unstored groups are
-        not acknowledged, and MAX_PENDING_BYTES bounds their size."""
-        pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
+        not acknowledged, and `ServerLimits.pending_bytes` bounds their size."""
+        pause = ExponentialBackoff(*self._limits.store_again_s)
         while True:
             try:
                 store(self._exchange.ledger.payloads, [waiting.arrived for waiting in portion])
@@ -231,17 +226,17 @@ class ExchangeServer:
             if not (self._leases or self._others or self._damaged or self._wake):
                 self._bell.clear()
                 try:
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(self._limits.tick_s):
                         await self._bell.wait()
                 except TimeoutError:
                     pass
             woken, self._wake = self._wake, set()
             kinds = set(woken)
-            if time.monotonic() - tick_s > TICK_S:
+            if time.monotonic() - tick_s > self._limits.tick_s:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
-                self._receiver.check_connections()
-            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
+                self.receiver.check_connections()
+            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self.parked):
                 await self._transact(kinds, woken)
                 await asyncio.sleep(0)  # lets other tasks run
 
@@ -278,8 +273,8 @@ class ExchangeServer:
                 if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
                     kinds.discard("batch")
                 at_tick, self._ticked = PARKED_AT_ONCE if self._ticked else 0, False
-                max_leases = len(self._parked) if "lease" in kinds else at_tick
-                for waiting in self._parked.take_due(kinds, max_leases, now_s):
+                max_leases = len(self.parked) if "lease" in kinds else at_tick
+                for waiting in self.parked.take_due(kinds, max_leases, now_s):
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
@@ -304,10 +299,10 @@ class ExchangeServer:
                     self._reads.put(ToRead(waiting, outcome))
                 else:
                     self._socket.send(waiting.identity, outcome.reply, frames)
-            self._receiver.release(committed.bulk_bytes)
+            self.receiver.release(committed.bulk_bytes)
             if committed.notices:
                 self._notices.put_nowait(committed.notices)
-        self._receiver.poll()
+        self.receiver.poll()
 
     async def _act_on_notices(self) -> None:
         while True:
@@ -344,8 +339,8 @@ class ExchangeServer:
         return list(zip(handled, outcomes, strict=True))
 
     def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, committed: Committed) -> None:
-        self._receiver.filter.finished(waiting)
-        committed.answers += self._parked.answer_or_park(waiting, outcome, now_s)
+        self.receiver.filter.finished(waiting)
+        committed.answers += self.parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 
@@ -356,7 +351,7 @@ class ExchangeServer:
                 self._bell.set()
             else:
                 self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
-        self._receiver.poll()
+        self.receiver.poll()
 
     def _answer_anew(self, unread: ToRead) -> None:
         """Handle the damaged records of an unsent answer, and answer its request again."""

@@ -62,13 +62,13 @@ class PromptCheck:
         self._path, self._key = ledger, key
         self._reader: sqlite3.Connection | None = None
         """Connection of the check thread."""
-        self._encoder: Encoder | None = None
+        self.encoder: Encoder | None = None
         """Encoder of the run; None if prompts are not compared."""
         self._warnings: list[str] = []
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
         """Start loading the run's tokenizer, without waiting for it. A check of an earlier run's group ends at once."""
-        before, self._encoder, self.unavailable = self._encoder, None, ""
+        before, self.encoder, self.unavailable = self.encoder, None, ""
         if before is not None:
             before.end()
         if spec.environment.is_used:  # its prompts contain tools and the messages of `reset`
@@ -79,21 +79,21 @@ class PromptCheck:
             log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)
             return
         try:
-            self._encoder = Encoder(run_id, spec)
+            self.encoder = Encoder(run_id, spec)
         except OSError as error:
             self._give_up(f"its process cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
         """Return why these are not the tokens of the group's prompt; empty if they are, or cannot be compared."""
-        encoder = self._encoder
+        encoder = self.encoder
         if encoder is None or encoder.run_id != run_id or not (recorded := self._prompt_of(run_id, group_id)):
             return ""
         prompt, columns = map(json.loads, recorded)
         try:
             answer = encoder.encode(prompt, tools_of_prompt(prompt, columns))
         except (OSError, ValueError, Refused) as error:
-            if self._encoder is encoder:  # else another run has begun
-                self._encoder = None
+            if self.encoder is encoder:  # else another run has begun
+                self.encoder = None
                 refused = isinstance(error, Refused)
                 self._give_up(str(error) if refused else f"its process does not answer: {error}")
             encoder.end()
@@ -125,9 +125,9 @@ class PromptCheck:
         return warnings
 
     def close(self) -> None:
-        if self._encoder is not None:
-            self._encoder.end()
-            self._encoder = None
+        if self.encoder is not None:
+            self.encoder.end()
+            self.encoder = None
         if self._reader is not None:
             self._reader.close()
             self._reader = None

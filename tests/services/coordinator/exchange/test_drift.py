@@ -47,7 +47,7 @@ def observations(noise: str, number: int, rng: np.random.Generator, bias: float 
 
 
 def until_named(test: DriftTest, groups: list[Observation]) -> tuple[int, Finding]:
-    """Return after how many groups the worker is named, and the finding."""
+    """Return the number of groups after which the worker is named, and the finding."""
     for number, observation in enumerate(groups, 1):
         finding = test.observe("wrong", observation)
         if finding is not None:

@@ -315,7 +315,7 @@ def test_bad_prompts_among_good_ones_do_not_pause_the_run(world: World) -> None:
     good, *others = rollout.lease(8)
     for lease in others:
         rollout.hand_back(lease, error="the prompt has 3000 tokens")
-    for _ in range(3):  # bad prompts fail at once, and the good one takes its time
+    for _ in range(3):  # bad prompts fail at once, good ones take time
         for lease in rollout.lease(8):
             rollout.hand_back(lease, error="the prompt has 3000 tokens")
     assert world.kinds("paused") == []
@@ -351,7 +351,7 @@ def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(worl
     assert world.states()[1] == "leased"
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)
-    assert reward.score(task) == COMMITTED  # it is back, and the first
+    assert reward.score(task) == COMMITTED  # it is back, and its result is the first
     with world.ledger.transaction():
         assert revoke_work(world.exchange, ["rollout"], with_leases=True) == 3
     other = Rollout(world, "other")
@@ -369,9 +369,9 @@ def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:
     assert world.release("rollout") == 3
     assert world.release("reward") == 0
     assert set(world.states().values()) == {"generated", "admitted"}
-    assert rollout.ask(8).reply.status == STALE  # it is no member until it says Hello again
+    assert rollout.ask(8).reply.status == STALE  # no member before its next Hello
     world.enter("rollout")
-    assert rollout.lease(8) == []  # it acknowledged no version in this life
+    assert rollout.lease(8) == []  # it has acknowledged no version in this term
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)
     assert reward.score(task) == COMMITTED  # the text is the same, so the first score counts
@@ -448,7 +448,7 @@ def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(make_world: M
     assert Rollout(world).lease(4)
     before = len(world.states())
     world.restart()
-    for _ in range(8):  # a request admits what has been read
+    for _ in range(8):  # a request admits the prompts that were read
         Rollout(world, "other").ask(64)
         settle()
     assert before < len(world.states()) == 8, "the run has 4 steps of 2 groups"

@@ -1,4 +1,4 @@
-"""Messages that get lost or are nonsense: a lost reply costs nothing, a bad message changes nothing."""
+"""Lost or invalid messages: a lost reply costs nothing, a bad message changes nothing."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_leases_whose_reply_was_lost_are_given_out_anew(world: World) -> None:
     assert world.group(first.group_id)["attempt"] == 1
     assert world.group(others.group_id)["attempt"] == 1
     assert ask_holding(rollout, *(lease.group_id for lease in (first, *again))) == []
-    assert len(ask_holding(rollout)) == 3  # a worker that knows of nothing gets all of its own
+    assert len(ask_holding(rollout)) == 3  # a worker that reports no leases gets all its own again
 
 
 def test_a_worker_that_is_back_goes_on_with_what_it_holds(world: World) -> None:
-    """It was silent for too long. To lease it the same group once more would have it generated twice by one worker."""
+    """It was silent for too long. If it were leased the same group again, one worker would generate it twice."""
     rollout = Rollout(world)
     first, second, third = rollout.lease(6)
     world.release("rollout")
@@ -66,7 +66,7 @@ def test_tasks_whose_reply_was_lost_are_given_out_anew(world: World) -> None:
 
 
 def test_who_is_no_member_is_given_nothing(world: World) -> None:
-    """A dead worker's request may still be waiting: nobody would ever revoke what it would be granted."""
+    """A dead worker's request may still be parked: leases for it would never be revoked."""
     rollout, reward = Rollout(world), Reward(world)
     (lease,) = rollout.lease(2)
     rollout.finish(lease)
@@ -203,7 +203,7 @@ def test_replies_name_the_request_and_the_term(world: World) -> None:
 
 
 def sizes(value: object) -> dict[str, int]:
-    """Lengths of everything in an object that has one."""
+    """Return the lengths of everything in an object that has one."""
     return {name: len(field) for name, field in vars(value).items() if hasattr(field, "__len__")}
 
 

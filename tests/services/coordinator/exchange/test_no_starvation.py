@@ -1,4 +1,4 @@
-"""Slow, long and hard prompts are trained as often as the others: nothing is discarded for being late."""
+"""Slow, long and hard prompts are trained as often as the others: no group is discarded for being late."""
 
 from __future__ import annotations
 

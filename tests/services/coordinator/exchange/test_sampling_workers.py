@@ -1,6 +1,5 @@
-"""Which leases an environment worker gets: by the versions of the serving rollout workers, and for an evaluation by the pinned
-one.
-"""
+"""Leases of environment workers depend on the versions of the serving rollout workers, for an evaluation on the pinned
+one."""
 
 from __future__ import annotations
 

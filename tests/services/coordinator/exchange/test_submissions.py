@@ -1,4 +1,4 @@
-"""Results count only from whoever held that attempt; what another role, rank or session says counts never."""
+"""A result counts only from the holder of its attempt; requests of another role, rank or session never count."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def test_a_lease_comes_back_without_samples(world: World) -> None:
     assert again.is_finished
 
 
-def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
+def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World) -> None:
+    world.ledger.payloads.max_segment_bytes = 1
     worker, held = finished(world)
     turns = world.ledger.episodes.of_group(world.run_id, 0)
     world.release("environment")

@@ -19,8 +19,8 @@ async def started(plane: Plane) -> run_pb2.Run:
 
 
 async def heard(plane: Plane, worker: Worker, member_id: str) -> None:
-    """Wait until the coordinator has taken the worker's earlier reports: they are taken in order, and it leaves at the
-    end."""
+    """Wait until the coordinator has handled the worker's earlier reports, which it does in order; the worker then
+    leaves."""
     worker.say(leave=worker_pb2.Leave())
     await worker.hear_the_end()
     assert plane.coordinator.members.get(member_id) is None

@@ -1,4 +1,4 @@
-"""The order of hosts, and whom each one reads from."""
+"""The order of hosts, and the upstreams of each one."""
 
 from __future__ import annotations
 

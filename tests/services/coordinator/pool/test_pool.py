@@ -54,7 +54,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
         (
             {"role": 7},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "has the role 7, this coordinator knows 1 (ROLE_ROLLOUT)",
+            "has the role 7, this coordinator supports 1 (ROLE_ROLLOUT)",
         ),
         ({"role": -1}, grpc.StatusCode.INVALID_ARGUMENT, "has the role -1"),
         ({"learner_id": "x" * 65}, grpc.StatusCode.INVALID_ARGUMENT, "learner_id of worker rollout-1 has 65"),
@@ -262,7 +262,7 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
 
 
 async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path) -> None:
-    """Its stream is open, and its groups would wait for ever."""
+    """Its stream is open, and its groups would wait without end."""
 
     async def on_directive(_: worker_pb2.ConnectResponse) -> None:
         return

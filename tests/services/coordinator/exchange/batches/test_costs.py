@@ -1,4 +1,4 @@
-"""Many ranks, groups, segments and evaluations: how much of SQLite's work, and of ours, each request takes."""
+"""The cost of each request, in SQLite's work and in the exchange's, with many ranks, groups, segments and evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 512
 
 
 def cost(world: World, work: Callable[[], object]) -> int:
-    """Instructions of SQLite's machine."""
+    """Return the instructions of SQLite's machine during `work`."""
     number = 0
 
     def count() -> None:
@@ -34,7 +34,7 @@ def cost(world: World, work: Callable[[], object]) -> int:
 
 
 def statements(world: World, work: Callable[[], object]) -> list[str]:
-    """Texts of the statements that are run."""
+    """Return the SQL statements that `work` runs."""
     texts: list[str] = []
     world.ledger.db.set_trace_callback(texts.append)
     work()
@@ -44,7 +44,7 @@ def statements(world: World, work: Callable[[], object]) -> list[str]:
 
 @pytest.fixture
 def large(make_world: MakeWorld) -> World:
-    """A batch of 64 groups is scored."""
+    """A world with a batch of 64 scored groups."""
     world = make_world(grpo={"num_prompts_per_step": 64})
     rollout, reward = Rollout(world), Reward(world)
     for lease in rollout.lease(128):
@@ -112,8 +112,8 @@ def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypat
 def test_segments_are_looked_at_a_bounded_number_at_a_time(
     tmp_path: Path, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
     world = make_world()
+    world.ledger.payloads.max_segment_bytes = 1
     fill(Rollout(world), Reward(world), 4)
     folder = world.ledger.payloads.folder
     for number in range(100, 700):
@@ -181,7 +181,7 @@ def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world
 
 
 def _enlarge(world: World, number: int) -> None:
-    """More groups in the evaluation of step 0."""
+    """Add groups to the evaluation of step 0."""
     with world.ledger.transaction():
         world.ledger.db.executemany(
             "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES (?, ?, 'eval:0', 'admitted', ?)",

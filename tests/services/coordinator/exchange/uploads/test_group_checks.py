@@ -1,4 +1,5 @@
-"""Whatever a worker could get wrong in a group is refused with the field, its value and the bound, and changes nothing."""
+"""Every fault that a worker could make in a group is refused with the field, its value and the bound, and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ GOOD = make_completion(Version(1, 0), 3, 0)
 
 
 def spans(*versions: tuple[int, int]) -> Completion:
-    """A completion of a token for each version."""
+    """Return a completion with one token for each version."""
     size = len(versions)
     return replace(
         GOOD,
@@ -45,12 +46,12 @@ def spans(*versions: tuple[int, int]) -> Completion:
 
 
 def ids(*token_ids: int) -> Completion:
-    """A completion of these tokens."""
+    """Return a completion of these tokens."""
     return replace(GOOD, token_ids=np.array(token_ids, np.int32))
 
 
 def logprobs(*values: float) -> Completion:
-    """A completion whose tokens have these log-probabilities."""
+    """Return a completion whose tokens have these log-probabilities."""
     return replace(GOOD, logprobs=np.array(values, np.float32))
 
 
@@ -157,7 +158,7 @@ def test_tokens_of_a_version_that_is_on_its_way_count_before_it_is_acknowledged(
     rollout = Rollout(world)
     rollout.lease()
     world.exchange.offer("rollout", Version(1, 1))
-    world.exchange.offer("rollout", Version(1, 0))  # an offer that is made again takes nothing back
+    world.exchange.offer("rollout", Version(1, 0))  # a repeated offer withdraws nothing
     request, frames = group_result(0, 1, [spans((1, 0), (1, 1)), GOOD])
     request.member_id = "rollout"
     assert world.send(request, frames).reply.status == COMMITTED
@@ -168,7 +169,7 @@ DONE = make_completion(Version(1, 1), 2, 8)
 
 
 def begun_by_another(world: World) -> tuple[Rollout, pb.Lease]:
-    """A lease that came with one finished and one unfinished sample of a newer version."""
+    """Return a lease with one finished and one unfinished sample of a newer version."""
     first, second = Rollout(world, "first", step=1), Rollout(world, "second")
     (lease,) = first.lease()
     assert first.hand_back(lease, [DONE, BEGUN]).reply.status == COMMITTED
@@ -178,7 +179,7 @@ def begun_by_another(world: World) -> tuple[Rollout, pb.Lease]:
 
 
 def longer(first_token: int | None = None, version: tuple[int, int] = (1, 1)) -> Completion:
-    """BEGUN and a token more, perhaps with something changed at its start."""
+    """Return BEGUN with one more token, and perhaps another start."""
     token_ids = np.append(BEGUN.token_ids, 9).astype(np.int32)
     if first_token is not None:
         token_ids[0] = first_token

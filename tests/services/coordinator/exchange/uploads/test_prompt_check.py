@@ -1,4 +1,4 @@
-"""Prompts that are not their lease's: found by encoding the prompt once more, in a process that may fail."""
+"""Groups with another prompt than their lease's are found by encoding it again, in a process that may fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def check(ledger: Path) -> Iterator[PromptCheck]:
-    """One that is closed."""
+    """A check that is closed at the end."""
     made = PromptCheck(ledger)
     yield made
     made.close()
@@ -62,7 +62,7 @@ def check(ledger: Path) -> Iterator[PromptCheck]:
 
 @pytest.fixture(scope="module")
 def begun(ledger: Path, model: Path) -> Iterator[PromptCheck]:
-    """One whose process encodes for run a-1, for tests that leave it as it is: the process takes seconds to start."""
+    """A check whose process encodes for run a-1, for tests that do not change it: the process takes seconds to start."""
     made = PromptCheck(ledger)
     made.begin("a-1", spec_of(ledger.parent, str(model)))
     yield made
@@ -98,8 +98,8 @@ def test_its_process_gets_no_secret(
     try:
         assert check.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == ""
         assert check.unavailable == ""
-        assert check._encoder is not None  # it has answered, so its program has begun
-        given = psutil.Process(check._encoder.process.pid).environ()
+        assert check.encoder is not None  # it has answered, so its program has begun
+        given = psutil.Process(check.encoder.process.pid).environ()
         assert not secrets.keys() & given.keys()
         assert (given["HF_HOME"], given["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
     finally:
@@ -122,7 +122,7 @@ def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Pat
 
 
 def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
-    """A result of one completion, looked at as the check thread does."""
+    """Return a result of one completion after the check thread's work."""
     completion = Completion(prompt_ids[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
     group = Group(group_id, prompt_ids, (completion,))
     result = pb.GroupResult(group_id=group_id, attempt=1, digest=group.digest())
@@ -153,11 +153,11 @@ def test_a_record_that_cannot_be_read_holds_nothing_up(
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     before = unforeseen.total
-    check._path = tmp_path / "away.sqlite"
+    ledger.rename(tmp_path / "away.sqlite")
     made = arrived(check, 7, own[::-1])
     assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
     assert unforeseen.total == before + 1
-    check._path = ledger
+    (tmp_path / "away.sqlite").rename(ledger)
     assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
 
 
@@ -193,8 +193,8 @@ def test_a_process_that_fails_holds_nothing_up(
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     assert check.fault("a-1", 7, own[:-1]) != "", "it works"
-    assert check._encoder is not None
-    child = check._encoder.process
+    assert check.encoder is not None
+    child = check.encoder.process
     child.send_signal(number)
     with monkeypatch.context() as patch:
         patch.setattr("paceline.services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
