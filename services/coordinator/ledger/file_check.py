@@ -5,6 +5,7 @@ after unreadable records, and messages that report damage instead of its consequ
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -146,12 +147,17 @@ def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
 
 def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
     """Report tables and indexes that differ from those of the format."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as new:
-        new.executescript(SCHEMA)
-        expected, actual = _schema(new), _schema(db)
+    expected, actual = _schema_of_format(), _schema(db)
     for name in sorted(expected.keys() | actual.keys(), key=str):
         if expected.get(name) != actual.get(name):
             report.problem("the SQLite file", f"table or index {name} differs from the format; {REMEDY}")
+
+
+@functools.cache
+def _schema_of_format() -> dict[str, list[tuple[Any, ...]]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(SCHEMA)
+        return _schema(new)
 
 
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:

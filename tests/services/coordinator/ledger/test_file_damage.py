@@ -66,7 +66,7 @@ def smash_groups(folder: Path) -> None:
 
 
 def damage_spec(folder: Path) -> None:
-    change(folder, "UPDATE runs SET spec_yaml = replace(spec_yaml, 'mixed_kl_weight', '-ixed_kl_weight')")
+    change(folder, "UPDATE runs SET spec_yaml = replace(spec_yaml, 'num_prompts_per_step', '-um_prompts_per_step')")
 
 
 def damage_text(folder: Path) -> None:
