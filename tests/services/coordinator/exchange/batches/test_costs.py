@@ -161,7 +161,7 @@ def test_an_evaluation_s_end_is_looked_for_in_the_same_time_however_large_it_is(
 @pytest.mark.parametrize("by", ["its last score", "the run's end"])
 def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world: MakeWorld, by: str) -> None:
     numbers = []
-    for samples in (3, 200):
+    for samples in (3, 80):
         grpo = {"val_at_start": True, "val_at_end": False, "max_val_samples": samples}
         world = make_world(grpo=grpo, logger={"keep_evaluations": 0})
         validation = Path(str(world.spec.data.validation))
