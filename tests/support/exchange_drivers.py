@@ -20,7 +20,7 @@ from paceline.services.coordinator.exchange.leases import revoke_from_member
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from paceline.services.coordinator.exchange.transport.dispatch import handle
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
-from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import GROUPS_AT_ONCE, Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Member
 from paceline.spec import RunSpec
@@ -427,12 +427,12 @@ class Learner:
         return [[group.group_id for group in part or []] for part in parts]
 
 
-def prune(world: World) -> int:
+def prune(world: World, at_once: int = GROUPS_AT_ONCE) -> int:
     """Prunes until nothing is due; returns how often it had to."""
     number = 0
     while world.ledger.is_pruning_due(world.run_id, world.run.batch_size):
         with world.ledger.transaction(synced=False):
-            world.ledger.prune(world.run_id, world.run.batch_size)
+            world.ledger.prune(world.run_id, world.run.batch_size, at_once)
         number += 1
     return number
 

@@ -356,10 +356,10 @@ class Ledger(LedgerFile):
         the number of groups in a step."""
         return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
 
-    def prune(self, run_id: str, batch: int) -> None:
-        """Remove payloads of up to GROUPS_AT_ONCE groups that no session will train again, in a transaction."""
+    def prune(self, run_id: str, batch: int, at_once: int = GROUPS_AT_ONCE) -> None:
+        """Remove payloads of up to `at_once` groups that no session will train again, in a transaction."""
         step, index = divmod(self.counters(run_id).get(PRUNED, 0), batch)
-        number = min(GROUPS_AT_ONCE, batch - index)
+        number = min(at_once, batch - index)
         removed = self.rows(
             "DELETE FROM payloads WHERE run_id = ? AND group_id IN (SELECT group_id FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",

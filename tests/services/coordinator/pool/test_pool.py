@@ -270,7 +270,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     def hello() -> worker_pb2.Hello:
         return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
 
-    plane = await Plane.started(tmp_path, timeout_s=4.0)  # an exchange without a listener
+    plane = await Plane.started(tmp_path, timeout_s=2.0)  # an exchange without a listener
     run = await plane.submit()
     plane.run_loops()
     coordinator = plane.coordinator

@@ -13,7 +13,7 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
 from paceline.services.coordinator.exchange.state import BATCH_DUE
-from paceline.services.coordinator.ledger import ledger, segments
+from paceline.services.coordinator.ledger import segments
 from paceline.services.coordinator.ledger.tables import batches
 
 RANKS = 512
@@ -90,8 +90,7 @@ def test_splits_that_are_kept_are_bounded(large: World) -> None:
     assert large.exchange.splits._split.cache_info().currsize == batches.MAX_SPLITS
 
 
-def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "GROUPS_AT_ONCE", 3)
+def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld) -> None:
     world = make_world(check=False, logger={"keep_samples": False}, grpo={"num_prompts_per_step": 4})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     for step in range(3):
@@ -104,7 +103,7 @@ def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypat
             "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, '/none', '', ?)",
             (world.run_id, world.ledger.db.execute("SELECT chain FROM batches WHERE step = 1").fetchone()[0]),
         )
-    assert prune(world) == 4  # 3 and 1 groups of either step
+    assert prune(world, at_once=3) == 4  # 3 and 1 groups of either step
     kept = [row[0] for row in world.ledger.db.execute("SELECT DISTINCT group_id FROM payloads ORDER BY group_id")]
     assert kept == [8, 9, 10, 11]
 
