@@ -22,7 +22,7 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))
-RESULT = b"mixed_kl_weight"
+RESULT = b"num_prompts_per_step"
 """A text of the run's spec."""
 
 
