@@ -321,7 +321,7 @@ class Rollout:
         """Sends the finished lease; returns the reply's status."""
         return self.world.send(*self.result(lease, length)).reply.status
 
-    def hand_back(
+    def return_lease(
         self, lease: pb.Lease, completions: Sequence[Completion] = (), error: str = "", reason: str = ""
     ) -> Outcome:
         """Hands a lease back, perhaps with what was begun, perhaps because of its data."""

@@ -149,8 +149,7 @@ def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, erro
 
 
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
-    """Remove the groups of the oldest evaluation above the limit. The run's first evaluation stays, because later ones
-    are compared with it."""
+    """Remove the oldest surplus evaluation's groups; those of the first stay, to compare later ones with."""
     logger = run.spec.logger
     ended = exchange.ledger.evaluations.ended_steps(run.run_id)
     if not logger.keep_samples or not logger.keep_evaluations:

@@ -274,8 +274,7 @@ class Ledger(LedgerFile):
         return self._newest_fact(run_id, "data")
 
     def function_digests(self, run_id: str) -> str:
-        """Return the digests of the reward functions' files at the last start or resume, as JSON; empty if not
-        recorded."""
+        """Return the digests of the reward functions at the last start or resume, as JSON; empty if not recorded."""
         return self._newest_fact(run_id, "functions")
 
     def bundle(self, run_id: str) -> str:

@@ -70,8 +70,7 @@ def tables() -> dict[str, Table]:
 
 
 def checksum(*values: object) -> int:
-    """Return the checksum of a row's values in the order of its columns. Text is escaped to ASCII, so all versions of
-    Python agree."""
+    """Return the checksum of a row's values in column order. Escaped to ASCII, so all versions of Python agree."""
     return crc32(ascii(values).encode())
 
 

@@ -33,8 +33,7 @@ ENDED_SILENTLY = "its process ended without a report, as when the kernel kills i
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for a part. At its first request the previous session has ended, at the step that it was
-    training."""
+    """Note that a session asks for a part; at its first request the previous one has ended at its step."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term

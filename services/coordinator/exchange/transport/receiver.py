@@ -180,7 +180,7 @@ MAX_HEADER_BYTES = {
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Most header bytes of a returned lease with samples: it has their texts, and counts as bytes that wait for the disk.
+"""Most header bytes of a lease returned with samples: it has their texts, and counts as bytes that wait for the disk.
 """
 
 MAX_HELD = 10_000

@@ -164,8 +164,7 @@ class ExchangeSocket:
 
     @property
     def descriptor(self) -> int:
-        """Return the descriptor that is readable when something changed; it signals changes only, so read the socket
-        until it is empty."""
+        """Return a descriptor that becomes readable at changes only, so that the socket must be read until empty."""
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:

@@ -261,7 +261,7 @@ def test_a_last_group_that_is_dropped_unpins_the_worker_too(make_world: MakeWorl
     first, *others = rollout.lease(3)
     for lease in others:
         rollout.finish(lease)
-    assert rollout.hand_back(first, error="too long").reply.status == COMMITTED
+    assert rollout.return_lease(first, error="too long").reply.status == COMMITTED
     assert evaluation.pinned_member(world.exchange, world.run) is None
     assert world.kinds("unpinned") == [{"member_id": "rollout"}]
 
@@ -309,7 +309,7 @@ def test_failed_samples_are_counted_and_end_the_evaluation(make_world: MakeWorld
     world = make_evaluation(make_world)
     rollout, reward = Rollout(world), Reward(world)
     leases = rollout.lease(3)
-    assert rollout.hand_back(leases[0], error="too long").reply.status == COMMITTED
+    assert rollout.return_lease(leases[0], error="too long").reply.status == COMMITTED
     for lease in leases[1:]:
         rollout.finish(lease)
     good, bad = reward.tasks()

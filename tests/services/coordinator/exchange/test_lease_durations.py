@@ -171,7 +171,7 @@ def take_overdue(world: World, *member_ids: str) -> None:
     world.notices += world.exchange.take_notices()
 
 
-def test_its_leases_go_to_others_and_it_gets_none_before_it_hands_one_in(world: World) -> None:
+def test_its_leases_go_to_others_and_it_gets_none_before_it_submits_one(world: World) -> None:
     idle, busy = Rollout(world, "idle"), Rollout(world, "busy")
     first, second = idle.lease(4)
     take_overdue(world, "idle")

@@ -226,7 +226,7 @@ def test_the_exchange_keeps_nothing_of_what_is_over(make_world: Any) -> None:
     assert world.counters["groups:trained"] == 120
 
 
-def test_a_silent_worker_does_not_take_up_again_what_is_lent_to_others(world: World) -> None:
+def test_a_silent_worker_does_not_take_up_again_leases_of_others(world: World) -> None:
     silent, other = Rollout(world, "silent"), Rollout(world, "other")
     held = [lease.group_id for lease in silent.lease(8)]
     asked = [

@@ -189,7 +189,7 @@ def test_a_lease_comes_back_without_samples(world: World) -> None:
     returned = pb.LeaseReturn(group_id=held.lease.group_id, attempt=1, finish_reasons=["stop"] * 2, texts=["", ""])
     request = pb.ExchangeRequest(member_id=worker.member_id, lease_return=returned)
     assert "submits them turn by turn" in world.send(request, [arrays]).reply.message
-    assert worker.hand_back(held).reply.status == COMMITTED
+    assert worker.return_lease(held).reply.status == COMMITTED
     (again,) = EnvironmentWorker(world, "other").lease(2)
     assert again.is_finished
 

@@ -53,7 +53,7 @@ def planted(make_world: MakeWorld, tmp_path: Path) -> World:
     rollout.hold(2)
     first, second = rollout.lease(4)
     assert rollout.finish(first) == COMMITTED
-    rollout.hand_back(second, [replace(each, finish_reason="abort") for each in rollout.completions(second)])
+    rollout.return_lease(second, [replace(each, finish_reason="abort") for each in rollout.completions(second)])
     return world
 
 

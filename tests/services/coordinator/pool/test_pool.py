@@ -286,7 +286,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
         await plane.stop()
 
 
-async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(plane: Plane) -> None:
+async def test_leases_of_a_quiet_member_go_to_others_once_the_learner_waits(plane: Plane) -> None:
     run = await plane.run_one()
     worker = rollout(plane)
     await worker.hear("run")

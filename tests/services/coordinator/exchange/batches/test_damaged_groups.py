@@ -145,7 +145,7 @@ async def test_a_batch_that_a_session_has_trained_pauses_the_run_when_it_cannot_
 def test_what_an_earlier_worker_began_is_forgotten_when_it_cannot_be_read(world: World, damage: object) -> None:
     rollout = Rollout(world)
     lease, other = rollout.lease(4)
-    rollout.hand_back(lease, rollout.completions(lease))
+    rollout.return_lease(lease, rollout.completions(lease))
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     if row["segment"] is None:  # its bytes may be in SQLite or in a segment
         (place,) = world.ledger.payloads.append([Record.of(row["header"], row["arrays"])])

@@ -176,7 +176,7 @@ def test_in_order_trains_every_group_in_its_step(make_world: MakeWorld) -> None:
     score_all(reward)
     world.now_s += 1e6
     assert learner.part(0) is None  # three are scored, but not the one in the first slot
-    rollout.hand_back(leases[0], error="bad")
+    rollout.return_lease(leases[0], error="bad")
     assert fill(rollout, reward, 1) == [4]
     assert world.group(4)["slot"] == 0
     assert learner.train(0) == [[4, 1]]

@@ -60,11 +60,11 @@ def generated(world: World, number: int = 1) -> None:
     world.restart()
 
 
-def handed_back(world: World) -> Rollout:
+def returned_prefix(world: World) -> Rollout:
     """Return a worker that returned a group unfinished; its arrays are in a segment that is not in memory."""
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, rollout.completions(lease))
+    rollout.return_lease(lease, rollout.completions(lease))
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     if row["segment"] is None:
         (place,) = world.ledger.payloads.append([Record.of(row["header"], row["arrays"])])
@@ -108,7 +108,7 @@ def test_a_batch_waits_as_it_was_fixed(world: World, segments: Segments) -> None
 
 
 def test_a_group_that_was_begun_waits_and_others_are_leased(world: World, segments: Segments) -> None:
-    rollout = handed_back(world)
+    rollout = returned_prefix(world)
     assert [lease.group_id for lease in rollout.lease(4)] == [1]
     assert world.group(0)["state"] == "admitted"
     segments.error = None
@@ -119,7 +119,7 @@ def test_a_group_that_was_begun_waits_and_others_are_leased(world: World, segmen
 
 def test_a_result_is_taken_though_its_beginning_cannot_be_compared(world: World, segments: Segments) -> None:
     error, segments.error = segments.error, None
-    rollout = handed_back(world)
+    rollout = returned_prefix(world)
     (lease,) = rollout.lease(2)
     world.restart()  # its segment is not open any more
     segments.error = error

@@ -189,7 +189,7 @@ def stored_bytes(service: Service) -> int:
     return sum(path.stat().st_size for path in service.world.ledger.payloads.folder.glob("*.seg"))
 
 
-async def test_handed_back_samples_count_in_backpressure(world: World) -> None:
+async def test_returned_samples_count_in_backpressure(world: World) -> None:
     async with serving(world, limits=ServerLimits(pending_bytes=1000)) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")
         leases = (await worker.ask(lease(room=8))).lease.leases

@@ -260,7 +260,7 @@ async def test_a_lease_comes_when_a_version_does(service: Service) -> None:
     assert (again.group_id, again.attempt) == (1, 2)
 
 
-async def test_a_request_that_waits_does_not_take_up_again_what_was_handed_back_since(
+async def test_a_request_that_waits_does_not_restore_leases_returned_since(
     service: Service,
 ) -> None:
     worker, other = service.rollout("worker"), service.rollout("other")

@@ -98,7 +98,7 @@ class Result:
     request_id: int
 
 
-def hand_in(address: str, directory: Path) -> list[Result]:
+def submit_all(address: str, directory: Path) -> list[Result]:
     """Lease all groups to one worker, send all results, then wait for all answers."""
     spec = make_spec(directory, grpo={"num_prompts_per_step": 16}, logger={"tensorboard": False})
     results = []
@@ -202,7 +202,7 @@ def find(events: list[Event], start: int, call: str, ending: str, content: bytes
 
 def test_every_acknowledgement_follows_its_syncs(traced: tuple[str, Callable[[], Path]], tmp_path: Path) -> None:
     address, kill = traced
-    results = hand_in(address, tmp_path)
+    results = submit_all(address, tmp_path)
     events = read_trace(kill())
     assert len(results) == 32
     for result in results:
