@@ -173,7 +173,7 @@ class EnvironmentWorker:
         """Submits the group; returns the reply's status."""
         return self.world.send(*self.result(held, turn_rewards)).reply.status
 
-    def hand_back(self, held: Episodes, **fields: Any) -> Outcome:
+    def return_lease(self, held: Episodes, **fields: Any) -> Outcome:
         """Returns a lease."""
         returned = pb.LeaseReturn(group_id=held.lease.group_id, attempt=held.lease.attempt, **fields)
         return self.world.send(pb.ExchangeRequest(member_id=self.member_id, lease_return=returned))

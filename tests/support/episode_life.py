@@ -73,7 +73,7 @@ class EpisodeLife:
                 self._submit(number, twice=action == "submit twice")
             case "hand back" | "bad prompt" if self.held:
                 worker, held = self.held.pop(number % len(self.held))
-                worker.hand_back(held, data_error="bad" if action == "bad prompt" else "")
+                worker.return_lease(held, data_error="bad" if action == "bad prompt" else "")
             case "environment leaves" | "environment dies" | "environment is silent":
                 self._environment_goes(action, number)
             case "engine dies" if self.engines:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
@@ -19,11 +20,10 @@ from paceline.services.coordinator.exchange.leases import revoke_from_member
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from paceline.services.coordinator.exchange.transport.dispatch import handle
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
-from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import GROUPS_AT_ONCE, Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Member
 from paceline.spec import RunSpec
-from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
@@ -76,8 +76,10 @@ class World:
         self.check = True
         """True where the ledger has to verify at the end of the test."""
         self.ledger = Ledger(self.path)
-        with self.ledger.transaction():
-            self.ledger.add_run(run_id, spec_to_yaml(spec), str(directory))
+        with self.ledger.transaction(synced=False):
+            # Without defaults, because every test reads it again to verify its ledger.
+            spec_yaml = yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True))
+            self.ledger.add_run(run_id, spec_yaml, str(directory))
             self.ledger.update_run(run_id, state="running")
         self._activate()
 
@@ -120,7 +122,7 @@ class World:
         if arrived.has_bulk:
             validate_upload(arrived)
             store(self.ledger.payloads, [arrived])
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             outcome = handle(self.exchange, arrived, self.now_s)
         self.notices += self.exchange.take_notices()
         payloads = [read_frame(frame) for frame in outcome.payloads]
@@ -153,14 +155,14 @@ class World:
     def new_session(self) -> int:
         """A learner starts (again)."""
         session = int(self.row["session"]) + 1
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             self.ledger.update_run(self.run_id, session=session)
         return session
 
     def release(self, member_id: str, *, crashed: bool = False) -> int:
         """A member is gone, as the coordinator takes note of it."""
         self.exchange.senders.leave(member_id)
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             released = revoke_from_member(self.exchange, member_id, crashed=crashed)
             self.ledger.evaluations.unpin_member(self.run_id, member_id)
         self.notices += self.exchange.take_notices()
@@ -168,17 +170,17 @@ class World:
 
     def set_state(self, state: str) -> None:
         """Pause and resume."""
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             self.ledger.update_run(self.run_id, state=state)
 
     def begin_evaluation(self, step: int) -> None:
         """Queues an evaluation."""
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             evaluation.begin(self.exchange, self.run, step)
 
     def end(self) -> None:
         """Ends the run."""
-        with self.ledger.transaction():
+        with self.ledger.transaction(synced=False):
             self.exchange.end_run(self.run_id)
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
@@ -319,7 +321,7 @@ class Rollout:
         """Sends the finished lease; returns the reply's status."""
         return self.world.send(*self.result(lease, length)).reply.status
 
-    def hand_back(
+    def return_lease(
         self, lease: pb.Lease, completions: Sequence[Completion] = (), error: str = "", reason: str = ""
     ) -> Outcome:
         """Hands a lease back, perhaps with what was begun, perhaps because of its data."""
@@ -425,12 +427,12 @@ class Learner:
         return [[group.group_id for group in part or []] for part in parts]
 
 
-def prune(world: World) -> int:
+def prune(world: World, at_once: int = GROUPS_AT_ONCE) -> int:
     """Prunes until nothing is due; returns how often it had to."""
     number = 0
     while world.ledger.is_pruning_due(world.run_id, world.run.batch_size):
-        with world.ledger.transaction():
-            world.ledger.prune(world.run_id, world.run.batch_size)
+        with world.ledger.transaction(synced=False):
+            world.ledger.prune(world.run_id, world.run.batch_size, at_once)
         number += 1
     return number
 

@@ -110,12 +110,12 @@ class Life:
             rollout.finish(lease, 1 + number % 5)
             self.sent.append((rollout, lease))
         elif action == "bad prompt":
-            rollout.hand_back(lease, error="bad")
+            rollout.return_lease(lease, error="bad")
         else:
             begun = rollout.completions(lease)
             if number % 2:
                 begun = [type(c)(c.token_ids, c.logprobs, c.spans, "abort", c.text) for c in begun]
-            rollout.hand_back(lease, begun)
+            rollout.return_lease(lease, begun)
 
     def _put_on_the_way(self, request: pb.ExchangeRequest, frames: list[bytes]) -> None:
         request.term = self.world.ledger.term

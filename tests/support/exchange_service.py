@@ -13,6 +13,7 @@ from exchange_drivers import World
 from paceline.groups import Version
 from paceline.services.common.serving.endpoints import in_brackets, use_ipv6
 from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.transport.receiver import DEFAULT_LIMITS, ServerLimits
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1.common_pb2 import ROLE_ROLLOUT, Role
@@ -71,13 +72,17 @@ class Peer:
 class Service:
     """The server on a free port, its peers, and the notices that it left."""
 
-    def __init__(self, world: World, context: zmq.asyncio.Context, host: str):
+    def __init__(self, world: World, context: zmq.asyncio.Context, host: str, limits: ServerLimits):
         self.world = world
         self.host = host
         self.context = context
         self.notices: list[Notice] = []
         self.peers: list[Peer] = []
-        self.server = ExchangeServer(world.exchange, asyncio.Lock(), lambda _: None, self._on_notices, host, 0)
+        self.lock = asyncio.Lock()
+        """Nothing is answered while a test holds it."""
+        self.server = ExchangeServer(
+            world.exchange, self.lock, lambda _: None, self._on_notices, host, 0, limits=limits
+        )
 
     def peer(self, member_id: str, role: Role.ValueType = ROLE_ROLLOUT) -> Peer:
         """A new connection of a member."""
@@ -97,9 +102,11 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(world: World, host: str = "127.0.0.1") -> AsyncIterator[Service]:
+async def serving(
+    world: World, host: str = "127.0.0.1", limits: ServerLimits = DEFAULT_LIMITS
+) -> AsyncIterator[Service]:
     context = zmq.asyncio.Context()
-    service = Service(world, context, host)
+    service = Service(world, context, host, limits)
     loop = asyncio.create_task(service.server.serve())
     try:
         yield service

@@ -1,1 +1,1 @@
-"""The exchange: from an admitted group to a trained batch. One module for each kind of request."""
+"""Leases, checks, scores and batches groups, from admission to training. One module for each kind of request."""

@@ -1,9 +1,8 @@
-"""Admission and ages: how far generation may run ahead of training, and which versions a holder of a lease can sample
-from.
+"""Decides how far generation may run ahead of training, and which versions a lease holder can sample from.
 
-B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token
-is older; with `ready_first` late groups train up to `hard_max_age_steps`. A rollout worker has its own version. An
-environment worker has none: it asks any engine (a rollout worker that serves tokens) that is new enough for the step.
+B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained
+token is older; with `ready_first` late groups train up to `hard_max_age_steps`. A rollout worker samples from its own
+version. An environment worker has none: it uses any serving rollout worker that is new enough for the step.
 """
 
 from __future__ import annotations
@@ -25,52 +24,52 @@ def admissible(open_groups: int, admitted: int, dropped: int, *, batch: int, max
 
 
 def step_of_group(next_batch: int, num_ahead: int, batch: int) -> int:
-    """Return the step that a group is for when `num_ahead` open groups that are in no batch yet are before it."""
+    """Return the step of a group that has `num_ahead` open, unbatched groups before it."""
     return next_batch + num_ahead // batch
 
 
 def may_lease(version_step: int, step: int, max_age: int) -> bool:
-    """Return whether a worker that holds `version_step` may generate for `step`: at most η behind it."""
+    """Return whether `version_step` is at most η behind `step`."""
     return version_step >= step - max_age
 
 
 def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
-    """Return whether the batch of `step` should wait for a live group: one whose age is η at this step, so that it
-    grows older than η if it is left out. `live_oldest` holds the oldest version that tokens of each live group can
-    have.
+    """Return whether the batch of `step` should wait for a live group: one that is exactly η old at this step, and
+    would exceed η if it were left out. `live_oldest` holds, for each live group, the oldest version that its tokens
+    can have.
 
-    A group has that age at one step only, so it holds up one batch at most; a group that is older already is past help.
+    A group has that age at one step only, so it delays one batch at most. No batch waits for an older group.
     """
     return any(step - oldest == max_age for oldest in live_oldest)
 
 
-class Engine(NamedTuple):
-    """A rollout worker that may be asked for tokens."""
+class SamplingWorker(NamedTuple):
+    """A rollout worker that samples tokens for environment workers."""
 
     member_id: str
     address: str
     version: Version
-    """Version that it acknowledged last."""
+    """Newest version that it acknowledged."""
 
 
-class Reach(NamedTuple):
-    """The versions that a worker can sample from."""
+class SamplableVersions(NamedTuple):
+    """Steps of the versions that a worker can sample from."""
 
     steps: tuple[int, ...]
 
     def may_lease(self, step: int, max_age: int) -> bool:
-        """Return whether one of them is at most η behind the step."""
+        """Return whether any version is at most η behind the step."""
         return any(may_lease(version_step, step, max_age) for version_step in self.steps)
 
     def oldest(self, step: int, max_age: int) -> int:
-        """Return the oldest of them that is at most η behind the step."""
+        """Return the oldest version that is at most η behind the step."""
         return min(version_step for version_step in self.steps if may_lease(version_step, step, max_age))
 
 
-def serving(exchange: Exchange, run: ActiveRun) -> list[Engine]:
-    """Return the rollout workers that are ready and not draining, expelled or suspected, by their ids."""
-    engines = [
-        Engine(member.member_id, member.address, exchange.versions[member.member_id])
+def serving_samplers(exchange: Exchange, run: ActiveRun) -> list[SamplingWorker]:
+    """Return the rollout workers that are ready and not draining, expelled or suspected, sorted by id."""
+    samplers = [
+        SamplingWorker(member.member_id, member.address, exchange.versions[member.member_id])
         for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
         if member.ready_run == run.run_id
         and member.connected
@@ -78,7 +77,7 @@ def serving(exchange: Exchange, run: ActiveRun) -> list[Engine]:
         and not (member.draining or member.expelled or member.suspected)
         and member.member_id in exchange.versions
     ]
-    return sorted(engines)
+    return sorted(samplers)
 
 
 def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
@@ -86,13 +85,15 @@ def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
     return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
 
 
-def reach_of(exchange: Exchange, run: ActiveRun, member_id: str, engines: Sequence[Engine]) -> Reach | None:
-    """Return the versions that a worker can sample from; None for one that gets no leases of this run."""
+def versions_of(
+    exchange: Exchange, run: ActiveRun, member_id: str, samplers: Sequence[SamplingWorker]
+) -> SamplableVersions | None:
+    """Return the versions that a worker can sample from; None if it gets no leases of this run."""
     member = exchange.senders.get(member_id)
     if member is None or member.role != holds_leases(run):
         return None
     if member.role == common_pb2.ROLE_ENVIRONMENT:
-        steps = tuple(sorted({engine.version.step for engine in engines}))
-        return Reach(steps) if steps else None
+        steps = tuple(sorted({sampler.version.step for sampler in samplers}))
+        return SamplableVersions(steps) if steps else None
     version = exchange.versions.get(member_id)
-    return None if version is None else Reach((version.step,))
+    return None if version is None else SamplableVersions((version.step,))

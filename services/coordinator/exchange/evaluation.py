@@ -1,8 +1,9 @@
-"""Evaluation: validation prompts in a separate class, pinned to one version, outside of batches and token accounting.
+"""Evaluates versions: validation prompts in a separate class, pinned to one version, outside of batches and token
+accounting.
 
-One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of the
-evaluation is generated, while the others go on. Scoring does not need it. With an environment, it is the one that the holders
-of the evaluation's leases ask. Tokens of another version than the pinned one are refused and generated again. The groups
+One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of
+the evaluation is generated, while the others continue. Scoring needs no pin. With an environment, the holders of the
+evaluation's leases sample from the pinned worker. Tokens of another version are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 
 Suffixes: G groups (prompts), C completions of a group, F reward functions.
@@ -20,35 +21,35 @@ import numpy as np
 from paceline.advantages import Rewards, totals
 from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Version
-from paceline.services.coordinator.exchange.admission import Engine
+from paceline.services.coordinator.exchange.admission import SamplingWorker
 from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
 
 FIRST_EVALUATION_GROUP = 1 << 40
-"""First group id of evaluations, far from those of groups that are trained."""
+"""First group id of evaluations, far from those of trained groups."""
 
 SCORED_BETWEEN = 3
-"""Groups to train that are scored between two of an evaluation where both wait, because a whole evaluation at once would hold up
-the batches for as long as it takes."""
+"""Number of groups to train that are scored between two groups of an evaluation if both wait, because scoring a whole
+evaluation at once would delay the batches."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """Queue an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out,
-    with a warning, when its prompts cannot be read now."""
+    """Queue an evaluation of version `step`; if no worker holds it any more, the next version is evaluated. If the
+    prompts cannot be read now, warn and skip the evaluation."""
     assert run.validation is not None
     if exchange.ledger.evaluations.exists(run.run_id, step):
         return
     first = FIRST_EVALUATION_GROUP + (step << 20)
-    # Tasks go out by slot: those of the evaluation stand behind the groups that are admitted.
+    # Tasks are assigned by slot: those of the evaluation come after the admitted groups.
     slot = exchange.ledger.run(run.run_id)["next_slot"]
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
     try:
         slots = range(slot, slot + SCORED_BETWEEN * number, SCORED_BETWEEN)
         groups = [(first + index, slot, *run.validation.draw(index)) for index, slot in enumerate(slots)]
     except Unreadable as error:
-        exchange.warn(f"the evaluation of version {step} is left out: {error}")
+        exchange.warn(f"the evaluation of version {step} is skipped, because its prompts cannot be read: {error}")
         return
     exchange.ledger.evaluations.add(run.run_id, step)
     exchange.groups.admit(run.run_id, f"eval:{step}", groups)
@@ -59,7 +60,7 @@ def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
-    """Return the worker that must keep its version for now, if any."""
+    """Return the worker that must keep its version now; None without one."""
     row = pending(exchange, run)
     return row["member_id"] if row else None
 
@@ -72,48 +73,48 @@ def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Versio
     if row is None or version.step < row["step"] or row["member_id"] not in (None, member_id):
         return []
     if not exchange.group_queries.has_ungenerated(run.run_id, f"eval:{row['step']}"):
-        return []  # a pin would start it anew
+        return []  # a new pin would restart the evaluation
     if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
         _pin(exchange, run, row["step"], member_id, version)
     return exchange.group_queries.free_to_evaluate(run.run_id, f"eval:{row['step']}", room)
 
 
-def choose_engine(exchange: Exchange, run: ActiveRun, engines: Sequence[Engine]) -> Engine | None:
-    """Return the engine for the evaluation that comes next: the pinned one, else the first of those with the newest
-    version. None without an evaluation, and while no such engine serves."""
+def choose_sampler(exchange: Exchange, run: ActiveRun, samplers: Sequence[SamplingWorker]) -> SamplingWorker | None:
+    """Return the rollout worker for the next evaluation: the pinned one, else the first of those with the newest
+    version. None without an evaluation, or if no such worker serves."""
     row = pending(exchange, run) if run.validation is not None else None
     if row is None:
         return None
     if row["member_id"] is not None:
-        return next((engine for engine in engines if engine.member_id == row["member_id"]), None)
-    able = [engine for engine in engines if engine.version.step >= row["step"]]
-    return max(able, key=lambda engine: engine.version, default=None)
+        return next((sampler for sampler in samplers if sampler.member_id == row["member_id"]), None)
+    able = [sampler for sampler in samplers if sampler.version.step >= row["step"]]
+    return max(able, key=lambda sampler: sampler.version, default=None)
 
 
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
-    """Return the only version whose tokens count for a group of an evaluation."""
+    """Return the only version that tokens of an evaluation's group may have."""
     evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
     assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
 
-def unpin_if_generated(exchange: Exchange, run: ActiveRun, kind: str) -> None:
-    """Unpin the worker of an evaluation once every group of it is generated or dropped: it takes new weights while they are scored."""
+def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
+    """Unpin the worker once all groups are generated or dropped: it takes new weights while they are scored."""
     row = pending(exchange, run)
-    if row is None or row["member_id"] is None or kind != f"eval:{row['step']}":
+    if row is None or row["member_id"] is None or group_class != f"eval:{row['step']}":
         return
-    if not exchange.group_queries.has_ungenerated(run.run_id, kind):
+    if not exchange.group_queries.has_ungenerated(run.run_id, group_class):
         exchange.ledger.evaluations.unpin_member(run.run_id, row["member_id"])
         exchange.notice("unpinned", member_id=row["member_id"])
 
 
-def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
     """Record the result when every group of the evaluation is scored or dropped."""
-    step = int(kind.split(":")[1])
-    if not exchange.group_queries.is_evaluated(run.run_id, kind):
-        unpin_if_generated(exchange, run, kind)  # the last group may have been dropped
+    step = int(group_class.split(":")[1])
+    if not exchange.group_queries.is_evaluated(run.run_id, group_class):
+        unpin_if_generated(exchange, run, group_class)  # the last group may have been dropped
         return
-    rows = exchange.group_queries.of_class(run.run_id, kind)
+    rows = exchange.group_queries.of_class(run.run_id, group_class)
     evaluation = pending(exchange, run)
     assert evaluation is not None
     pinned_step = evaluation["pinned_step"]
@@ -133,7 +134,7 @@ def fail(
     number: int,
     most: int,
 ) -> None:
-    """Take the failure `number` of an attempt at a group's `work`; the last one that is allowed drops the group."""
+    """Count failure `number` of an attempt at a group's `work`; drop the group if it is the last allowed one."""
     exchange.ledger.count(run.run_id, f"failures:{reason}")
     exchange.note_failure(row, work, reason, error, number, most)
     if number >= most:
@@ -141,15 +142,14 @@ def fail(
 
 
 def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
-    """Drop a group that fails again and again; it may be the last of its evaluation."""
+    """Drop a group after its last allowed failure, which may finish its evaluation."""
     exchange.drop(run, row, reason, error=error)
     if row["class"] != "train":
         finish_if_done(exchange, run, row["class"])
 
 
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
-    """Remove the groups of the evaluation that is surplus now that one more has ended. The first one of the run stays,
-    because later ones are compared with it."""
+    """Remove the oldest surplus evaluation's groups; those of the first stay, to compare later ones with."""
     logger = run.spec.logger
     ended = exchange.ledger.evaluations.ended_steps(run.run_id)
     if not logger.keep_samples or not logger.keep_evaluations:
@@ -164,7 +164,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
         exchange.ledger.remove_payloads(run.run_id, group_id)
         if run.spec.environment.is_used:
             exchange.ledger.episodes.remove_ended(run.run_id, group_id)
-            exchange.groups.set_journal(run.run_id, group_id, 0, None)
+            exchange.groups.set_turns(run.run_id, group_id, 0, None)
     exchange.notice("pinned", member_id=member_id)
 
 
@@ -174,12 +174,13 @@ def evaluation_result(
     step: int,
     sources: Sequence[object] | None = None,
 ) -> dict[str, Any]:
-    """Return the measurements over `rows`, the scored and the dropped groups of an evaluation of version `step`.
+    """Return the result of an evaluation of version `step`; `rows` are its scored and dropped groups.
 
-    Rewards are means over prompts of the mean over a prompt's completions; None where no function gave a number. A
-    standard error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two
-    prompts. `pass@<k>/<function>` is the share of prompts of which at least one of the k completions got 1, over those all of
-    whose completions got a number, for functions whose values are all 0 or 1 and k above 1. `sources` are the rows' values of `data.source_key`, None without one.
+    Rewards are means over prompts of the mean over a prompt's completions; None if no function gave a number. A standard
+    error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two prompts.
+    `pass@<k>/<function>` is a share of the prompts whose k completions all got a number: those with at least one 1. It is
+    given if all values of the function are 0 or 1 and k is above 1. `sources` are the rows' values of `data.source_key`,
+    None without one.
     """
     scored = [row for row in rows if row["state"] == State.SCORED]
     k = spec.grpo.val_samples_per_prompt
@@ -212,23 +213,23 @@ def evaluation_result(
 
 
 def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
-    """Return mean and standard error over the prompts with any number."""
-    known_GC = ~np.isnan(values_GC)
-    counts_G = known_GC.sum(axis=1)
-    sums_G = np.where(known_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
+    """Return mean and standard error over the prompts that have a number."""
+    scored_GC = ~np.isnan(values_GC)
+    counts_G = scored_GC.sum(axis=1)
+    sums_G = np.where(scored_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
     means = sums_G[counts_G > 0] / counts_G[counts_G > 0]
     if not len(means):
         return None, None
-    # 0 for equal numbers, without a residue
+    # exactly 0 for equal numbers
     spread = float(means.std(ddof=1)) if (means != means[0]).any() else 0.0
     return float(means.mean()), spread / math.sqrt(len(means)) if len(means) > 1 else None
 
 
 def _pass_at(values_GC: FloatArray) -> float | None:
-    """Return the share of prompts with a 1, of those without None; None unless there are several completions and all numbers
-    are 0 or 1."""
-    known_GC = ~np.isnan(values_GC)
-    whole_GC = values_GC[known_GC.all(axis=1)]
-    if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[known_GC], (0.0, 1.0)).all():
+    """Return the share with a 1 among the prompts whose completions all have a number; None unless there are several
+    completions and all numbers are 0 or 1."""
+    scored_GC = ~np.isnan(values_GC)
+    whole_GC = values_GC[scored_GC.all(axis=1)]
+    if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[scored_GC], (0.0, 1.0)).all():
         return None
     return float((whole_GC == 1.0).any(axis=1).mean())

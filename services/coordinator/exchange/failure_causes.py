@@ -1,8 +1,8 @@
-"""Failures of groups by their cause: equal ones are reported together, and groups that are dropped one after the other for
+"""Counts failures of groups by cause. Equal failures are reported together, and groups dropped one after the other for
 one cause pause the run.
 
-A cause is what an error's text has in common with those of other groups: without numbers, quoted values, excerpts of the
-prompt and the text of an exception whose place is known, but with its type, file and line. All of it is in memory, so a restart of the coordinator counts anew.
+A cause is an error's text without its variable parts: numbers, quoted values, excerpts of the prompt, and the text of
+an exception (its type, file and line stay). The counts are in memory and restart with the coordinator.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import re
 from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
-"""Batches' worth of groups in a row whose drop for one cause pauses the run."""
+"""Drops in a row for one cause, in batches, that pause the run."""
 
 MIN_OF_ONE_CAUSE = 4
-"""Fewest groups in a row for that."""
+"""Smallest number of groups in a row for that."""
 
 NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
-"""Reasons of drops of groups that could not be generated."""
+"""Drop reasons of groups that could not be generated."""
 
 FAILED = (*NOT_GENERATED, "reward_failed")
-"""Reasons of drops that a person can remove the cause of while the run is paused."""
+"""Drop reasons with a cause that a person can remove while the run is paused."""
 
 MAX_CAUSES = 256
-"""Causes that are counted at a time."""
+"""Most causes that are counted at a time."""
 
 EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
 RAISED = re.compile(r"(\braised [\w.]+): .* (\([^()]+:\d+ in [^()]+\))", re.DOTALL)
-"""An exception of a function: its type, and the file and line where it was raised, are the cause; its text may hold anything."""
+"""An exception of user code. Its text may hold anything, so only its type, file and line belong to the cause."""
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]*")
 
 
@@ -37,28 +37,28 @@ def cause_of(error: str) -> str:
 
 
 class FailureCounts:
-    """Failures of one run by cause. A warning is due for the first failure, the first drop, and every ten-fold of drops."""
+    """Failures of one run by cause. The first failure, the first drop, and the drops 10, 100, 1000 … are reported."""
 
     def __init__(self) -> None:
         self._failures: dict[str, int] = {}
         self._drops: dict[str, int] = {}
 
     def failed(self, error: str) -> bool:
-        """Count a failure that does not drop its group; return whether a warning is due."""
+        """Count a failure that does not drop its group; return whether to report it."""
         return _add(self._failures, cause_of(error)) == 1
 
     def dropped(self, error: str) -> int:
-        """Count a drop; return the number for this cause if a warning is due, else 0."""
+        """Count a drop; return the number of drops for this cause if it should be reported, else 0."""
         number = _add(self._drops, cause_of(error))
         return number if number in (1, 10) or (number >= 100 and str(number).strip("0") == "1") else 0
 
 
 class DropsInARow:
-    """Groups in a row that were dropped for one cause, without one that could train between them."""
+    """Groups dropped in a row for one cause, with no trainable group between them."""
 
     def __init__(self) -> None:
         self.first_group = 0
-        """Groups before this one are not counted: they were admitted before the cause was removed."""
+        """Groups below this id were admitted before the cause was removed and are not counted."""
         self.reset()
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class DropsInARow:
         self.lowest, self.highest = math.inf, -math.inf
 
     def end_of_generation(self) -> None:
-        """Note that a group was generated: the row ends if its groups could not be."""
+        """Note that a group was generated; reset if the drops are of groups that could not be."""
         if self.reason in NOT_GENERATED:
             self.reset()
 
@@ -76,7 +76,7 @@ class DropsInARow:
         return len(self._group_ids)
 
     def add(self, group_id: int, reason: str, error: str, totals: Collection[float] = ()) -> None:
-        """Count a dropped group. Drops for a reason that says nothing about data and rewards are left out."""
+        """Count a dropped group. Reasons that are unrelated to data and rewards are ignored."""
         if reason not in (*FAILED, "no_variance") or group_id < self.first_group:
             return
         cause = cause_of(error)
@@ -84,15 +84,17 @@ class DropsInARow:
             self.reset()
             self.reason, self.cause, self.error = reason, cause, error
         self._group_ids.append(group_id)
-        known = [total for total in totals if not math.isnan(total)]
-        self.lowest, self.highest = min([self.lowest, *known]), max([self.highest, *known])
+        numbers = [total for total in totals if not math.isnan(total)]
+        self.lowest, self.highest = min([self.lowest, *numbers]), max([self.highest, *numbers])
 
     def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
-        """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step.
+        """Return whether enough groups failed for one cause to pause the run; `batch` is the number of groups in a
+        step.
 
-        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups
-        after it are not counted. A failure comes at once and a success takes its time, so in a data set with some bad
-        prompts many of them are dropped before the first good one is generated."""
+        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups after
+        it are not counted. Failures come faster than successes, so in a data set with some bad prompts many of these are
+        dropped before the first good one is generated.
+        """
         limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
         if self.reason not in FAILED or self.number < limit:
             return False
@@ -114,7 +116,7 @@ class DropsInARow:
             text += f": {self._without_variance()}"
         elif self.error:
             text += f": {self.error}"
-        return f"{text}. Look at the rewards and the data, then `paceline resume {run_id}`"
+        return f"{text}. Check the rewards and the data, then `paceline resume {run_id}`"
 
     def _without_variance(self) -> str:
         number = f"{self.number} groups"
@@ -123,26 +125,26 @@ class DropsInARow:
         if self.highest <= 0:
             return (
                 f"no completion of {number} scored above 0, and no reward function failed; an untrained model may solve none "
-                "of the prompts: take easier ones, a stronger model, or a reward with parts that are easier to get"
+                "of the prompts: use easier ones, a stronger model, or a reward with parts that are easier to get"
             )
         if self.lowest == self.highest:
             return (
-                f"every completion of {number} scored {self.highest:g}, so the reward tells none from another; is the "
-                "function right, or is every prompt solved?"
+                f"every completion of {number} scored {self.highest:g}, so no completion is better than another; check that the "
+                "function is right and that not every prompt is solved"
             )
         return (
-            f"in each of {number} all completions scored alike, between {self.lowest:g} and {self.highest:g}; take more "
+            f"in each of {number} all completions scored alike, between {self.lowest:g} and {self.highest:g}; use more "
             "completions for a prompt, or prompts that are sometimes solved"
         )
 
 
 _REMEDIES = {
-    "prompt_too_long": "Take the long prompts out of the data set, which is read anew, or submit the run again with a larger "
+    "prompt_too_long": "Remove the long prompts from the data set, which is read again, or submit the run again with a larger "
     "policy.max_total_sequence_length if the model allows it",
-    "bad_prompt": "Correct the data set or the chat template (both are read anew)",
-    "invalid_result": "Bring workers and coordinator to one version",
-    "environment_failed": "Correct the environment (environment workers load its file anew)",
-    "reward_failed": "Correct the function (reward workers load its file anew)",
+    "bad_prompt": "Correct the data set or the chat template (both are read again)",
+    "invalid_result": "Install the same version on workers and coordinator",
+    "environment_failed": "Correct the environment (environment workers load its file again)",
+    "reward_failed": "Correct the function (reward workers load its file again)",
 }
 
 

@@ -1,10 +1,10 @@
-"""What the exchange notes of the pace of workers, in memory. Pure; the pool advances its clock.
+"""Finds overdue workers by the ages of their leases or tasks, in memory. Pure; the pool advances its clock.
 
-A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and submits
-nothing, while the others submit all the time, holds groups that they could generate. It is overdue when it has held a
-lease, and submitted nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and LIMIT_S
-at least. A worker whose results are refused in a row is overdue too. Nobody is overdue unless another worker has
-submitted something since, or is idle and able to work.
+A lease has no deadline, because a completion may take as long as it takes. But a connected worker that submits nothing,
+while the others do, holds groups that they could generate. It is overdue when it has held a lease, and submitted
+nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S. A worker
+whose results are refused in a row is overdue too. No worker is overdue unless another one has submitted a result since,
+or is idle and able to work.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""Results of a worker that are refused in a row before it counts as one that submits nothing."""
+"""Refused results in a row after which a worker counts as one that submits nothing."""
 
 MIN_RESULTS = 8
-"""Results of other workers that a median needs."""
+"""Smallest number of other workers' results for a median."""
 
 NO_MEDIAN_S = 600.0
-"""Seconds that take the place of the median's limit while there are fewer results."""
+"""Limit, in seconds, while there are fewer results."""
 
 WINDOW = 256
-"""Number of the newest results that the median is taken over."""
+"""Number of newest results in the median."""
 
 LONGEST_STEP_S = 10.0
-"""Longest time between two checks that counts: a longer one was a standstill of the coordinator, not of a worker."""
+"""Longest time between two checks that is counted: in a longer one the coordinator stood still, not a worker."""
 
 
 class LeaseDurations:
-    """Ages of the leases, or of the tasks."""
+    """Ages of the leases, or of the tasks, and results by worker."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
         self._checked_s: float | None = None
         self._since_s: dict[tuple[str, int, int], float] = {}
-        """Time when each lease that is out was first seen, by worker, group and attempt."""
+        """Time when each current lease was first seen, by worker, group and attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         """Worker of each of the newest results, and seconds from its lease."""
         self._submitted_s: dict[str, float] = {}
         """Time of each worker's last accepted result."""
         self._refused: dict[str, int] = {}
-        """Number of results in a row that were refused, by worker."""
+        """Refused results in a row, by worker."""
 
     def note_submission(self, member_id: str, group_id: int, attempt: int) -> None:
         """Note a result that was accepted, or that came after another worker's."""
@@ -59,14 +59,14 @@ class LeaseDurations:
         self._submitted_s[member_id] = self._now_s
 
     def note_refusal(self, member_id: str) -> None:
-        """Note a result that cannot be accepted."""
+        """Note a result that was refused."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1
 
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[tuple[str, str]]:
-        """Return the overdue workers and why. `held` are all leases that are out: worker, group, attempt; `able` are the
-        workers that could take them."""
+        """Return the overdue workers with the reasons. `held` are all current leases: worker, group, attempt; `able`
+        are the workers that could take them."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
         self._checked_s = now_s
@@ -84,13 +84,13 @@ class LeaseDurations:
         ]
 
     def _why(self, member_id: str, oldest_s: float, *, has_free: bool) -> str:
-        """Return why a worker is overdue; empty where it is not. `has_free`: another worker is idle."""
+        """Return why a worker is overdue; empty if it is not. `has_free`: another worker is idle."""
         others = [seconds for other, seconds in self._results if other != member_id]
         since_s = max(oldest_s, self._submitted_s.get(member_id, oldest_s))
         enough_results = len(others) >= MIN_RESULTS
         others_submit = any(s >= since_s for other, s in self._submitted_s.items() if other != member_id)
         if not (has_free or (others_submit and enough_results)):
-            return ""  # the others do no better
+            return ""  # the others are no faster
         if self._refused.get(member_id, 0) >= MAX_REFUSED:
             return f"the last {self._refused[member_id]} groups that it submitted were refused"
         waited_s = self._now_s - since_s
@@ -103,8 +103,8 @@ class LeaseDurations:
 
 
 class Throughput:
-    """Groups by the worker whose result was committed, since the coordinator's start; the scaling policy reads them. The unit
-    is a group to train: a group of an evaluation counts by its share of the completions of one."""
+    """Groups by the worker whose result was committed, since the coordinator's start, for the scaling policy. The unit
+    is a group to train; a group of an evaluation counts in proportion to its completions."""
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
@@ -113,7 +113,7 @@ class Throughput:
         """Scored groups by reward worker."""
 
     def keep(self, member_ids: Iterable[str]) -> None:
-        """Forget workers that are not among `member_ids`, so that the counts do not grow with every worker that ever was."""
+        """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""
         kept = set(member_ids)
         for counts in (self.generated, self.scored):
             for member_id in counts.keys() - kept:

@@ -1,15 +1,14 @@
-"""Leases: the one place where a group is given to a worker, or taken away from one that is gone or overdue.
-`submissions.py` is where a group comes back.
+"""Leases groups to workers, and revokes leases of workers that are gone or overdue. Only this module does either;
+`submissions.py` takes the results.
 
-Quarantine: groups that end their workers are found by leasing them alone, then dropped, so that one prompt cannot end a
-pool. A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
-present; a group that was present at SHARED_CRASHES crashes is quarantined: from then on it is leased alone, to a worker
-that first finishes its other work. It is dropped(poison) when ALONE_CRASHES more workers have crashed with nothing else in
-hand.
+Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
+pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.
+A group that was present at SHARED_CRASHES crashes is quarantined: it is leased alone, to a worker that first finishes
+its other work. It is dropped(poison) after ALONE_CRASHES further crashes of workers that held nothing else.
 
-The promise: a group is never dropped because of a fault of a network or a host. A worker that falls silent on a standing
-connection (stopped, cut off, its host gone) has not crashed, a worker that leaves in good order has not either, and the
-count of a worker that returns is removed. Generating and scoring are counted apart.
+Promise: no group is dropped because of a network or host fault. A worker that falls silent on an open connection
+(stopped, cut off, its host gone) or that leaves normally has not crashed, and the count of a worker that returns is
+removed. Generating and scoring are counted apart.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, with_holder
-from paceline.services.coordinator.exchange import evaluation, journals
+from paceline.services.coordinator.exchange import evaluation, turn_logs
 from paceline.services.coordinator.exchange.admission import (
     admissible,
     holds_leases,
-    reach_of,
-    serving,
+    serving_samplers,
     step_of_group,
+    versions_of,
 )
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
@@ -50,25 +49,25 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
-"""Crashes at which a group was present among others before it is quarantined."""
+"""Crashes with other groups present before a group is quarantined."""
 
 ALONE_CRASHES = 2
-"""Further crashes, with the group alone in hand, after which it is dropped."""
+"""Further crashes, with the group alone, after which it is dropped."""
 
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
 
-MAX_JOURNAL_BYTES = 32 << 20
-"""Size of the journals in the answers of one call, unless an answer has only one lease."""
+MAX_TURN_LOG_BYTES = 32 << 20
+"""Largest size of the turn logs in the answers of one call, unless an answer has only one lease."""
 
 ADMITTED_AT_ONCE = 64
-"""Groups that are admitted at a time, or as many as are requested if that is more, where the rule allows them. A whole
-step's groups at once would hold up other requests."""
+"""Groups that are admitted at a time, or as many as are requested if that is more, within the admission rule. A whole
+step's groups at once would delay other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
-    slot first. Data that the requests share is read once and written once."""
+    """Answer lease requests of different workers, each up to its room: evaluation first, then training, lowest slot
+    first. Shared data is read once and written once."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
@@ -82,56 +81,56 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
 
 
 class _NewLeases:
-    """The leases of one call: one worker after the other gets free groups, and all leases are written together."""
+    """Leases of one call: each worker in turn gets free groups, and all leases are written together."""
 
     def __init__(self, exchange: Exchange, run: ActiveRun, free: list[tuple[sqlite3.Row, int]]):
         self._exchange, self._run = exchange, run
         self._group_size = run.group_size("train")
         self._val_size = run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
-        self._engines = serving(exchange, run) if run.spec.environment.is_used else []
+        self._samplers = serving_samplers(exchange, run) if run.spec.environment.is_used else []
         self._free = free
-        """Free groups to train, in the order of their slots, each with the step that it is for."""
-        self._journal_bytes = 0
-        """Size of the journals in the replies."""
+        """Free groups to train with their steps, by slot."""
+        self._turn_log_bytes = 0
+        """Size of the turn logs in the replies."""
         self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
 
     def answer(self, request: pb.ExchangeRequest) -> Outcome:
         """Return the answer to one worker; `write` records its leases.
 
-        A worker gets nothing without an acknowledged version of the weights, and while it is overdue; evaluation comes first. Groups
-        to train need a run that takes work, an age of at most η, and no quarantine of theirs (`choose_groups`). Protocol, term, secret,
+        A worker gets nothing without an acknowledged version of the weights, or while it is overdue. Groups to train
+        need a run that takes work, an age of at most η, and no quarantine (`choose_groups`). Protocol, term, secret,
         run and role were checked by `transport/dispatch.py`.
         """
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
         member_id = request.member_id
-        reach = reach_of(exchange, run, member_id, self._engines)
-        if reach is None or run.prompts is None or member_id in exchange.overdue:
+        versions = versions_of(exchange, run, member_id, self._samplers)
+        if versions is None or run.prompts is None or member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if quarantined_groups(exchange, run):
-            self.write()  # `choose` reads the groups that each worker holds
+            self.write()  # `choose_groups` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
-        if engine := self._engine_of_evaluation(member_id):
-            pinned_id, version = engine
+        if sampler := self._sampler_of_evaluation(member_id):
+            pinned_id, version = sampler
             measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
             for row in choose_groups(exchange, run, member_id, measured, num_measured):
-                added = self._add(member_id, row, version.step, reply, payloads, pinned=engine)
+                added = self._add(member_id, row, version.step, reply, payloads, pinned=sampler)
                 room -= self._val_size * added
         if quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
-        wanted = num_groups + reserved if num_groups else 0
-        leasable = list(itertools.takewhile(lambda pair: reach.may_lease(pair[1], run.max_age), self._free[:wanted]))
+        limit = num_groups + reserved if num_groups else 0
+        leasable = list(itertools.takewhile(lambda pair: versions.may_lease(pair[1], run.max_age), self._free[:limit]))
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
         for row in choose_groups(exchange, run, member_id, free, num_groups):
             step = steps[row["group_id"]]
-            if self._add(member_id, row, reach.oldest(step, run.max_age), reply, payloads, step=step):
+            if self._add(member_id, row, versions.oldest(step, run.max_age), reply, payloads, step=step):
                 self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
@@ -141,13 +140,13 @@ class _NewLeases:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
 
-    def _engine_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
-        """Return the rollout worker that makes the next evaluation for this worker, with its version."""
+    def _sampler_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
+        """Return the rollout worker that samples the next evaluation for this member, with its version."""
         exchange, run = self._exchange, self._run
         if not run.spec.environment.is_used:
             return member_id, exchange.versions[member_id]
-        engine = evaluation.choose_engine(exchange, run, self._engines)
-        return None if engine is None else (engine.member_id, engine.version)
+        sampler = evaluation.choose_sampler(exchange, run, self._samplers)
+        return None if sampler is None else (sampler.member_id, sampler.version)
 
     def _add(
         self,
@@ -161,18 +160,18 @@ class _NewLeases:
         pinned: tuple[str, Version] | None = None,
     ) -> bool:
         """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an
-        evaluation's worker and version. Return False when what earlier attempts left cannot be read now or is too large
-        for this reply, so that the group has to wait."""
+        evaluation's worker and version. Return False if the results of earlier attempts cannot be read now or are
+        too large for this reply; the group then waits."""
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
-            has_journal = row["attempt"] and run.spec.environment.is_used
-            journal = self._journal(group_id) if has_journal else {}
+            has_turns = row["attempt"] and run.spec.environment.is_used
+            turns = self._turn_log(group_id) if has_turns else {}
         except UnopenedSegment as fault:
             self._exchange.note_unopened(fault)
             return False
-        self._journal_bytes += (journal_bytes := journals.size_of(journal))
-        if journal_bytes and self._journal_bytes > MAX_JOURNAL_BYTES and reply.lease.leases:
+        self._turn_log_bytes += (turn_log_bytes := turn_logs.size_of(turns))
+        if turn_log_bytes and self._turn_log_bytes > MAX_TURN_LOG_BYTES and reply.lease.leases:
             return False
         lease = reply.lease.leases.add(
             group_id=group_id,
@@ -190,22 +189,22 @@ class _NewLeases:
         if run.spec.environment.is_used:
             lease.columns_json = self._exchange.group_queries.columns(run.run_id, group_id)
             lease.pinned_member = pinned[0] if pinned else ""
-            journals.add_to_lease(self._exchange, run, lease, journal, payloads)
+            turn_logs.add_to_lease(self._exchange, run, lease, turns, payloads)
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
-            pass  # without duration: it marks when and to whom the group was leased
+            pass  # no duration: marks when and to whom the group was leased
         if prefix is not None:
             payloads.append(prefix.arrays)
             lease.prefix_frame = len(payloads)
             returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
-        if (prefix is not None or journal) and row["oldest_step"] is not None:
+        if (prefix is not None or turns) and row["oldest_step"] is not None:
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
         return True
 
     def _tools(self, row: sqlite3.Row, source: PromptSource | None) -> str:
-        """Return the tools of a group's prompt as JSON; empty for none."""
+        """Return the tools of a group's prompt as JSON; empty without any."""
         if source is None or not source.has_tools:
             return ""
         columns = self._exchange.group_queries.columns(self._run.run_id, row["group_id"])
@@ -213,8 +212,7 @@ class _NewLeases:
         return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """Return the prefix that an earlier worker returned of the group; None also where it is damaged. Raises
-        UnopenedSegment."""
+        """Return the prefix that an earlier worker returned; None without an intact one. Raises UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -222,18 +220,18 @@ class _NewLeases:
             selection.handle_damaged(self._exchange, self._run, damaged)
             return None
 
-    def _journal(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-        """Return the journal of a group; a life with a turn that cannot be read ends. Raises UnopenedSegment."""
+    def _turn_log(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
+        """Return the turns of a group; end lives with an unreadable turn. Raises UnopenedSegment."""
         while True:
             try:
-                return journals.frames_of(self._exchange, self._run, group_id)
+                return turn_logs.frames_of(self._exchange, self._run, group_id)
             except DamagedRecord as damaged:
                 selection.handle_damaged(self._exchange, self._run, damaged)
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
-    """Admit up to `at_most` prompts in the seeded order, as far as the admission rule allows. The next request goes on
-    from there, also where a prompt cannot be read now."""
+    """Admit up to `at_most` prompts in the seeded order, within the admission rule. If a prompt cannot be read now, the
+    next call starts with it."""
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)
@@ -276,7 +274,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
 
 
 def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    """Make the record agree with the groups that workers report to hold."""
+    """Update the ledger to the groups that workers report to hold."""
     if not requests:
         return
     member_ids = [request.member_id for request in requests]
@@ -284,20 +282,20 @@ def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Ex
     groups = exchange.groups
     for request in requests:
         member_id, held = request.member_id, set(request.lease.held.group_ids)
-        # The worker does not know of some leases, because the reply with them was lost.
+        # The worker does not know some leases, because the reply with them was lost.
         if on_record[member_id] - held:
             groups.revoke_unknown(run.run_id, member_id, sorted(held))
-        # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups that
-        # it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be outdated; it
-        # repeats the claim when it reconnects.
+        # It still works on groups whose leases were revoked while it was silent, and that no other worker got. Groups
+        # that it has returned meanwhile do not have its name, and stay free. A suspected worker's claim may be
+        # outdated; it repeats the claim when it reconnects.
         if held - on_record[member_id] and member_id not in exchange.suspected | exchange.overdue:
             groups.restore_leases(run.run_id, member_id, sorted(held))
 
 
 def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> list[tuple[sqlite3.Row, int]]:
-    """Return the first `number` free groups to train, each with its step, after admitting prompts where groups are missing.
+    """Return the first `number` free groups to train, each with its step; admit prompts if there are too few.
 
-    in_order: the slot decides the step. ready_first: the number of groups ahead that are in no batch yet.
+    in_order: the slot decides the step. ready_first: the number of open, unbatched groups ahead decides it.
     """
     rows = exchange.group_queries.free_to_lease(run.run_id, number)
     if len(rows) < number or exchange.ledger.free_slots.exist(run.run_id):
@@ -309,7 +307,7 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
     free, last_slot, ahead = [], -2, 0
     for row in rows:
         slot = row["slot"]
-        # The group in the slot before is open itself; only a gap has to be counted.
+        # The group in the previous slot is open; only gaps have to be counted.
         ahead = ahead + 1 if slot == last_slot + 1 else exchange.num_ahead(run, slot)
         last_slot = slot
         free.append((row, step_of_group(next_batch, ahead, run.batch_size)))
@@ -317,14 +315,14 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
 
 
 def group_seed(run: ActiveRun, group_id: int) -> int:
-    """Return the seed of a group, 63 bits: a function of the spec's seed and the group's id."""
+    """Return the 63-bit seed of a group: a function of the spec's seed and the group's id."""
     text = f"{run.spec.seed}/{group_id}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The first
-    result of any attempt wins. Return the number of groups."""
+    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The
+    first result of any attempt wins. Return the number of groups."""
     number = exchange.groups.revoke_tasks(member_ids)
     if with_leases:
         number += exchange.groups.revoke_leases(member_ids)
@@ -346,12 +344,12 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 
 def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
-    """Return the workers that hold leases or tasks for far longer than others need, and why. Called every few seconds."""
+    """Return the workers that hold leases or tasks for much longer than others need, with the reasons."""
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
-    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
-    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
+    holders = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
+    return holders + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
 
 
 def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
@@ -366,21 +364,21 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
     return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
 
 
-def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[tuple[str, str]]) -> None:
-    """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
-    for member_id, why in found:
-        taken = revoke_work(exchange, [member_id], with_leases=True)
+def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
+    """Revoke the leases and tasks of overdue workers, in a transaction. Late results count if they are the first."""
+    for member_id, why in overdue:
+        number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
         nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
-        exchange.warn(f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}")
+        exchange.warn(f"{member_id} gets {nothing}, and others get the {number} that it holds: {why}")
 
 
 def note_submission(
     exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
 ) -> None:
-    """Note that a worker submits results; one that was overdue gets work again."""
+    """Note that a worker submits results; give work again to one that was overdue."""
     ages.note_submission(member_id, result.group_id, result.attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
@@ -397,7 +395,7 @@ def choose_groups(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
     """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
-    quarantined group that waits reserves one worker, which gets nothing more until its other work is done. `rows`
+    waiting quarantined group reserves one worker, which gets nothing more until its other work is done. `rows`
     should have `exchange.reserved` more than there is room for, so that quarantined groups do not delay the others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
@@ -428,20 +426,19 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that are
-    proven to cause crashes."""
+    """Count a worker's crash for each group that it held, before its leases are revoked; drop proven causes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count_death(exchange, run, row, member_id, member_id)
 
 
 def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
-    """Count the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself,
-    and none is removed when the worker returns."""
+    """Count the crash of a process that scored the group. Its worker stays alive, so each of its crashes counts
+    separately, and none is removed when the worker returns."""
     _count_death(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
 
 
 def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
-    """Count a death, by its name, for a group; drop the group when the limit is reached."""
+    """Count a crash, by its name, for a group; drop the group at the limit."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
         exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
@@ -454,14 +451,14 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
 
 
 def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
-    """Reset the count of a group that a worker has finished; scoring counts anew."""
+    """Reset the crash count of a group that a worker has finished; scoring counts from 0."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
     exchange.reserved.pop(group_id, None)
 
 
 def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
-    """Return `policy.generation` as a message with every field set, which `paceline.rollout.engine.SamplingParams` reads."""
+    """Return `policy.generation` as a message with every field set, for `paceline.rollout.engine.SamplingParams`."""
     return common_pb2.SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         min_new_tokens=generation.min_new_tokens,

@@ -1,4 +1,4 @@
-"""Score tasks out, rewards in: from generated to scored. A failed score is never a zero."""
+"""Assigns score tasks and takes rewards: from generated to scored. A failed score never becomes a zero."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ MAX_ROOM = 1024
 """Most tasks in one answer, whatever room a worker states."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Size of the groups in one answer, unless it has only one: the first groups need not wait until the last ones have
-arrived."""
+"""Largest size of the groups in one answer with several: the first groups need not wait for the last ones to arrive."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Assign generated groups to a reward worker, lowest slot first."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.task.SetInParent()
-    if request.task.HasField("held"):  # it does not know of tasks whose reply was lost
+    if request.task.HasField("held"):  # the worker does not know tasks whose reply was lost
         held = list(request.task.held.group_ids)
         exchange.groups.revoke_unknown_tasks(run.run_id, request.member_id, held)
     if request.member_id in exchange.overdue or exchange.scoring_withheld(run):
@@ -77,13 +76,13 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit the scores of a group, for exactly the text that was sent out; the first valid ones win."""
+    """Commit the scores of a group if they are for exactly the text that was sent; the first valid scores win."""
     request = arrived.request
     score = request.score
     row = exchange.group(run, score.group_id)
     if row is None:
         return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
-    # A failure that is sent again must not count again.
+    # A failure that is sent twice must not count twice.
     holds = (row["scorer_id"], row["score_attempt"]) == (request.member_id, score.attempt)
     if not holds and held_attempt(row["scorers"], score.attempt) != request.member_id:
         attempt = f"attempt {score.attempt} at scoring group {score.group_id}"
@@ -101,7 +100,10 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         return _failed(exchange, run, request, row)
     functions = list(score.functions)
     if functions != [reward.label for reward in run.spec.rewards]:
-        return exchange.refuse(request, f"scores of {functions}, but the run's functions are others")
+        return exchange.refuse(
+            request,
+            f"scores of {functions}, but the run's functions are {[reward.label for reward in run.spec.rewards]}",
+        )
     size = run.group_size(row["class"])
     rewards_CF = decode_rewards(score.rewards, size)
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
@@ -143,13 +145,13 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 
 def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
-    """Return whether a group's rewards give it an advantage; True if the rewards of its turns decide and cannot be read."""
+    """Return whether a group's rewards give it an advantage; True if they depend on turns that cannot be read."""
     turns = None
     if run.spec.environment.advantage != "outcome":
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
             rows = None if payload is None else CompletionArrays.of(payload.read()[1]).rows
-        except (LedgerFault, WireError):  # whoever serves the batch handles it
+        except (LedgerFault, WireError):  # handled when the batch is served
             rows = None
         if rows is None:
             return True
@@ -158,19 +160,19 @@ def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards
 
 
 def _step_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> int:
-    """Return the step whose weights count for a group: of the next batch, or of the evaluation."""
+    """Return the step that sets a group's reward weights: that of the next batch, or of the evaluation."""
     if row["class"] != "train":
         return int(row["class"].partition(":")[2])
     return int(exchange.ledger.run(run.run_id)["next_batch"])
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:
-    """Return whether the reference's log-probabilities belong to the scores: evaluations are scored, not trained."""
+    """Return whether scores must include the reference's log-probabilities: only groups to train need them."""
     return run.spec.pool_serves_reference and bool(row["class"] == "train")
 
 
 def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
-    """Return why the reference's log-probabilities cannot be accepted; empty where they can."""
+    """Return why the reference's log-probabilities are refused; empty if they are accepted."""
     if arrived.reference is None:
         return arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
     if len(arrived.reference) != row["tokens"]:
@@ -179,14 +181,14 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
 
 
 def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """End a task without scores. A failure of the infrastructure is counted apart, because it drops no group."""
+    """End a task without scores. Infrastructure failures are counted apart, because they drop no group."""
     score = request.score
     exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
     if score.crashed:
         leases.on_score_crash(exchange, run, row, request.member_id)
     if score.error and (failures := exchange.count_failure(run, "unavailable")):
         exchange.warn(
-            f"scoring group {score.group_id} has to wait, it is tried again ({failures} such failures "
+            f"scoring group {score.group_id} could not be done and is tried again ({failures} such failures "
             f"in this run; they drop no group): {cut(score.error)}"
         )
     return exchange.committed(request)
@@ -194,7 +196,7 @@ def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
     score = request.score
-    if exchange.scoring_withheld(run):  # the group is scored again after `resume`, by the corrected function
+    if exchange.scoring_withheld(run):  # after `resume` the corrected function scores the group
         exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
         return exchange.committed(request)
     failures, allowed = row["score_failures"] + 1, run.spec.grpo.max_score_failures

@@ -1,30 +1,30 @@
-"""Spot check of the samplers: groups whose log-probabilities the learner compares with its own, and a sequential test for
-a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+"""Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and tests
+sequentially for a worker whose mean deviation is wrong. Pure.
 
-Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person has
-to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least the
-share `logger.verify_share` of its groups, are due for a comparison, and the next group at once while the newest ones speak
-for a fault. No worker can foresee which. The same batch has the same choice, however often it is requested.
+Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person
+has to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least
+the share `logger.verify_share` of its groups, are due for a comparison; while its newest groups indicate a fault, the
+next one always is. No worker can foresee which. Repeated requests of a batch get the same choice.
 
-A comparison costs no computation, because it is made where the learner computes log-probabilities anyway. So it needs a
-group whose tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such
-group. Groups that several workers had in turn are left out, because the ledger does not tell their tokens apart. State
-lives in memory, and a coordinator's restart begins the counts anew.
+A comparison costs no computation, because the learner computes the log-probabilities anyway. So it needs a group whose
+tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such group.
+Groups that several workers generated in turn are left out, because the ledger does not tell their tokens apart. The
+state is in memory; a coordinator's restart resets the counts.
 
-An observation is one group: the mean over its tokens of log μ - log π in nats, where μ is what the worker reported and π
-what the learner computed with the same weights, with the standard error of that mean. A correct worker has a mean of a few
-thousandths at most, because kernels and number formats differ; a wrong kernel or a broken GPU has more.
+An observation is one group: the mean over its tokens of log μ - log π in nats, where μ is the worker's reported
+probability and π the learner's with the same weights, and the standard error of that mean. A correct worker has a mean
+of a few thousandths at most, because kernels and number formats differ; a wrong kernel or a broken GPU has more.
 
-The test is a cumulative sum (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954) of the log-likelihood ratio
-between a mean of FAULTY and one of TOLERATED, one sum for each sign. For Gaussian noise of standard deviation σ an
-observation x adds
+The test is a cumulative sum (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954) of the log-likelihood
+ratio between a mean of FAULTY and one of TOLERATED, one sum for each sign. For Gaussian noise of standard deviation σ
+an observation x adds
 
-    (FAULTY - TOLERATED) / σ² · (x - (FAULTY + TOLERATED) / 2)
+(FAULTY - TOLERATED) / σ² · (x - (FAULTY + TOLERATED) / 2)
 
 to the sum, which never falls below 0. A worker is named when a sum reaches THRESHOLD. Noise is neither Gaussian nor
-known, so an observation adds at most MAX_INCREMENT (no single group names a worker), counts as at most CLIP_SIGMAS σ, and
-σ is the largest of three estimates: the group's own standard error, the median of all groups' standard errors, and the
-spread of the groups around the median of their worker.
+known, so an observation adds at most MAX_INCREMENT (no single group names a worker), counts as at most CLIP_SIGMAS σ,
+and σ is the largest of three estimates: the group's own standard error, the median of all groups' standard errors, and
+the spread of the groups around the median of their worker.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ TOLERATED = 0.003
 """Largest mean, in nats a token, that a correct worker may have."""
 
 FAULTY = 0.01
-"""Mean that the test is made to find."""
+"""Mean, in nats a token, that the test should detect."""
 
 THRESHOLD = 18.0
 """Sum at which a worker is named: a likelihood ratio of e^18, some 7·10⁷."""
 
 MAX_INCREMENT = 9.5
-"""Largest addition of one group, so that at least two groups name a worker."""
+"""Largest increment by one group, so that at least two groups name a worker."""
 
 CLIP_SIGMAS = 4.0
 
 SMALLEST_SIGMA = 2e-4
-"""Nats. A smaller standard error is not believed: rounding errors of the tokens of a group are alike."""
+"""Smallest standard error used, in nats, because rounding errors within a group are alike."""
 
 SPREAD_FROM = 8
-"""Observations from which their spread is an estimate of the noise."""
+"""Smallest number of observations whose spread estimates the noise."""
 
 MAX_OBSERVATIONS = 256
-"""Newest observations, of all workers together, that the estimates of the noise are made from."""
+"""Newest observations, of all workers together, in the estimates of the noise."""
 
 MAX_WORKERS = 4096
-"""Workers that are remembered; the one that was observed least recently is forgotten first."""
+"""Most workers that are kept; the least recently observed one is removed first."""
 
 MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a Gaussian by its median absolute deviation."""
+"""Factor from the median absolute deviation to the standard deviation of a Gaussian."""
 
 
 class Observation(NamedTuple):
-    """What the learner computed of one group."""
+    """Comparison of one group by the learner."""
 
     mean: float
     """Mean over tokens of the worker's log-probability less the learner's, in nats."""
@@ -88,11 +88,11 @@ class Finding(NamedTuple):
     mean: float
     """Mean of its newest groups, in nats a token."""
     groups: int
-    """Groups since its sum was 0 last."""
+    """Groups since its sum was last 0."""
     others: float | None
-    """Median over all other workers of their means; None without others."""
+    """Median of the other workers' means; None without others."""
     times: int
-    """How often it has been named, this time included."""
+    """Number of times that it was named, including this one."""
 
     def explain(self) -> str:
         times = f" ({self.times} times so far)" if self.times > 1 else ""
@@ -108,8 +108,8 @@ class Finding(NamedTuple):
                 "another device (docs/operate/alerts.md)"
             )
         return (
-            f"{text}. Perhaps all workers are off: compare the engine's number format, attention kernels and sampling settings "
-            "with the learner's (docs/operate/alerts.md)"
+            f"{text}. All workers may be off: compare the engine's number format, attention kernels and sampling settings "
+            "with the learner's (docs/alerts.md)"
         )
 
 
@@ -126,7 +126,7 @@ class _Worker:
 
 
 class DriftTest:
-    """The test of one run's workers."""
+    """Sequential test of one run's workers."""
 
     def __init__(self) -> None:
         self._workers: OrderedDict[str, _Worker] = OrderedDict()
@@ -136,8 +136,7 @@ class DriftTest:
         """Groups observed."""
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Take one group of a worker in. Return a finding when the worker is named by it; numbers that are not finite are
-        ignored."""
+        """Add one group of a worker; return a finding if this names the worker. Ignores numbers that are not finite."""
         if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
             return None
         worker = self._workers.setdefault(member_id, _Worker())
@@ -153,13 +152,13 @@ class DriftTest:
         return self._add(member_id, worker, observation)
 
     def is_suspected(self, member_id: str) -> bool:
-        """Return whether the newest groups of a worker speak for a fault, however little."""
+        """Return whether the newest groups of a worker indicate a fault, however weakly."""
         worker = self._workers.get(member_id)
         return worker is not None and worker.since_zero > 0
 
     @property
     def largest_mean(self) -> float:
-        """Return the mean, in nats a token, that is farthest from 0 among the workers; each by its newest groups."""
+        """Return the mean, in nats a token, that is farthest from 0 among the workers' newest groups."""
         return max((median(worker.newest) for worker in self._workers.values()), key=abs, default=0.0)
 
     @property
@@ -197,20 +196,20 @@ class DriftTest:
 
 
 FIRST_CHECKS = 4
-"""Groups of a new worker that are compared as soon as they can be."""
+"""Groups of a new worker that are compared as soon as possible."""
 
 MAX_CHECKS = 16
-"""Groups of a batch that are compared at most."""
+"""Most groups of a batch that are compared."""
 
 KEPT_CHOICES = 8
-"""Batches whose choice is remembered, because every rank and every later session may ask for the same batch again."""
+"""Batches whose choice is kept, because every rank and every later session may request the same batch again."""
 
 
 class SpotCheck:
-    """Choice and judgement for one run."""
+    """Chooses groups to compare and judges the comparisons, for one run."""
 
     def __init__(self, seed: int | None = None) -> None:
-        """`seed` is for tests: workers cannot foresee which of their groups are compared."""
+        """`seed` is for tests; without it the choice cannot be foreseen."""
         self.test = DriftTest()
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._until_due: OrderedDict[str, int] = OrderedDict()
@@ -218,8 +217,8 @@ class SpotCheck:
         self._choices: OrderedDict[str, dict[int, str]] = OrderedDict()
 
     def choose(self, chain: str, step: int, groups: Sequence[sqlite3.Row], share: float) -> dict[int, str]:
-        """Return the groups of a batch that are to be compared, with their workers. The same for each request of a batch,
-        which `chain` names."""
+        """Return the groups of a batch to compare, with their workers. `chain` identifies the batch; each request of a
+        batch gets the same choice."""
         if chain in self._choices:
             return self._choices[chain]
         by_worker: defaultdict[str, list[int]] = defaultdict(list)
@@ -241,7 +240,7 @@ class SpotCheck:
         return chosen
 
     def observe(self, worker: str, observation: Observation) -> Finding | None:
-        """Take a comparison of a worker in. Return a finding when it is named."""
+        """Add a comparison of a worker. Return a finding if this names the worker."""
         finding = self.test.observe(worker, observation)
         if self.test.is_suspected(worker):
             self._until_due[worker] = 0
@@ -258,7 +257,7 @@ class SpotCheck:
         }
 
     def chosen(self, chain: str) -> dict[int, str]:
-        """Return the earlier choice for a batch; empty where there was none."""
+        """Return the earlier choice for a batch; empty if there was none."""
         return self._choices.get(chain, {})
 
     def _trim(self, chain: str, chosen: dict[int, str]) -> None:

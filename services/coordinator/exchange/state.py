@@ -1,14 +1,14 @@
-"""The exchange: leases out, groups in, scores in, batches out. Every answer states what the ledger already holds.
+"""The exchange leases groups and takes groups, scores and receipts. Every answer states what the ledger already holds.
 
 This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
 the ledger: `services/coordinator/exchange/transport/dispatch.py` takes one request inside a transaction and returns the
-reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group lives in memory, so a
-restart continues from the file. Events for others to act on (a step was trained, the run cannot go on) are left in
+reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group is in memory, so a
+restart continues from the file. Events for others to act on (a step was trained, the run is paused) are added to
 `notices`.
 
 `services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder `leases.py` gives
-groups to workers, `submissions.py` takes them back, `scores.py` has them scored, `batches/` trains them, and
-`evaluation.py` is about those that are only measured.
+groups to workers, `submissions.py` commits them, `scores.py` has them scored, `batches/` trains them, and
+`evaluation.py` handles those that are only measured.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""
 
 UNOPENED_PERIOD_S = 60.0
-"""Seconds between two warnings that a segment cannot be opened."""
+"""Seconds between two warnings about segments that cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
-"""Key of a transaction's decision whether the next batch can be fixed; invalid once a group is scored."""
+"""Key of a transaction's decision whether the next batch can be fixed; invalidated when a group is scored."""
 
 
 class Training(NamedTuple):
-    """Step whose parts were served last, until it is trained."""
+    """Step that was served last, until it is trained."""
 
     session: int
     step: int
@@ -54,14 +54,14 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """An answer. `empty`: there was nothing to give, so the request may wait for as long as it asked to."""
+    """An answer. `empty`: there was nothing to give, so the request may be parked for the wait time that it asks for."""
 
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
 
     def in_memory(self) -> list[Buffer] | None:
-        """Return the payload frames; None when one has to be read from the disk, which must not happen on the event loop."""
+        """Return the payload frames; None if one must be read from the disk, which must not happen on the event loop."""
         frames = [frame for frame in self.payloads if not isinstance(frame, StoredFrame)]
         return frames if len(frames) == len(self.payloads) else None
 
@@ -75,12 +75,12 @@ class Notice:
     version), `metrics` (of a learner's step), `extra` (columns that reward functions logged), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
-    """Run of the event; another one may be active when it is acted on."""
+    """Run of the event; another one may be active by the time it is handled."""
 
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """The run that trains now."""
+    """The run that is being trained."""
 
     run_id: str
     spec: RunSpec
@@ -88,7 +88,7 @@ class ActiveRun:
     """None for supervised runs: their learner reads the data set itself."""
     validation: PromptSource | None
     spec_yaml: str = ""
-    """Spec as workers get it: without keys that this version does not know."""
+    """Spec for the workers: without keys that this version does not know."""
 
     @property
     def batch_size(self) -> int:
@@ -100,35 +100,35 @@ class ActiveRun:
         return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
     def share_of_group(self, group_class: str) -> float:
-        """Return the completions of a group of this class by those of a group to train."""
+        """Return the completions of a group of this class, relative to a group to train."""
         return self.group_size(group_class) / self.group_size("train")
 
     @property
     def max_age(self) -> int:
-        """η: bound of the age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
+        """η: the largest age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
         return self.spec.async_grpo.max_trajectory_age_steps
 
 
 @dataclass(eq=False)
 class RunState:
-    """What the exchange knows of the active run and has in no file; it begins anew when the run is over or stops."""
+    """State of the active run that is in no file; reset when the run ends or stops."""
 
     active: ActiveRun | None = None
     offered: dict[str, Version] = field(default_factory=dict)
-    """Newest version that went out to each rollout worker: it may sample from it before it acknowledges it."""
+    """Newest version offered to each rollout worker, which may sample from it before it acknowledges it."""
     overdue: set[str] = field(default_factory=set)
-    """Workers that held leases or tasks for too long: they get none before they have submitted something."""
+    """Workers that held leases or tasks for too long; they get none until they have submitted a result."""
     reserved: dict[int, str] = field(default_factory=dict)
-    """Worker that takes nothing new until it is free for a quarantined group, by group id."""
+    """Worker that takes no new work until it is free for a quarantined group, by group id."""
     first_requested_s: dict[int, float] = field(default_factory=dict)
     """Time of the first request for the batch of a step, by step."""
     first_complete_s: dict[int, float] = field(default_factory=dict)
-    """Time from which the batch of a step could have been fixed, by step (`ready_first`)."""
+    """Time from which the batch of a step could be fixed, by step (`ready_first`)."""
     training: Training | None = None
     ranks: int = 0
-    """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
+    """Number of ranks of the newest session's learner; 0 until it is reported."""
     end_step: int = 0
-    """Steps after which the run ends because its hours are over (`max_hours`); 0 while they are not."""
+    """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before that."""
     yields_to: str = ""
     """Run of a higher priority that the active run makes room for: nothing new is leased, and no batch is fixed."""
     unreadable_data: str = ""
@@ -136,12 +136,11 @@ class RunState:
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
     drops_in_a_row: DropsInARow = field(default_factory=DropsInARow)
     spot_check: SpotCheck = field(default_factory=SpotCheck)
-    """Comparisons of the samplers' log-probabilities with the learner's."""
+    """Choice of groups for comparison, and results of the comparisons."""
 
 
 class Exchange(RunState):
-    """State of the exchange, one per coordinator. Called by its event loop only, always inside a transaction of the
-    ledger."""
+    """State of the exchange, one per coordinator. Used on its event loop only, always inside a ledger transaction."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -149,25 +148,25 @@ class Exchange(RunState):
         self.groups, self.group_queries = ledger.groups, ledger.group_queries
         self.splits = Splits(ledger.db)
         self.senders = Senders()
-        """Members. Other senders get no leases and no tasks, because nobody would notice their death."""
+        """Members. Other senders get no leases and no tasks, because nobody would notice that they crash."""
         self.suspected: set[str] = set()
         """Members that may be gone: no batch waits for their work, and others may get it."""
         self.versions: dict[str, Version] = {}
-        """Version that each rollout worker acknowledged, by member id."""
+        """Acknowledged version of each rollout worker, by member id."""
         self.lease_durations = LeaseDurations()
         self.task_durations = LeaseDurations()
         self.throughput = Throughput()
         self.notices: list[Notice] = []
         self.admission_closed = ""
-        """Reason why no group is admitted for now; empty when the admission rule alone decides."""
+        """Reason why no group is admitted; empty if only the admission rule decides."""
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
-        """Called for a request whose sender is not who it says, or sends what is for others to send: its kind, the member that
-        it names, the reason and the peer's address, where it can be seen. For the audit log; from any thread."""
+        """Called for a request whose sender is not the stated member or may not send it: its kind, that member, the
+        reason and the peer's address, if it is known. For the audit log; from any thread."""
         self._freed = False
         self._unopened_warned_s = -math.inf
-        """Time of the last warning of a segment that cannot be opened."""
+        """Time of the last warning about a segment that cannot be opened."""
         self._counted = (0, 0)
-        """Cache for `num_ahead`: (slot, groups before it that are in no batch yet)."""
+        """Cache of `num_ahead`: (slot, number of open, unbatched groups before it)."""
 
     def notice(self, kind: str, **content: Any) -> None:
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
@@ -176,7 +175,7 @@ class Exchange(RunState):
         self.notice("warning", message=message)
 
     def count_failure(self, run: ActiveRun, kind: str) -> int:
-        """Count a failure that may come in thousands; return their number if a warning is due: after 1, 2, 4, 8 …, else 0."""
+        """Count a failure that may come in thousands; return the count if a warning is due (1, 2, 4, 8 …), else 0."""
         self.ledger.count(run.run_id, f"failures:{kind}")
         number = self.ledger.counters(run.run_id)[f"failures:{kind}"]
         return number if number & (number - 1) == 0 else 0
@@ -186,31 +185,31 @@ class Exchange(RunState):
         return notices
 
     def note_unopened(self, fault: UnopenedSegment) -> None:
-        """Warn that a group cannot be read or stored because a segment cannot be opened now. It is tried again."""
+        """Warn that a group cannot be read or stored now, because a segment cannot be opened. It is tried again."""
         now_s = time.monotonic()
         if now_s - self._unopened_warned_s < UNOPENED_PERIOD_S:
             return
         self._unopened_warned_s = now_s
         self.warn(
-            f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit of "
+            f"{fault}. Groups wait for it, and it is tried again automatically; check its permissions and the limit of "
             "open files"
         )
 
     # Versions
 
     def offer(self, member_id: str, version: Version) -> None:
-        """Note that a version is on its way to a rollout worker."""
+        """Note that a version was offered to a rollout worker."""
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
-        """Return the newest version that a worker's tokens can be of; None where none is on record."""
-        found = (self.versions.get(member_id), self.offered.get(member_id))
-        return max((version for version in found if version is not None), default=None)
+        """Return the newest version that a worker's tokens can have; None without one."""
+        versions = (self.versions.get(member_id), self.offered.get(member_id))
+        return max((version for version in versions if version is not None), default=None)
 
     # Shared by the handlers
 
     def takes_no_work(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused, yields to another, or has all its batches, so that nothing is leased."""
+        """Return whether nothing is leased, because the run is paused, yields to another, or has all its batches."""
         row = self.ledger.run(run.run_id)
         return bool(
             row["state"] != "running"
@@ -220,25 +219,24 @@ class Exchange(RunState):
         )
 
     def has_last_batch(self, row: sqlite3.Row) -> bool:
-        """Return whether the active run ends early, and the batches of all steps before its end are fixed."""
+        """Return whether the active run ends early and all its batches are fixed."""
         return bool(0 < self.end_step <= max(row["next_batch"], row["next_step"]))
 
     def num_steps(self, run: ActiveRun) -> int:
         return self.end_step or run.spec.max_num_steps
 
     def withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused for a reason that the learner would meet again: it is given nothing at all."""
+        """Return whether the run is paused for a reason that would recur: its learner gets nothing."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused because its reward functions fail. After `resume` the corrected functions
-        score the waiting groups."""
+        """Return whether failing reward functions paused the run; `resume` scores its waiting groups again."""
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
     def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:
-        """Pause the run for a reason that needs a person; a part of the transaction that found the reason.
-        `drop_reason` is that of the groups whose drops are the reason."""
+        """Pause the run for a reason that needs a person, in the transaction that found it. `drop_reason` is set if
+        dropped groups are the reason."""
         if self.withheld(run):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
@@ -247,7 +245,7 @@ class Exchange(RunState):
         self.notice("paused", message=message)
 
     def sessions(self, run: ActiveRun) -> range:
-        """Return every session of the run so far."""
+        """Return the numbers of the run's sessions."""
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
@@ -256,24 +254,24 @@ class Exchange(RunState):
         return self.group_queries.get(run.run_id, group_id)
 
     def take_freed(self) -> bool:
-        """Return whether a group was dropped since the last call, so that another one can be admitted in its slot."""
+        """Return whether a group was dropped since the last call, so that its slot is free."""
         freed, self._freed = self._freed, False
         return freed
 
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
-        """Return the number of groups in slots before `slot` that are open and in no batch yet. Counts on from the slot
-        of the last call, because leases are granted in the order of slots."""
+        """Return the number of open, unbatched groups in slots before `slot`. Continues from the slot of the last call,
+        because leases are granted in the order of slots."""
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
         ahead += self.group_queries.num_waiting(run.run_id, start, slot)
         self._counted = (slot, ahead)
         return ahead
 
     def slots_changed(self) -> None:
-        """Clear the cache of `num_ahead`, because a group was opened or ended at a slot that was counted."""
+        """Clear the cache of `num_ahead`, because a group was opened or ended at a counted slot."""
         self._counted = (0, 0)
 
     def learner_waits(self, run: ActiveRun) -> bool:
-        """Return whether the next batch was asked for and cannot be fixed yet."""
+        """Return whether the next batch was requested and cannot be fixed yet."""
         return self.ledger.run(run.run_id)["next_batch"] in self.first_requested_s
 
     def drop(
@@ -286,8 +284,8 @@ class Exchange(RunState):
         error: str = "",
         totals: Collection[float] = (),
     ) -> None:
-        """End a group as dropped(reason) and free its slot; its tokens move in the books. `error` is the text of its
-        failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row."""
+        """Drop a group for `reason`: its slot is freed, and its tokens are accounted as dropped. `error` is the text of
+        its failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row."""
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
         if row["class"] != "train" or reason == "by_request":
             return
@@ -301,7 +299,7 @@ class Exchange(RunState):
             self.pause(run, drops.explain_limit(in_a_row, reason, run.run_id), reason)
 
     def note_failure(self, row: sqlite3.Row, work: str, reason: str, error: str, failures: int, allowed: int) -> None:
-        """Warn that an attempt at a group's `work` failed; equal failures that have been reported are only counted."""
+        """Warn that an attempt at a group's `work` failed; repeated equal failures are only counted."""
         if failures < allowed:
             if self.failure_counts.failed(error):
                 self.warn(f"{work} group {row['group_id']} failed ({failures} of {allowed}): {error}")
@@ -310,7 +308,7 @@ class Exchange(RunState):
             self.warn(f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}")
 
     def clear_failures(self, first_group: int) -> None:
-        """Begin all counts of failures anew, with groups from `first_group` on, because a person resumes the run."""
+        """Reset all counts of failures, because a person resumes the run; groups before `first_group` are not counted."""
         self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
         self.drops_in_a_row.first_group = first_group
 
@@ -333,7 +331,7 @@ class Exchange(RunState):
             self.ledger.free_slots.add(run_id, row["slot"])
 
     def end_run(self, run_id: str) -> None:
-        """Drop the open groups as run_ended, and remove evaluations that were not finished."""
+        """Drop the open groups as run_ended, and remove unfinished evaluations."""
         for group_class in self._open_classes(run_id):
             if group_class != "train":
                 self.remove_groups(run_id, group_class)
@@ -344,7 +342,7 @@ class Exchange(RunState):
         self._deactivate(run_id)
 
     def remove_groups(self, run_id: str, group_class: str) -> None:
-        """Remove the groups of an evaluation and all that they hold, because nobody needs them after its end."""
+        """Remove the groups of an ended evaluation with all their records."""
         self.ledger.note_removed_records(self.ledger.episodes.remove_class(run_id, group_class))
         self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 
@@ -352,8 +350,7 @@ class Exchange(RunState):
         return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
     def stop_work(self, run_id: str) -> None:
-        """Stop work on the run, which may go on later: open groups stay open, and their leases and tasks are
-        revoked."""
+        """Stop work on a run that may continue later: its groups stay open, and leases and tasks are revoked."""
         for group_class in self._open_classes(run_id):
             self.groups.revoke_class(run_id, group_class)
         self.ledger.evaluations.unpin_all(run_id)
@@ -366,7 +363,7 @@ class Exchange(RunState):
     # Replies
 
     def committed(self, request: pb.ExchangeRequest) -> Outcome:
-        """Answer that the result is in the ledger once this transaction is."""
+        """Answer that the result is in the ledger as soon as this transaction is."""
         return Outcome(self.reply(request, pb.REPLY_STATUS_COMMITTED))
 
     def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
@@ -378,7 +375,7 @@ class Exchange(RunState):
         return Outcome(self.reply(request, pb.REPLY_STATUS_STALE, message))
 
     def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
-        """Answer that the message can never be accepted."""
+        """Answer that the message is invalid in every state."""
         return Outcome(self.reply(request, pb.REPLY_STATUS_INVALID, message))
 
     def reply(

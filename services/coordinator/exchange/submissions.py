@@ -1,10 +1,10 @@
-"""Submissions: the one place where a group comes back (generated, as a returned lease, or turn by turn), with its checks
-against the ledger inside the transaction: few numbers for each group.
+"""Commits groups (generated, as a returned lease, or turn by turn) after checks against the ledger, inside the
+transaction.
 
 `uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
 
 A turn of an episode is committed once, by the attempt that holds its group, in the order of its sample's turns. While a
-group is open, its row has the tokens of its journal, so the token accounting balances after every turn.
+group is open, its row counts the tokens of its logged turns, so the token accounting balances after every turn.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ import numpy as np
 
 from paceline.errors import SpecError
 from paceline.groups import Completion, Group, IntArray, Version, held_attempt
-from paceline.services.coordinator.exchange import evaluation, journals, leases
-from paceline.services.coordinator.exchange.journals import end_life
+from paceline.services.coordinator.exchange import evaluation, leases, turn_logs
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
 from paceline.services.coordinator.ledger.groups import Generated, State
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
-from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, FinishedTurn
 from paceline.services.coordinator.text_limits import cut
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, decode_completions, parse_message
 
 FINAL_DATA_ERRORS = frozenset({"bad_prompt", "prompt_too_long"})
-"""Reasons of a failed attempt after which every other attempt would fail alike, so that the group is dropped at once."""
+"""Reasons of a failed attempt that every other attempt would share, so the group is dropped at once."""
 
 DATA_ERRORS = FINAL_DATA_ERRORS | {"", "invalid_result"}
-"""Reasons that a worker may give for a failed attempt. With an empty reason other attempts are allowed, and the last failure
+"""Reasons that a worker may give for a failed attempt. With an empty reason other attempts follow, and the last failure
 drops the group as `bad_prompt`."""
 
 MAX_ERROR_CHARS = 4096
-"""Length at which a worker's message is cut off."""
+"""Most characters that are kept of a worker's message."""
 
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit a generated group that has been checked and stored. The first valid result of any attempt wins while the
-    group waits for one."""
+    """Commit a checked and stored group. The first valid result of any attempt wins while the group is open."""
     request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)
@@ -53,11 +52,11 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         attempt = f"attempt {result.attempt} of group {result.group_id}"
         return exchange.stale(request, f"{attempt} was never leased to {request.member_id}")
     if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
-        if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
+        if group is not None and result.digest != row["digest"]:  # else it is the accepted result, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
             leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    # It was decided when the result arrived; its record was found damaged since, and the group is generated again.
+    # It was decided when the result arrived; since then its record was found damaged, and the group is generated again.
     if arrived.is_decided:
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.location is None:
@@ -68,26 +67,26 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if row["class"] != "train":
         pinned = evaluation.pinned_version(exchange, run, row)
         if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
-            if row["lease_step"] == pinned.step:  # else another version was pinned since
+            if row["lease_step"] == pinned.step:  # else the evaluation was pinned to another version since
                 exchange.lease_durations.note_refusal(request.member_id)
-            # Else another worker plays its episodes.
+            # Else another worker has the group's episodes.
             if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
             return exchange.stale(request, "tokens of another version than the evaluation's")
-    fault, journal = _fault(exchange, run, arrived, row, result.attempt), None
+    fault, turn_log = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
-        journal = journals.of_group(exchange, run, result.group_id)
-        fault = journals.fault_of_result(journal, group, arrived.turns)
+        turn_log = turn_logs.of_group(exchange, run, result.group_id)
+        fault = turn_logs.fault_of_result(turn_log, group, arrived.turns)
         if fault and result.attempt < row["attempt"]:
             return exchange.stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
-    if journal is not None:  # its tokens were counted turn by turn
-        journals.end_left_out(exchange, run, row, journal)
+    if turn_log is not None:  # its tokens were counted turn by turn
+        turn_logs.end_left_out(exchange, run, row, turn_log)
     elif row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    if row["attempt"] > 1 or journal is not None:  # what earlier attempts have returned, and the journal
+    if row["attempt"] > 1 or turn_log is not None:  # prefix or turns of earlier attempts
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
     leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
@@ -103,12 +102,12 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or for a bad prompt."""
+    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or the prompt is bad."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
     if row is not None and row["state"] == State.ADMITTED and row["member_id"] == request.member_id:
-        # The lease was revoked already, and this worker must not get it again by `restore_leases`.
+        # The lease was revoked already, and `restore_leases` must not give it to this worker again.
         exchange.groups.clear_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
@@ -123,7 +122,7 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if arrived.frames and run.spec.environment.is_used:
         return exchange.refuse(
             request,
-            f"group {returned.group_id} came back with samples, but in a run with an environment their turns are journaled",
+            f"group {returned.group_id} was returned with samples, but a run with an environment submits them turn by turn",
         )
     if arrived.frames and row["class"] == "train":
         prefix = arrived.group
@@ -131,7 +130,7 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
         if prefix.rows is not None or len(prefix.completions) != expected:
-            back = f"group {returned.group_id} came back with {len(prefix.completions)} samples"
+            back = f"group {returned.group_id} was returned with {len(prefix.completions)} samples"
             return exchange.refuse(request, f"{back}, not {expected}")
         if fault := _fault(exchange, run, arrived, row, returned.attempt):
             return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
@@ -143,7 +142,7 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
-    """Return why a group is not what this run's leases ask for; empty where it is."""
+    """Return why a group does not have the form that the run's leases require; empty if it has."""
     if run.spec.environment.is_used != (group.rows is not None):
         has, needs = ("rows", "no") if group.rows is not None else ("no rows", "an")
         return f"has {has}, but the run has {needs} environment"
@@ -153,7 +152,7 @@ def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
-    """Return why the ledger contradicts the result of this attempt; empty where it does not."""
+    """Return how the result contradicts the ledger; empty if it does not."""
     assert arrived.group is not None
     return fault_of_ids(exchange, run, arrived.max_id) or fault_of_group(
         exchange, run, row, attempt, arrived.request.member_id, arrived.group
@@ -161,7 +160,7 @@ def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Ro
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """Count an attempt that failed because of the group's data; others may still succeed, up to the budget."""
+    """Count an attempt that failed because of the group's data; others may still succeed, up to the limit."""
     returned, reason = request.lease_return, request.lease_return.data_error_reason or "bad_prompt"
     is_final = returned.data_error_reason in FINAL_DATA_ERRORS
     allowed = 1 if is_final else run.spec.grpo.max_generation_failures
@@ -172,12 +171,11 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
 
 
 ARRAY_BYTES = 8
-"""Size of a token in a payload frame: its id and its log-probability."""
+"""Bytes of a token in a payload frame: its id and its log-probability."""
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
-    """Return why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not
-    known yet."""
+    """Return why the learner cannot embed the largest token id; empty if it can or its vocabulary is not reported."""
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
         return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
@@ -187,11 +185,11 @@ def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
 def fault_of_group(
     exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
 ) -> str:
-    """Return why the result of an attempt cannot be true: its versions, or a prefix that it does not go on from. Empty
-    where it can.
+    """Return why the versions or the continued prefix of a result are impossible; empty if they are possible.
 
-    The tokens of a worker are of versions that it acknowledged, or that are on their way to it; the prefix of its lease
-    is of versions that an earlier holder had. The turns of rows were compared when they were journaled."""
+    A worker's tokens have versions that it acknowledged or was offered; the prefix of its lease has versions of earlier
+    holders. The turns of rows were compared when they were submitted.
+    """
     if group.rows is not None:
         return ""
     versions = {span[:2] for c in group.completions for span in c.spans}
@@ -215,9 +213,9 @@ def fault_of_group(
 
 
 def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
-    """Return why the run has not come to one of these versions; empty where it has. Any rollout worker may have sampled from
-    them, also one that left before it could acknowledge them: a version is published once the batch before it is fixed.
-    """
+    """Return why one of these versions cannot exist yet; empty if all can. Any rollout worker may have sampled from
+    them, also one that left before it could acknowledge them: a version is published once the batch before it is
+    fixed."""
     row, newest = exchange.ledger.run(run.run_id), max(versions)
     step = max(version.step for version in versions)
     if newest.session > row["session"] or step > row["next_batch"]:
@@ -226,9 +224,9 @@ def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[V
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
-    """Return why the newest session and step of a group's tokens are not the run's; empty where they are."""
+    """Return why the newest session and step of a group's tokens cannot exist yet; empty if they can."""
     row = exchange.ledger.run(run.run_id)
-    # Each worker's version is compared only where these are not enough.
+    # The workers' versions are needed only if the run's row is behind.
     if session > row["session"] or step > row["published_step"]:
         versions = [*exchange.versions.values(), *exchange.offered.values()]
         if session > (bound := max([row["session"], *(version.session for version in versions)])):
@@ -239,7 +237,7 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
 
 
 class Prefix(NamedTuple):
-    """The prefix that an earlier worker returned of a group."""
+    """The prefix of a group that an earlier worker returned."""
 
     attempt: int
     """Attempt that returned it."""
@@ -248,12 +246,12 @@ class Prefix(NamedTuple):
 
     @property
     def newest(self) -> Version:
-        """Newest version of its tokens. The prefix of earlier attempts is a part of it."""
+        """Return the newest version of its tokens, those of earlier attempts included."""
         return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
 
 
 def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix | None:
-    """Return the prefix of a group that is on record; None without one. Raises DamagedRecord, UnopenedSegment."""
+    """Return the stored prefix of a group; None without one. Raises DamagedRecord, UnopenedSegment."""
     if row["attempt"] < 2:
         return None
     stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
@@ -266,7 +264,7 @@ def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix |
 
 
 def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
-    """Return why a group does not go on from its lease's prefix; empty where it does."""
+    """Return how a group deviates from its lease's prefix; empty if it continues it."""
     if not np.array_equal(prefix.prompt_ids, group.prompt_ids):
         return "prompt_ids are not those that the lease came with"
     for index, (before, now) in enumerate(zip(prefix.completions, group.completions, strict=True)):
@@ -291,7 +289,7 @@ def _versions_T(completion: Completion) -> np.ndarray:
 
 
 def refuse_large_groups(spec: RunSpec) -> None:
-    """Raises SpecError for a run whose groups no message could carry."""
+    """Raise SpecError if the run's groups are too large for a message."""
     if not spec.samples:
         return
     sizes = {
@@ -309,11 +307,11 @@ def refuse_large_groups(spec: RunSpec) -> None:
 
 
 REASONS = (RESTARTED, FAILED)
-"""Reasons of an end that workers may give."""
+"""Reasons that a worker may give for the end of a life."""
 
 
 def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit a finished turn that has been checked and stored."""
+    """Commit a finished turn that was checked and stored."""
     request, turn, episodes = arrived.request, arrived.request.turn, exchange.ledger.episodes
     row = exchange.group(run, turn.group_id)
     if (refusal := _refusal(exchange, run, request, row, turn)) is not None:
@@ -326,7 +324,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     next_turn = 0 if last is None else last["turn"] + 1
     if turn.life == lives.current and turn.index < next_turn:
         return exchange.duplicate(request, f"turn {turn.index} of {_name(turn)} is in the ledger already")
-    if arrived.is_decided:  # it was when the turn arrived; its life has ended since
+    if arrived.is_decided:  # it was when the turn arrived; since then its life has ended
         return exchange.stale(request, f"{_name(turn)} goes on after turn {next_turn - 1}")
     uploaded = arrived.turn
     if uploaded is None or arrived.location is None:
@@ -346,7 +344,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if fault:
         return exchange.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
     episodes.add(
-        JournaledTurn(
+        FinishedTurn(
             run.run_id,
             turn.group_id,
             turn.sample,
@@ -366,7 +364,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     )
     recorded = uploaded.oldest_step if row["oldest_step"] is None else row["oldest_step"]
     oldest_step = min(recorded, uploaded.oldest_step)
-    exchange.groups.set_journal(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
+    exchange.groups.set_turns(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", uploaded.num_tokens)
     exchange.lease_durations.note_progress(request.member_id)
@@ -374,8 +372,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """End the life of a sample that is not finished: its tokens are dropped, and the next life begins, unless the
-    sample is given up."""
+    """End an unfinished life of a sample: its tokens are dropped. The next life begins unless it is given up."""
     end, episodes = request.episode_end, exchange.ledger.episodes
     row = exchange.group(run, end.group_id)
     if (refusal := _refusal(exchange, run, request, row, end)) is not None:
@@ -402,7 +399,7 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
 
 
 def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int) -> None:
-    """Count a fault of the environment; drop a group of which every sample was given up."""
+    """Count a fault of the environment; drop a group whose samples were all given up."""
     exchange.ledger.count(run.run_id, f"failures:{FAILED}")
     error, allowed = cut(end.error), run.spec.environment.max_failures
     if not end.give_up:
@@ -414,7 +411,7 @@ def _note_failure(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.
     if sum(sample.given_up for sample in lives.values()) < size:
         if number := exchange.failure_counts.dropped(error):
             alike = f", the {number}th for this cause" if number > 1 else ""
-            exchange.warn(f"{_name(end)} was given up{alike}; its group goes on without it: {error}")
+            exchange.warn(f"{_name(end)} was given up{alike}; its group continues without it: {error}")
         return
     exchange.note_failure(row, "running", FAILED, error, failures, failures)
     evaluation.drop(exchange, run, exchange.group(run, row["group_id"]) or row, FAILED, error)
@@ -427,8 +424,8 @@ def _refusal(
     row: sqlite3.Row | None,
     of: pb.EpisodeTurn | pb.EpisodeEnd,
 ) -> Outcome | None:
-    """Return the answer to a sender that does not hold the group, or that names no sample of it. A lease that was
-    revoked from a silent holder, and that no other got, is still its holder's."""
+    """Refuse a sender that does not hold the group, or that names a sample outside of it. A lease that was revoked from
+    a silent holder is still its holder's until another worker gets it."""
     is_open = row is not None and row["state"] in (State.ADMITTED, State.LEASED)
     if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
         attempt = f"attempt {of.attempt} of group {of.group_id}"
@@ -440,7 +437,7 @@ def _refusal(
 
 
 def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -> str:
-    """Return why a turn does not follow the newest one on record; empty where it does."""
+    """Return why a turn does not follow the newest one in the ledger; empty if it does."""
     if turn.life != life:
         return f"life {turn.life} has not begun, the sample is in life {life}"
     if last is not None and last["last"]:
@@ -450,7 +447,7 @@ def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -
 
 
 def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens: int) -> str:
-    """Return why a turn cannot extend its row; empty where it can."""
+    """Return why a turn cannot extend its row; empty if it can."""
     if turn.row_index > num_rows:
         return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
     if turn.row_index == num_rows and not turn.num_context:

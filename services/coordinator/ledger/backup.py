@@ -1,12 +1,12 @@
-"""`paceline ledger backup`: copy the whole ledger into one file, while a coordinator may be writing to it.
+"""Copies a ledger: `paceline ledger backup` and `paceline ledger encrypt`.
 
-In the copy the texts and arrays of groups and turns are in the SQLite file itself, so that one file is all there is to keep, move
-and put back. A coordinator that is started on the copy goes on from there, also where newer files are beside it
-(`services/coordinator/ledger/database.py`).
+`backup` copies the whole ledger into one file, while a coordinator may be writing to it. The texts and arrays of groups
+and turns are in the copy's SQLite file, so there is one file to keep, move and restore. A coordinator that is started on
+the copy continues from there, also if newer files are beside it (`services/coordinator/ledger/database.py`).
 
-`paceline ledger encrypt`: copy a stopped coordinator's ledger into an encrypted file, which then takes its place. At any moment the directory has the whole ledger, in the old form or in the new one. The old file is replaced once the
-new one is complete, checked and on the disk. As in a backup, texts and arrays of groups and turns are in the new file itself, so
-the old segments are removed; new ones are encrypted.
+`encrypt` copies a stopped coordinator's ledger into an encrypted file, which replaces the old one once it is complete,
+checked and on the disk: at any moment the directory has the whole ledger, in one form or the other. As in a backup, texts
+and arrays are in the new file itself, so the old segments are removed; new ones are encrypted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from paceline.services.coordinator.ledger.segment_cipher import MAGIC
 from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
-"""Copies that are tried, because pruning may remove a segment between the copy of the tables and that of the
-segment."""
+"""Number of attempts, because pruning may remove a segment between the copies of the tables and of the segment."""
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:
     """Make a consistent copy of the ledger; return its size in bytes.
 
-    The copy appears whole under its name or not at all. Raises NotFound when the destination's folder does not exist,
-    LedgerFault when the ledger is damaged, because the copy would be damaged too.
+    The copy appears whole under its name or not at all. Raises NotFound if the destination's folder does not exist,
+    LedgerFault if the ledger is damaged, because the copy would be damaged too.
     """
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
@@ -67,17 +66,17 @@ def _write_unsafely(copy: sqlite3.Connection) -> None:
 
 
 def _complete(copy: sqlite3.Connection, store: PayloadStore, path: Path, refusal: str) -> None:
-    """Take the bulk of the ledger at `path` into a copy of its tables, and check it. Raises LedgerFault."""
+    """Copy the texts and arrays of the ledger at `path` into a copy of its tables, and check it. Raises LedgerFault."""
     _write_unsafely(copy)
-    take_in_payloads(copy, store)
+    copy_payloads(copy, store)
     report = VerifyReport()
     check_file(copy, report)
     if report.found:
         raise LedgerFault(f"{refusal}: {sentence(path, report.problems[0])}")
 
 
-def take_in_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
-    """Read the texts and arrays that a copy of the tables refers to into the copy itself. Raises LedgerFault."""
+def copy_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
+    """Copy the texts and arrays that a copy of the tables refers to into that copy. Raises LedgerFault."""
     copy.execute("BEGIN")
     for table in ("payloads", "episodes"):
         rows = copy.execute(f"SELECT rowid, * FROM {table} WHERE segment IS NOT NULL ORDER BY segment, start")
@@ -92,16 +91,19 @@ def take_in_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
 
 PRAGMAS = ("user_version", "application_id")
 """Numbers in SQLite's header that belong to the ledger."""
-OLD_KEY_REMEDY = "name the file with its key until now by --old-key-file, or leave the option out for a plain ledger"
+OLD_KEY_REMEDY = (
+    "name the file with the ledger's current key by --old-key-file, or leave the option out for a plain ledger"
+)
 READERS_S = 1.0
-"""Seconds for which a reader of another process may keep the log from being emptied."""
+"""Most seconds to wait for a reader of another process before the log can be emptied."""
 
 
 def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Callable[[str], None]) -> None:
-    """Encrypt the ledger at `path` with `new`; `old` is its key until now, None for a plain one. `say` is called with what was done,
-    and with each file beside it that is still plain.
+    """Encrypt the ledger at `path` with `new`; `old` is its current key, None for a plain one. `say` is called with
+    what was done, and with each file beside it that is still plain.
 
-    Raises NotFound, WrongKey, Conflict when a coordinator has it or another process reads it, LedgerFault when it is damaged.
+    Raises NotFound, WrongKey, Conflict if a coordinator has it or another process reads it, LedgerFault if it is
+    damaged.
     """
     if not path.is_file():
         raise NotFound(f"no ledger at {path}; name the coordinator's --directory")
@@ -117,7 +119,7 @@ def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Cal
         _remove_segments(path, new)
     for other in sorted(path.parent.glob(f"{path.name}*")):
         if other.is_dir() and ".set-aside-" in other.name:
-            say(f"{other} has files of an earlier ledger as they were; delete it, or keep it elsewhere")
+            say(f"{other} has unchanged files of an earlier ledger; delete it, or keep it elsewhere")
         elif database.is_plain(other):
             say(f"{other} is not encrypted; delete it, or keep it elsewhere")
 
@@ -130,7 +132,7 @@ def _replace(path: Path, old: StorageKey | None, new: StorageKey) -> None:
     try:
         with written_whole(path, durable=True) as partial:
             _export(path, old, partial, new)
-            # SQLite would take the old file's log for that of the new one. It is empty by now: all of it is in the old file.
+            # SQLite would read the old file's log as the new one's. It is empty: its content is in the old file.
             for suffix in ("-wal", "-shm"):
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
     except sqlite3.DatabaseError as error:
@@ -144,7 +146,7 @@ def _export(path: Path, old: StorageKey | None, partial: Path, new: StorageKey) 
         raise Conflict(f"another process reads the ledger {path}; stop it first")
     store = PayloadStore(path, old)
     with contextlib.closing(database.connect(partial, new, named=True)) as copy, contextlib.closing(store):
-        _write_unsafely(copy)  # before the old file is attached, which it must not change
+        _write_unsafely(copy)  # before the old file is attached, which must keep its settings
         copy.execute("ATTACH DATABASE ? AS old KEY ?", (str(path), "" if old is None else database.key_text(old)))
         copy.execute("SELECT sqlcipher_export('main', 'old')")
         for pragma in PRAGMAS:

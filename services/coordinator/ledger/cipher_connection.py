@@ -1,10 +1,10 @@
-"""Connections to an encrypted SQLite file, through SQLCipher (library `sqlcipher3`).
+"""Opens encrypted SQLite files through SQLCipher (library `sqlcipher3`).
 
-SQLCipher encrypts every page of the file, of its log and of its journal with AES-256 and seals it with HMAC-SHA-512, so a page that
-was changed is found when it is read. After such a page a connection reads nothing more.
+SQLCipher encrypts every page of the file, its write-ahead log and its rollback journal with AES-256 and authenticates
+it with HMAC-SHA-512, so a changed page is detected when it is read. After that the connection reads nothing more.
 
-Promise: to its caller a connection is one of the module `sqlite3`, and raises that module's errors. Their codes are the primary ones, such as
-SQLITE_CONSTRAINT: the library does not give the extended ones.
+Promise: callers see a connection of the module `sqlite3` with that module's errors. Error codes are the primary ones,
+such as SQLITE_CONSTRAINT, because the library does not report the extended ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # its interface is that of sqlite3, and it has no types
+if TYPE_CHECKING:  # it has sqlite3's interface, but no types
     dbapi = sqlite3
 else:
     from sqlcipher3 import dbapi2 as dbapi
@@ -23,7 +23,7 @@ Row = dbapi.Row
 
 
 def _as_sqlite3(method: Callable[..., Any]) -> Any:
-    """Return a method that raises the error of the module `sqlite3` where the given one raises that of its library."""
+    """Return `method` with the library's errors replaced by those of `sqlite3`."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -67,7 +67,7 @@ class CipherConnection(dbapi.Connection):
 
 
 def connect(target: str, **options: Any) -> CipherConnection:
-    """Open a file, which needs its key before anything else. Options and errors are those of `sqlite3.connect`."""
+    """Open a file; its key must be set before anything else. Options and errors are those of `sqlite3.connect`."""
     try:
         return dbapi.connect(target, factory=CipherConnection, **options)
     except dbapi.Error as error:

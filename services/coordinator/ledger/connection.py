@@ -1,10 +1,9 @@
-"""The ledger's SQLite file: opening it, its transactions, and the cache of what they have read.
+"""Opens the ledger's SQLite file, runs its transactions, and caches what they read.
 
 Promises: a transaction's writes are on the disk before it returns, so an acknowledgement sent after it survives a power
-cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term
-is over writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Where the loop
-would wait long for the disk, a thread waits while the loop goes on with the next transaction, and answers are sent
-after the thread's sync (`sync_off_loop`).
+cut; a second process that opens the same file is refused; every opening is a new term, and a process whose term is over
+writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Long syncs run on a thread
+while the loop continues with the next transaction; answers are sent after the sync (`sync_off_loop`).
 """
 
 from __future__ import annotations
@@ -33,55 +32,50 @@ from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
-"""Values in a cache."""
+"""Most values in a cache."""
 
 REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
-"""The first byte that SQLite locks (its PENDING_BYTE)."""
-
-LOG_PERIOD_S = 0.5
-MAX_LOG_PAGES = 8192
-"""Length, in pages of 4 kB, beyond which the log is emptied."""
+"""First byte that SQLite locks (its PENDING_BYTE)."""
 
 LOG_READERS_S = 0.1
-"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
+"""Most seconds to wait for readers of other processes before the log is emptied; it is tried again."""
 
 log = logging.getLogger(__name__)
 
 
 class LedgerFile(database.Queries):
-    """One file, open for its one writer or for a reader beside it."""
+    """A ledger's file, opened by its one writer or by a reader beside it."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
-        path = Path(os.path.realpath(path))  # the lock is beside the file itself, whatever links to it
+        path = Path(os.path.realpath(path))  # the lock must be beside the file itself, not beside a link
         self.path = path
         self.key = storage_key()
-        """Key that the ledger's files are encrypted with; None for plain files."""
+        """Key of the ledger's encrypted files; None for plain ones."""
         self.payloads = PayloadStore(path, self.key)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
-        """Callback for every transaction that the disk refused: the ledger's owner has to end."""
+        """Called for each transaction that the disk refused; the ledger's owner must stop."""
         self.set_aside: Path | None = None
-        """Folder with the files that were beside a backup and belonged to another ledger."""
+        """Folder with files of another ledger that were beside a backup; None without any."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
-        """Number of this opening; 0 until it has one."""
+        """Number of this opening; 0 before it is assigned."""
         self._cache: dict[str, Any] | None = None if read_only else {}
-        """Values that were read and that nobody has changed since. None for a reader, because another process
-        writes."""
+        """Values that were read and have not changed since. None for a reader, because another process writes."""
         self._decisions: dict[str, Any] = {}
-        """Decisions of the transaction under way."""
+        """Decisions of the current transaction."""
         self._uncounted: dict[tuple[str, str], int] = {}
-        """Amounts that the transaction under way adds to counters, by run and name; written before its commit."""
+        """Amounts that the current transaction adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
         self._log_fd: int | None = None
-        """File descriptor of SQLite's write-ahead log, which stays the same file for as long as the ledger is open."""
+        """File descriptor of SQLite's write-ahead log, which stays the same file while the ledger is open."""
         self._commits = self._synced_commits = 0
-        """Transactions of this opening, and how many of them are on the disk."""
+        """Transactions of this opening, and how many of them are synced."""
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
             database.check_key(path, self.key)
-            # The log beside a backup that no coordinator has opened yet is another ledger's, so it must not be read.
+            # The log beside a backup that was never opened belongs to another ledger, so it must not be read.
             alone = database.is_backup(path, self.key)
             self.db = database.connect(path, self.key, read_only=True, immutable=alone, named=True)
         else:
@@ -101,36 +95,35 @@ class LedgerFile(database.Queries):
         row_checksums.install(self.db)
         try:
             if not read_only and is_backup:
-                database.take_mark_away(self.db)
+                database.remove_mark(self.db)
             self._open_schema(read_only)
             if not read_only:
                 check_open_runs(self.db, path)
                 row_checksums.keep(self.db)
             self.term = self._meta("term") if read_only else self._next_term(is_backup=is_backup)
-        except (sqlite3.DatabaseError, TypeError, ValueError) as error:  # SQLite quotes what is damaged
+        except (sqlite3.DatabaseError, TypeError, ValueError) as error:  # SQLite quotes damaged text
             self.close()
-            raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
+            raise Conflict(f"{path} is not a ledger, or a damaged one: {error}; {RESTORE}") from None
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close the file; the next process may take the lock."""
+        """Close the file and release its locks."""
         self._syncer.shutdown()
         self.db.close()
         if self._log_fd is not None:
             os.close(self._log_fd)
         self.payloads.close()
-        # After SQLite, because a process that closes a file loses all its POSIX locks on it.
+        # After SQLite: a process that closes a file loses all its POSIX locks on it.
         for lock in self._locks:
             lock.close()
 
     @contextmanager
     def transaction(self, *, synced: bool = True) -> Iterator[None]:
-        """Run the body as a transaction: all or nothing, durable when it returns. Raises LedgerFault when the disk
-        refuses.
+        """Run the body as a transaction: all or nothing, durable on return. Raises LedgerFault if the disk fails.
 
-        With `synced` False it is durable only once a `sync` that began later has ended: no answer may leave before.
+        With `synced` False it is durable only after a `sync` that begins later: no answer may leave before.
         """
         with self._faults_named(), self._rolled_back():
             self._begin()
@@ -142,26 +135,26 @@ class LedgerFile(database.Queries):
             self.sync()
 
     def sync(self) -> None:
-        """Wait until every transaction that was committed before is on the disk. Raises LedgerFault."""
+        """Wait until every transaction committed before is on the disk. Raises LedgerFault."""
         commits = self._commits
         if self._synced_commits >= commits:
             return
         try:
             if self._log_fd is None:
                 self._log_fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-                sync_folder(self.path.parent)  # the log's name, which SQLite makes durable only when it syncs
+                sync_folder(self.path.parent)  # for the log's name, which SQLite makes durable only when it syncs
             os.fdatasync(self._log_fd)
         except OSError as error:
             raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
         self._synced_commits = max(self._synced_commits, commits)
 
     async def sync_off_loop(self) -> None:
-        """Run `sync` on a thread, while other tasks go on, transactions too."""
+        """Run `sync` on a thread, while other tasks, also transactions, continue."""
         await asyncio.get_running_loop().run_in_executor(self._syncer, self.sync)
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Run the body as a part of a transaction. An exception that leaves it undoes this part alone."""
+        """Run the body as a part of a transaction. An exception rolls back this part alone."""
         self.db.execute("SAVEPOINT part")
         uncounted = dict(self._uncounted)
         try:
@@ -177,7 +170,7 @@ class LedgerFile(database.Queries):
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Run the body, which only reads, on one state of the file."""
+        """Run the body on one state of the file; it may only read."""
         self.db.execute("BEGIN")
         try:
             yield
@@ -186,15 +179,15 @@ class LedgerFile(database.Queries):
                 self.db.execute("ROLLBACK")
 
     def cached(self, key: str, read: Callable[[], ValueT]) -> ValueT:
-        """Return the cached value of `key`, else the result of `read`; `invalidate` removes it."""
+        """Return the cached value of `key`, else call `read` and cache its result; `invalidate` removes it."""
         return read() if self._cache is None else _once(self._cache, key, read)
 
     def decided(self, key: str, decide: Callable[[], ValueT]) -> ValueT:
-        """Return the result of `decide`, which is called once in a transaction."""
+        """Return the result of `decide`, which is called once per transaction."""
         return _once(self._decisions, key, decide) if self.db.in_transaction else decide()
 
     def invalidate(self, key: str) -> None:
-        """Remove a value that has changed from the cache and from the transaction's decisions."""
+        """Remove a changed value from the cache and from the transaction's decisions."""
         if self._cache is not None:
             self._cache.pop(key, None)
         self._decisions.pop(key, None)
@@ -223,8 +216,8 @@ class LedgerFile(database.Queries):
         return self.cached(f"counters {run_id}", read)
 
     def _write_counters(self) -> None:
-        """Add the transaction's amounts. Seals are computed here, because a trigger for each counter would take the
-        interpreter from the other threads."""
+        """Add the transaction's amounts to the counters. Seals are computed here, because a trigger for each counter
+        would take the interpreter from the other threads."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -242,7 +235,7 @@ class LedgerFile(database.Queries):
         try:
             yield
         except BaseException:
-            if self.db.in_transaction:  # SQLite itself ends it after some errors
+            if self.db.in_transaction:  # SQLite itself rolls back after some errors
                 self.db.execute("ROLLBACK")
             self._invalidate_all()
             self._uncounted = {}
@@ -269,24 +262,24 @@ class LedgerFile(database.Queries):
         if read_only:
             return
         self.db.execute("PRAGMA journal_mode = WAL")
-        # `sync` syncs the log before an answer leaves. SQLite itself syncs it before it is overwritten, and the file
-        # before that.
+        # `sync` syncs the log before an answer leaves. SQLite itself syncs the log before it moves its content to the file, and
+        # the file before it overwrites the log.
         self.db.execute("PRAGMA synchronous = NORMAL")
         if version in UPGRADES:
             self._copy_before_upgrade(version)
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
-        # A statement that fires a trigger keeps the earlier content of its pages. In files of a shared folder for temporary
-        # files, that doubles the cost of a group. Set after an upgrade, because its statements change every page.
+        # A statement with triggers saves the earlier content of its pages. In temporary files on a shared folder that
+        # would double the cost of a group. Set after an upgrade, because its statements change every page.
         self.db.execute("PRAGMA temp_store = MEMORY")
 
     def _check_format(self, version: int, read_only: bool) -> None:
-        """Raises Conflict for a format that this opening cannot read."""
+        """Raise Conflict if the format cannot be read."""
         if version == SCHEMA_VERSION or (not read_only and (version == 0 or version in UPGRADES)):
             return
         if version > SCHEMA_VERSION:
-            remedy = "a newer Paceline wrote it: use that one, or restore a backup of before"
+            remedy = "a newer Paceline wrote it: use that one, or restore an older backup"
         elif version in UPGRADES:
             remedy = "start its coordinator once, which upgrades it"
         else:
@@ -294,19 +287,18 @@ class LedgerFile(database.Queries):
         raise Conflict(f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}")
 
     def _copy_before_upgrade(self, version: int) -> None:
-        """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
-        the same)."""
+        """Copy the tables beside the ledger: an older Paceline can continue from them and the same segments."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
             contextlib.closing(database.connect(partial, self.key)) as copy,
         ):
             self.db.backup(copy)
-        log.warning("the ledger has format %d and is raised to %d; %s is a copy of it", version, SCHEMA_VERSION, path)
+        log.warning("the ledger has format %d and is upgraded to %d; %s is a copy of it", version, SCHEMA_VERSION, path)
 
     @property
     def was_restored(self) -> bool:
-        """Return whether this is a backup that was put back, however long ago: folders and workers may be ahead of it."""
+        """Return whether this is a backup that was restored at any time: folders and workers may be ahead of it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:
@@ -323,28 +315,29 @@ class LedgerFile(database.Queries):
         return int(row["value"]) if row else 0
 
 
-def _once(found: dict[str, Any], key: str, find: Callable[[], ValueT]) -> ValueT:
-    if key not in found:
-        if len(found) >= MAX_CACHED:  # a client that lists runs reads a row of each
-            found.clear()
-        found[key] = find()
-    value: ValueT = found[key]
+def _once(values: dict[str, Any], key: str, compute: Callable[[], ValueT]) -> ValueT:
+    if key not in values:
+        if len(values) >= MAX_CACHED:  # a client that lists runs reads each run's row
+            values.clear()
+        values[key] = compute()
+    value: ValueT = values[key]
     return value
 
 
 def lock_ledger(path: Path) -> list[IO[bytes]]:
-    """Hold the ledger at `path` for this process until both files are closed. Raises Conflict when another process
-    holds it.
+    """Lock the ledger at `path` for this process until both files are closed. Raises Conflict if another process has
+    it.
 
-    The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
-    file: SQLite neither meets it nor loses it. The one on the file beside it stays where a backup takes the ledger's place.
+    The effective lock is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open file,
+    so SQLite neither conflicts with it nor releases it. The lock on the file beside it remains if a backup replaces the
+    ledger.
     """
     beside = path.with_name(path.name + ".lock").open("ab")
     ledger = path.open("ab")
     try:
         fcntl.flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
-        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, wanted)
+        lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, SQLITE_LOCKS_FROM - 1, 1, 0)
+        fcntl.fcntl(ledger, fcntl.F_OFD_SETLK, lock)
     except BlockingIOError:
         ledger.close()
         beside.close()
@@ -355,17 +348,18 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
 
 
 class WalCheckpointer:
-    """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` keeps them away while the
-    log is emptied.
+    """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` excludes them
+    while the log is restarted.
 
-    SQLite would do it in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and every
-    request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no writer. Since
-    writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock lets SQLite write it from
-    its start again. Only the log's length depends on this: a commit is durable by its own sync.
+    SQLite would do it in the commit that makes the log 1,000 pages long: under load in every tenth commit, with every
+    request waiting for the writes and two more syncs. Here a separate connection does it on a thread, which blocks no
+    writer. Because writers continue, the log never gets empty; when it is long, one short pass under the lock lets
+    SQLite write it from its start again. Only the log's length depends on this: a commit is durable by its own sync.
     """
 
-    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
-        self._lock = lock
+    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock, period_s: float = 0.5, max_pages: int = 8192):
+        """Move every `period_s` seconds; restart the log when it has more than `max_pages` pages of 4 kB."""
+        self._lock, self._period_s, self._max_pages = lock, period_s, max_pages
         self._db = database.connect(ledger.path, ledger.key, busy_s=LOG_READERS_S, any_thread=True)
         ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
 
@@ -375,19 +369,18 @@ class WalCheckpointer:
         try:
             with ThreadPoolExecutor(1, "ledger-log") as thread:
                 while True:
-                    await asyncio.sleep(LOG_PERIOD_S)
-                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_LOG_PAGES:
+                    await asyncio.sleep(self._period_s)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > self._max_pages:
                         async with self._lock:
                             await loop.run_in_executor(thread, self.move, "RESTART")
         finally:
             self._db.close()
 
     def move(self, how: str) -> int:
-        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
-        which meets it too."""
+        """Move pages; return the log's length in pages. The next transaction reports a disk error."""
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:
-            log.warning("the ledger's log stays as long as it is: %s", error)
+            log.warning("the ledger's log cannot be shortened now: %s", error)
             return 0
         return int(pages)

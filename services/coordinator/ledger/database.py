@@ -1,15 +1,15 @@
 """Opens the SQLite files of ledgers and their copies: plain ones without a storage key, encrypted ones with it.
 
-Promises: every connection to a ledger comes from here. With a key, nothing of a file's content reaches the disk in plain: its pages,
-its log and its journal are encrypted, and temporary tables stay in memory. A file of another key, an encrypted file
-without a key and a plain file with one are refused (`check_key`).
+Promises: every connection to a ledger comes from here. With a key, no content reaches the disk in plain: pages,
+write-ahead log and rollback journal are encrypted, and temporary tables stay in memory. A file of another key, an
+encrypted file without a key and a plain file with one are refused (`check_key`).
 
 An encrypted file begins with 16 bytes that SQLCipher calls its salt: 8 bytes of magic, and the name of the key
 (`paceline/encryption/storage_key.py`). So it shows which key it needs, wherever it is moved.
 
-`paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves what
-an earlier ledger left beside it (its log, which SQLite would write into this file, and its segments, which this ledger
-would take for unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
+`paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves the
+remains of an earlier ledger (its log, which SQLite would write into this file, and its segments, which this ledger would
+treat as unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from paceline.files.whole_file import sync_folder
 MAGIC = b"PLCLEDG1"
 PLAIN_MAGIC = b"SQLite format 3\0"
 BUSY_S = 5.0
-"""Seconds for which a statement waits for a lock of another connection, if no other number is given."""
+"""Default time, in seconds, that a statement waits for another connection's lock."""
 
 
 class Queries:
-    """The connection `db`, and the ways to read with it."""
+    """Read methods over the connection `db`."""
 
     def __init__(self, db: sqlite3.Connection):
         self.db = db
@@ -62,10 +62,10 @@ def connect(
     named: bool = False,
     busy_s: float = BUSY_S,
 ) -> sqlite3.Connection:
-    """Open the file at `path` without transactions of the library.
+    """Open the file at `path`, without the library's implicit transactions.
 
-    `immutable` reads it alone, without the log beside it; `any_thread` is for a connection that is used by one thread after
-    another; `named` rows have columns by name. Raises InvalidInput when the library for encrypted files is missing.
+    `immutable` reads only this file, without the log beside it; `any_thread` is for a connection that threads use one after
+    another; `named` rows have columns by name. Raises InvalidInput if the library for encrypted files is missing.
     """
     mode = "?mode=ro" if read_only or immutable else "?mode=rwc"
     target = f"file:{quote(str(path))}{mode}{'&immutable=1' if immutable else ''}"
@@ -87,7 +87,7 @@ def connect(
             f"the ledger {path} cannot be opened with a storage key: {error}; pip install 'paceline[encryption]'"
         ) from None
     db = cipher_connection.connect(target, **options)
-    # Before the key, because the library writes to the standard error output what its exceptions say as well.
+    # Before the key, because the library would also write its errors to standard error.
     db.execute("PRAGMA cipher_log_level = NONE")
     db.execute(f'PRAGMA key = "{key_text(key)}"')
     db.execute("PRAGMA temp_store = MEMORY")
@@ -97,13 +97,13 @@ def connect(
 
 
 def key_text(key: StorageKey) -> str:
-    """Return key and salt as SQLCipher reads them: in this form it uses them as they are, without a slow derivation."""
+    """Return key and salt in the form that SQLCipher uses directly, without a slow derivation."""
     return f"x'{(key.derive('ledger') + MAGIC + key.name).hex()}'"
 
 
 def check_key(path: Path, key: StorageKey | None, remedy: str = "") -> None:
-    """Refuse a ledger that the given key does not open. Raises WrongKey, with `remedy` where the key does not come from the
-    environment; a missing or empty file passes."""
+    """Refuse a ledger that the given key does not open. Raises WrongKey, with `remedy` if the key does not come from
+    the environment; a missing or empty file passes."""
     start = _start(path)
     encrypted_with = start[len(MAGIC) :] if start.startswith(MAGIC) else None
     name = f"the ledger {path}"
@@ -128,9 +128,9 @@ def is_plain(path: Path) -> bool:
 
 
 def application_id(path: Path, key: StorageKey) -> int:
-    """Return the application_id in an encrypted file itself, without its log; 0 where the file cannot be read so.
+    """Return the application_id in an encrypted file itself, without its log; 0 if the file cannot be read.
 
-    The first page may be written by its coordinator at the same time. Then it has no mark of a backup either.
+    If its coordinator is writing the first page at the same time, the file is no marked backup, so 0 is right.
     """
     with (
         contextlib.suppress(sqlite3.DatabaseError),
@@ -149,10 +149,10 @@ def _start(path: Path) -> bytes:
 
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""
-PLACE = 68
+APPLICATION_ID = 68
 """Offset of the application_id in SQLite's header: four bytes, the most significant first."""
 JOURNAL = 18
-"""Offset of the byte for SQLite's way to write the file: 2 with a log, 1 without."""
+"""Offset of SQLite's write version: 2 for a file with a write-ahead log, 1 without."""
 NOT_ITS_OWN = ("-wal", "-shm", "-journal", "-segments")
 
 
@@ -161,41 +161,39 @@ def mark(copy: sqlite3.Connection) -> None:
 
 
 def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
-    """Return whether this file is a backup that no coordinator has opened yet. Reads past SQLite, which would open the
-    log."""
+    """Return whether this is a backup that no coordinator has opened. Bypasses SQLite, which would open the log."""
     if not ledger.is_file():
         return False
     if key is not None:
         return application_id(ledger, key) == MARK
     with ledger.open("rb") as file:
         header = file.read(100)
-    is_marked = header[PLACE : PLACE + 4] == MARK.to_bytes(4, "big")
-    # A copy by another program has no mark. A coordinator's ledger always has a log, a copy never.
+    is_marked = header[APPLICATION_ID : APPLICATION_ID + 4] == MARK.to_bytes(4, "big")
+    # Copies by other programs have no mark. A coordinator's ledger always has a log, a copy never.
     return is_marked or (header[JOURNAL : JOURNAL + 1] == b"\1" and Path(f"{ledger}-wal").exists())
 
 
 def set_aside(ledger: Path) -> Path | None:
-    """Move the files of another ledger away; return their new folder, or None when there were none."""
+    """Move the files of another ledger away; return their new folder, or None if there were none."""
     others = [other for suffix in NOT_ITS_OWN if (other := Path(f"{ledger}{suffix}")).exists()]
     if not others:
         return None
-    place = free_name(ledger.with_name(f"{ledger.name}.set-aside"))
-    place.mkdir()
+    folder = free_name(ledger.with_name(f"{ledger.name}.set-aside"))
+    folder.mkdir()
     for other in others:
-        other.rename(place / other.name)
+        other.rename(folder / other.name)
     sync_folder(ledger.parent)
-    return place
+    return folder
 
 
-def take_mark_away(db: sqlite3.Connection) -> None:
-    """Remove the mark, before the first transaction and while the file has no log yet: it must never be taken for a
-    backup again."""
+def remove_mark(db: sqlite3.Connection) -> None:
+    """Remove the mark before the first transaction, while there is no log: the file is never a backup again."""
     db.execute("PRAGMA application_id = 0")
 
 
 def free_name(path: Path) -> Path:
-    """Return `<path>-N` with the lowest N that is free."""
+    """Return `<path>-N` with the lowest free N."""
     number = 1
-    while (place := path.with_name(f"{path.name}-{number}")).exists():
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
-    return place
+    return free

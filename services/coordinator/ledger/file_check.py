@@ -1,11 +1,11 @@
-"""Check of the ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row
-(`services/coordinator/ledger/row_checksums.py`); the report of `paceline ledger verify`, which goes on after records that cannot
-be read; and messages that name damage where an error is only a consequence of it.
-"""
+"""Checks the ledger's SQLite file: pages, tables, and the checksum of every row
+(`services/coordinator/ledger/row_checksums.py`). Defines the report of `paceline ledger verify`, which continues
+after unreadable records, and messages that report damage instead of its consequences."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,17 +29,17 @@ UNREADABLE = (
     ),
     *(OSError, PacelineError, sqlite3.Error),
 )
-"""Errors of a comparison whose records are of another kind than was written."""
+"""Errors that comparisons of damaged records raise."""
 
 REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
 
 MAX_TEXT = 500
-"""Characters of a problem: a damaged record can be of any length."""
+"""Most characters of a problem, because a damaged record can have any length."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A disagreement between records."""
+    """A contradiction between records."""
 
     subject: str
     """Record, group, step or file with the problem."""
@@ -53,11 +53,11 @@ class Problem:
 
 @dataclass
 class VerifyReport:
-    """Problems that were found. None: the promise holds for everything that the records can show."""
+    """Problems found by `verify`. None: the promise holds as far as records can show it."""
 
     found: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts that were compared, and their number."""
+    """Names and numbers of compared facts."""
 
     @property
     def problems(self) -> list[str]:
@@ -65,17 +65,16 @@ class VerifyReport:
         return [str(problem) for problem in self.found]
 
     def compare(self, subject: str, text: str, one: object, other: object) -> None:
-        """Add a problem with `subject` unless both values are equal; `text` has two placeholders for them."""
+        """Add a problem unless both values are equal; `text` has two placeholders for them."""
         if one != other:
             self.problem(subject, text.format(one, other))
 
     def problem(self, subject: str, text: str) -> None:
-        """Add a problem with `subject`."""
         self.found.append(Problem(subject, text))
 
     @contextlib.contextmanager
     def reading(self, subject: str, what: str = "it") -> Iterator[None]:
-        """Add a problem where the records of the body cannot be read as what was written."""
+        """Add a problem if the body cannot read its records."""
         try:
             yield
         except UNREADABLE as error:
@@ -87,12 +86,12 @@ class DamagedRow(NamedTuple):
     """A row that does not match its checksum."""
 
     name: str
-    """Name for messages: its table and its primary key."""
+    """Table and primary key, for messages."""
     values: dict[str, Any]
 
 
 def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
-    """Report every problem that SQLite finds, and every row that is not as it was written. Reads the whole file."""
+    """Report every problem that SQLite finds, and every row that does not match its checksum. Reads the whole file."""
     with tolerant(db):
         with report.reading("the SQLite file"):
             for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
@@ -104,21 +103,21 @@ def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
 
 
 def _check_rows(db: sqlite3.Connection, report: VerifyReport, name: str) -> int:
-    """Report the rows of a table that are not as they were written; return the number of rows with a checksum."""
+    """Report the rows of a table that do not match their checksums; return the number of rows with a checksum."""
     with report.reading(f"table {name}"):
         if name not in row_checksums.SEALED:
             for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
-                pass  # every row is read; in a backup the table has the bulk of all groups
+                pass  # reads every row; in a backup the table has the texts and arrays of all groups
             return 0
         for damaged in damaged_rows(db, name):
-            report.problem(damaged.name, f"it does not give the checksum beside it; {REMEDY}")
+            report.problem(damaged.name, f"it does not match its checksum; {REMEDY}")
         return int(db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0])
     return 0
 
 
 @contextlib.contextmanager
 def tolerant(db: sqlite3.Connection) -> Iterator[None]:
-    """Read text that is not UTF-8 any more as it is."""
+    """Decode text that is no longer UTF-8 with surrogate escapes."""
     factory, db.text_factory = db.text_factory, _decoded
     try:
         yield
@@ -131,7 +130,7 @@ def _decoded(content: bytes) -> str:
 
 
 def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
-    """Yield the rows of a table that do not match their checksum, or lack a checksum that they should have."""
+    """Yield the rows of a table that do not match their checksum, or lack one that they should have."""
     table = row_checksums.tables()[name]
     columns = (*table.columns, *sorted({*table.key} - {*table.columns}))
     needed = row_checksums.SEALED[name].format(row=name) or "TRUE"
@@ -148,63 +147,67 @@ def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
 
 def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
     """Report tables and indexes that differ from those of the format."""
+    expected, actual = _schema_of_format(), _schema(db)
+    for name in sorted(expected.keys() | actual.keys(), key=str):
+        if expected.get(name) != actual.get(name):
+            report.problem("the SQLite file", f"table or index {name} differs from the format; {REMEDY}")
+
+
+@functools.cache
+def _schema_of_format() -> dict[str, list[tuple[Any, ...]]]:
     with contextlib.closing(sqlite3.connect(":memory:")) as new:
         new.executescript(SCHEMA)
-        expected, found = _schema(new), _schema(db)
-    for name in sorted(expected.keys() | found.keys(), key=str):
-        if expected.get(name) != found.get(name):
-            report.problem("the SQLite file", f"table or index {name} is not as its format says; {REMEDY}")
+        return _schema(new)
 
 
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
     """Return the columns of every table and index by name, sorted."""
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    schema: dict[str, list[tuple[Any, ...]]] = {}
     query = "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
     for kind, name, sql in db.execute(f"{query} WHERE type IN ('table', 'index')").fetchall():
         try:
             info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()
-            # Beside the columns: the text after the last bracket, WITHOUT ROWID or an index's condition.
+            # Besides columns: the text after the last bracket, WITHOUT ROWID or an index's condition.
             tail = " ".join(str(sql).rpartition(")")[2].split())
-            found[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
+            schema[name] = [*sorted(tuple(column)[1 if kind == "table" else 0 :] for column in info), (tail,)]
         except UNREADABLE:
-            found[name] = []
-    return found
+            schema[name] = []
+    return schema
 
 
 DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether SQLite could not read the file, or a text in it."""
+    """Return whether SQLite could not read the file or a text in it."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return isinstance(error, sqlite3.Error) and (code in DAMAGE_CODES or "Could not decode" in str(error))
 
 
 def damage_in(error: BaseException) -> BaseException | None:
-    """Return the first error, of this one or of its group, that is due to damage."""
+    """Return the first error due to damage: this one, or one of its group."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := damage_in(each)) is not None), None)
     return error if is_damage(error) else None
 
 
 def sentence(path: Path, detail: object) -> str:
-    """Return the message: the damage, and the remedy."""
+    """Return the message with the damage and the remedy."""
     text = str(detail).removesuffix(f"; {REMEDY}")
     return f"the ledger {path} is damaged: {text}; {REMEDY}"
 
 
 def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
-    """Raises Conflict when the row of a run that is not over is not as it was written, because its spec would be
-    obeyed."""
+    """Raise Conflict if the row of a run that is not over is damaged, because its spec would be followed."""
     with tolerant(db):
         for damaged in damaged_rows(db, "runs"):
             if damaged.values["state"] not in ("succeeded", "failed", "cancelled"):
-                raise Conflict(sentence(path, f"{damaged.name} is not what was written"))
+                raise Conflict(sentence(path, f"{damaged.name} does not match its checksum"))
 
 
 @contextlib.contextmanager
 def explained(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Replace an error in the body that damage explains by a LedgerFault that reports the damage."""
+    """Replace an error in the body by a LedgerFault with the damage, if the file is damaged."""
     try:
         yield
     except UNREADABLE as error:
@@ -222,7 +225,7 @@ TABLES = ("groups", "batches", "events")
 
 
 def lost_runs(db: sqlite3.Connection) -> list[str]:
-    """Return the ids of these runs."""
+    """Return the ids of runs with groups, batches or events but no row."""
     others = " UNION ".join(f"SELECT run_id FROM {table}" for table in TABLES)
     rows = db.execute(f"SELECT run_id FROM ({others}) EXCEPT SELECT run_id FROM runs ORDER BY run_id")
     return [row[0] for row in rows.fetchall()]

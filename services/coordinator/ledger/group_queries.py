@@ -1,9 +1,9 @@
-"""Queries on the table `groups`; `groups.py` has the statements that change it.
+"""Reads the table `groups`; `groups.py` has the statements that change it.
 
-Every query that a request needs is served by an index, because a table scan reads every group that the run ever had.
+Every query of a request uses an index, because a table scan reads every group that the run ever had.
 
-Two small tables stand beside it: crashes of workers that held a group, and slots of dropped groups, which the next admitted
-ones inherit.
+Two small tables are here too: crashes of workers that held a group, and free slots of dropped groups, which the next
+admitted groups get.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-"""Columns that batches need. Not all columns, because thousands of rows are read at a time."""
+"""Columns that batches need. Not all, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
 OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
@@ -25,27 +25,26 @@ TO_TRAIN = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 
 
 
 class GroupQueries(Queries):
-    """Read groups; rows have the table's columns unless the method says otherwise."""
+    """Reads groups; rows have the table's columns unless the method says otherwise."""
 
     # One group, or those of a step
 
     def get(self, run_id: str, group_id: int) -> sqlite3.Row | None:
-        """Return the row of a group, if there is one of that number."""
         return self.row("SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def prompt(self, run_id: str, group_id: int) -> str | None:
-        """Return the prompt of a group as JSON, if there is a group of that number."""
+        """Return the prompt of a group as JSON; None for an unknown group."""
         query = "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?"
         prompt: str | None = self.value(query, (run_id, group_id))
         return prompt
 
     def columns(self, run_id: str, group_id: int) -> str:
-        """Return the data set's other columns of a group as a JSON object."""
+        """Return the other columns of a group's data set row, as a JSON object."""
         query = "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?"
         return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
-        """Return the value of one of the data set's columns by group; None where a group has none."""
+        """Return one column of the data set, by group; None for a group without it."""
         path = f"$.{json.dumps(name)}"
         rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"
@@ -55,14 +54,14 @@ class GroupQueries(Queries):
         return {row["group_id"]: row["value"] for row in rows}
 
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
-        """Return the groups of a step's batch in their order; none for a run without batches."""
+        """Return the groups of a step's batch, in order; none for a run without batches."""
         return self.rows(
             f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
             (run_id, step),
         )
 
     def samplers_of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
-        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in their order."""
+        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in order."""
         return self.rows(
             "SELECT group_id, attempt, holders, oldest_step FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step = ? ORDER BY rank_order",
@@ -70,7 +69,7 @@ class GroupQueries(Queries):
         )
 
     def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
-        """Return the first step in [start, end) of whose groups some have no result any more."""
+        """Return the first step in [start, end) with a group whose result is gone."""
         row = self.row(
             "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
             " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
@@ -91,16 +90,16 @@ class GroupQueries(Queries):
             (run_id, limit),
         )
 
-    def free_to_evaluate(self, run_id: str, kind: str, limit: int) -> list[sqlite3.Row]:
+    def free_to_evaluate(self, run_id: str, group_class: str, limit: int) -> list[sqlite3.Row]:
         """Return the first admitted groups of an evaluation."""
         return self.rows(
             "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
             " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
-            (run_id, kind, limit),
+            (run_id, group_class, limit),
         )
 
     def free_to_score(self, run_id: str, limit: int) -> list[sqlite3.Row]:
-        """Return the first generated groups that no scorer has, those with the fewest failures first."""
+        """Return the first generated groups without a scorer, those with the fewest failures first."""
         return self.rows(
             "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
             " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
@@ -156,27 +155,27 @@ class GroupQueries(Queries):
 
     # Groups of a class
 
-    def open_of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
-        return self.rows(f"SELECT * {OF_CLASS} AND state IN {OPEN_SQL}", (run_id, kind))
+    def open_of_class(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
+        return self.rows(f"SELECT * {OF_CLASS} AND state IN {OPEN_SQL}", (run_id, group_class))
 
-    def of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
+    def of_class(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
         """Return id, state, rewards and tokens of every group of a class."""
-        return self.rows(f"SELECT group_id, state, rewards, tokens {OF_CLASS}", (run_id, kind))
+        return self.rows(f"SELECT group_id, state, rewards, tokens {OF_CLASS}", (run_id, group_class))
 
-    def has_ungenerated(self, run_id: str, kind: str) -> bool:
-        """Return whether a group of an evaluation waits for a worker, or is with one."""
+    def has_ungenerated(self, run_id: str, group_class: str) -> bool:
+        """Return whether a group of an evaluation is not generated yet."""
         query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased') LIMIT 1"
-        return self.row(query, (run_id, kind)) is not None
+        return self.row(query, (run_id, group_class)) is not None
 
-    def is_evaluated(self, run_id: str, kind: str) -> bool:
+    def is_evaluated(self, run_id: str, group_class: str) -> bool:
         """Return whether every group of an evaluation is scored or dropped."""
         query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased', 'generated') LIMIT 1"
-        return self.row(query, (run_id, kind)) is None
+        return self.row(query, (run_id, group_class)) is None
 
     # Groups to train, by state
 
     def num_waiting(self, run_id: str, start: int, end: int) -> int:
-        """Return the number of groups in slots [start, end) that are open and in no batch yet."""
+        """Return the number of open, unbatched groups in slots [start, end)."""
         states = "state IN ('admitted', 'leased', 'generated', 'scored')"
         query = f"SELECT COUNT(*) {TO_TRAIN} AND {states} AND slot >= ? AND slot < ?"
         return int(self.value(query, (run_id, start, end)))
@@ -190,22 +189,21 @@ class GroupQueries(Queries):
         )
 
     def num_scored(self, run_id: str) -> int:
-        """Return the number of groups that could make a batch."""
+        """Return the number of groups that a batch could get."""
         return int(self.value(f"SELECT COUNT(*) {TO_TRAIN} AND state = 'scored'", (run_id,)))
 
     def scored(self, run_id: str) -> list[sqlite3.Row]:
-        """Return the groups that could make a batch, in the order of their slots."""
+        """Return the groups that a batch could get, by slot."""
         query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' ORDER BY slot, group_id"
         return self.rows(query, (run_id,))
 
     def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
-        """Return the scored groups of slots [start, end) in their order."""
+        """Return the scored groups of slots [start, end), by slot."""
         query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
         return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the first group that is being scored, for the reason `reward_failed`, or else that is being generated; None
-        without one."""
+        """Return the first group in scoring (reason `reward_failed`) or generation (other reasons); None without one."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"
@@ -224,7 +222,7 @@ class GroupQueries(Queries):
         return int(self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,)))
 
     def completions_per_group(self, run_id: str) -> int:
-        """Return the completions of a trained group; every group of a run has equally many. 0: none is trained."""
+        """Return the completions per trained group, equal for all groups of a run; 0 if none is trained."""
         query = (
             "SELECT LENGTH(rewards) / 4 / json_array_length(functions) FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step >= 0 LIMIT 1"
@@ -233,7 +231,7 @@ class GroupQueries(Queries):
 
 
 DEATHS = "deaths"
-"""Key of the counts that the ledger keeps in memory until one changes."""
+"""Key of the cached counts."""
 
 
 class Deaths:
@@ -243,7 +241,7 @@ class Deaths:
         self._ledger = ledger
 
     def add(self, run_id: str, group_id: int, name: str) -> int:
-        """Record a death for a group; the same name counts once. Return the group's deaths."""
+        """Record a crash for a group; the same name counts once. Return the group's number of crashes."""
         self._ledger.db.execute(
             "INSERT OR IGNORE INTO deaths (run_id, group_id, member_id) VALUES (?, ?, ?)",
             (run_id, group_id, name),
@@ -254,7 +252,7 @@ class Deaths:
         )
 
     def remove_member(self, member_id: str) -> None:
-        """Remove the deaths of a member that is alive after all."""
+        """Remove the crashes of a member that turned out to be alive."""
         self._ledger.db.execute("DELETE FROM deaths WHERE member_id = ?", (member_id,))
         self._ledger.invalidate(DEATHS)
 
@@ -267,7 +265,7 @@ class Deaths:
         self._ledger.invalidate(DEATHS)
 
     def of_run(self, run_id: str) -> dict[int, int]:
-        """Return the number of deaths of each group that has any; read once, until one changes."""
+        """Return the number of crashes by group; cached until one changes."""
 
         def read() -> dict[str, dict[int, int]]:
             deaths: dict[str, dict[int, int]] = {}
@@ -284,7 +282,6 @@ class FreeSlots(Queries):
     """Slots of dropped groups. Methods that write run inside a transaction of the ledger."""
 
     def exist(self, run_id: str) -> bool:
-        """Return whether the run has a free slot."""
         return self.row("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run_id,)) is not None
 
     def first(self, run_id: str, limit: int) -> list[int]:
@@ -293,7 +290,6 @@ class FreeSlots(Queries):
         return [row["slot"] for row in rows]
 
     def add(self, run_id: str, slot: int) -> None:
-        """Free a slot."""
         self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, slot))
 
     def remove(self, run_id: str, slot: int) -> None:

@@ -1,16 +1,16 @@
-"""The life of a group: its states, and one method for each transition.
+"""Moves groups between their states, with one method for each transition.
 
     admitted ──► leased ──► generated ──► scored ──► batched(step) ──► trained(step)
        └───────────┴────────────┴───────────┴────────────┴──► dropped(reason)
 
-A late result commits a group that is admitted again: admitted → generated. Groups of an evaluation end as scored, may be
-restarted (`restart_evaluation`), and are deleted with it (`remove`).
+A late result commits a group that was admitted again: admitted → generated. Groups of an evaluation end as scored, may
+be restarted (`restart_evaluation`), and are deleted with it (`remove`).
 
-Back: leased → admitted when its worker is gone or has returned it, generated and scored → admitted when its payload is lost,
-batched → scored when its batch is fixed anew. Methods run inside a transaction of the ledger and decide nothing: which group
-makes which transition is the exchange's policy. Every statement names the states that its transition starts from. A method
-raises Conflict when a group that it is given is in none of them, because the exchange has read the state in the same
-transaction; revocations and restorations skip groups that have moved on. The row of a group that ends is sealed by the statement that ends it.
+Back: leased → admitted if the worker is gone or returned it, generated and scored → admitted if the payload is lost,
+batched → scored if the batch is taken apart. Methods run inside a transaction of the ledger and decide nothing: the
+exchange decides. Every statement names the states that its transition starts from. A method raises Conflict if a group
+is in none of them, because the exchange has read the state in the same transaction; revocations and restorations skip
+such groups. The statement that ends a group also seals its row.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.database import Queries
 
 INSERTED_AT_ONCE = 64
-"""Groups whose prompts are one parameter of a statement."""
+"""Most groups in one statement."""
 
 MAX_INSERTED_CHARS = 16 << 20
-"""Characters of prompts and columns after which a parameter takes no further group: SQLite takes 1 GB at most."""
+"""Characters of prompts and columns after which a statement takes no further group: SQLite accepts 1 GB at most."""
 
 
 class State(enum.StrEnum):
-    """States of a group between its admission and its end."""
+    """States of a group, from its admission to its end."""
 
     ADMITTED = "admitted"
     LEASED = "leased"
@@ -49,20 +49,20 @@ OPEN_STATES = (State.ADMITTED, State.LEASED, State.GENERATED, State.SCORED, Stat
 
 
 class NewLease(NamedTuple):
-    """One attempt at generating a group."""
+    """An attempt to generate a group."""
 
     run_id: str
     group_id: int
     member_id: str
     attempt: int
     lease_step: int
-    """Oldest version that its tokens can have. `Lease.step` on the wire is another number: the step that the group is for."""
+    """Oldest version that its tokens can have. `Lease.step` on the wire is the step that the group is for."""
     holders: str
-    """Everyone who ever held the group, this one included."""
+    """All holders of the group's leases, this one included."""
 
 
 class Generated(NamedTuple):
-    """The facts of a committed result."""
+    """Columns of a committed result."""
 
     tokens: int
     """Completion tokens."""
@@ -74,7 +74,7 @@ class Generated(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The facts of committed scores."""
+    """Columns of committed scores."""
 
     rewards: bytes
     """[C, F] float32, little endian."""
@@ -86,13 +86,13 @@ class Scored(NamedTuple):
 
 
 class Groups(Queries):
-    """The transitions, in the order of a group's life. `group_queries.py` reads what they wrote."""
+    """The transitions, in the order of a group's life. `group_queries.py` reads groups."""
 
     # Admission
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
-        """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them, because
-        between two statements another thread may take the interpreter."""
+        """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them,
+        because another thread may take the interpreter between two statements."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -128,7 +128,7 @@ class Groups(Queries):
         )
 
     def _move(self, run_id: str, group_id: int, *states: State, **columns: object) -> None:
-        """Set columns of a group. Raises Conflict unless it is in one of the states, as the exchange has read it."""
+        """Set columns of a group. Raises Conflict unless it is in one of the states."""
         changed = self.db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = ?' for name in columns)} WHERE run_id = ? AND group_id = ?"
             f" AND state IN ({', '.join('?' * len(states))})",
@@ -141,7 +141,7 @@ class Groups(Queries):
     def lease(self, leases: Sequence[NewLease]) -> None:
         """Lease admitted groups, each for a new attempt."""
         changed = self.db.execute(
-            # The run is among the values, so that SQLite looks each group up instead of reading all groups of the run.
+            # The run is among the values, so that SQLite looks up each group instead of reading all groups of the run.
             "UPDATE groups SET state = 'leased', member_id = json_extract(lease.value, '$[2]'),"
             " attempt = json_extract(lease.value, '$[3]'), lease_step = json_extract(lease.value, '$[4]'),"
             " holders = json_extract(lease.value, '$[5]')"
@@ -152,7 +152,7 @@ class Groups(Queries):
         _check(changed, [lease.group_id for lease in leases], State.ADMITTED)
 
     def restore_leases(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
-        """Lease these groups again to the member, in the same attempt, if they are admitted and still have its name."""
+        """Lease these groups to the member again, in the same attempt, if they are admitted and still have its name."""
         self.db.execute(
             "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
             " AND group_id IN (SELECT value FROM json_each(?))",
@@ -168,7 +168,7 @@ class Groups(Queries):
         )
 
     def revoke_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Revoke the member's leases of groups that are not among those that it holds; its name is removed."""
+        """Revoke the member's leases of groups that are not in `held`, and remove its name."""
         self.db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
             " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
@@ -197,19 +197,19 @@ class Groups(Queries):
         )
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
-        """Remove the last holder's name from an admitted group, so that it cannot have it again by `restore_leases`."""
+        """Remove the last holder's name from an admitted group, so that `restore_leases` does not give it back."""
         self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
-        """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix. A group that
-        has its result keeps the version of that."""
+        """Set the oldest version among the tokens of the returned prefix; None: there is no prefix. A group with a
+        result keeps the result's version."""
         self.db.execute(
             "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (oldest_step, run_id, group_id),
         )
 
-    def set_journal(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
-        """Set what the journal of an open group with an environment has: its tokens, and the oldest version among them."""
+    def set_turns(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
+        """Set the total of an open group's logged turns: its tokens, and the oldest version among them."""
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, tokens=tokens, oldest_step=oldest_step)
 
     def readmit(self, run_id: str, group_id: int) -> None:
@@ -222,7 +222,7 @@ class Groups(Queries):
         self._move(run_id, group_id, State.LEASED, **back)
 
     def clear_failures(self, run_id: str) -> None:
-        """Set the failed attempts of open groups to none, because a person has removed the cause."""
+        """Reset the failed attempts of open groups, because a person has removed the cause."""
         self.db.execute(
             "UPDATE groups SET generation_failures = 0, score_failures = 0 WHERE run_id = ?"
             " AND state IN ('admitted', 'leased', 'generated') AND generation_failures + score_failures > 0",
@@ -232,19 +232,18 @@ class Groups(Queries):
     # Generation: admitted or leased → generated, and back
 
     def commit(self, run_id: str, group_id: int, generated: Generated) -> None:
-        """Record the result of an attempt at a group that waits for one."""
+        """Record the result of an attempt at a group that is not generated yet."""
         result = {"state": State.GENERATED, "member_id": None, **generated._asdict()}
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Return a generated or scored group to `admitted`, as before its generation. A batched one must
-        return to `scored` first (`unbatch`)."""
+        """Return a generated or scored group to `admitted`, as before its generation; first `unbatch` a batched one."""
         empty = dict.fromkeys(("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward"))
         numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
 
     def restart_evaluation(self, run_id: str, group_class: str, member_id: str) -> list[int]:
-        """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
+        """Admit an evaluation's groups again, except dropped ones and those leased to the member. Return their ids."""
         readmitted = self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
@@ -256,12 +255,12 @@ class Groups(Queries):
     # Score tasks: a generated group is assigned to a scorer, and the task is revoked
 
     def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
-        """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
+        """Assign a generated group to a reward worker; `scorers` names all its scorers."""
         task = {"scorer_id": member_id, "score_attempt": attempt, "scorers": scorers}
         self._move(run_id, group_id, State.GENERATED, **task)
 
     def end_task(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
-        """End the task of this attempt of the member."""
+        """End the task of this attempt by the member."""
         self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
             " AND scorer_id = ? AND score_attempt = ?",
@@ -269,7 +268,7 @@ class Groups(Queries):
         )
 
     def revoke_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Revoke the member's tasks that are not among those that it holds."""
+        """Revoke the member's tasks that are not in `held`."""
         self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
             " AND group_id NOT IN (SELECT value FROM json_each(?))",
@@ -303,7 +302,7 @@ class Groups(Queries):
         _check(changed, group_ids, State.SCORED)
 
     def unbatch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
-        """Take the batch of a step apart, which has these groups: they return to `scored`, with their scores."""
+        """Take the batch of a step with these groups apart: they return to `scored`, with their scores."""
         changed = self.db.execute(
             "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
             " WHERE run_id = ? AND step = ? AND state = 'batched'",
@@ -312,7 +311,7 @@ class Groups(Queries):
         _check(changed, group_ids, State.BATCHED)
 
     def train(self, run_id: str, step: int) -> tuple[int, int]:
-        """End the groups of a step as trained. Return their number and their tokens."""
+        """Mark the groups of a step as trained. Return their number and their tokens."""
         ((number, tokens),) = self.rows(
             "SELECT COUNT(*), SUM(tokens) FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
             (run_id, step),
@@ -324,13 +323,13 @@ class Groups(Queries):
             (run_id, step),
         )
         if changed.rowcount != number:
-            raise Conflict(f"of the {number} groups of step {step} {changed.rowcount} are batched")
+            raise Conflict(f"only {changed.rowcount} of the {number} groups of step {step} are batched")
         return number, tokens
 
     # End without training
 
     def drop(self, run_id: str, group_id: int, reason: str) -> None:
-        """End an open group as dropped(reason)."""
+        """Mark an open group as dropped(reason)."""
         becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
         changed = self.db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
@@ -341,8 +340,8 @@ class Groups(Queries):
         _check(changed, [group_id], *OPEN_STATES)
 
     def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
-        """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
-        for one. Return (segment, start) of the payloads."""
+        """Delete the groups of an evaluation with their prompts and payloads, in a fixed number of statements. Return
+        (segment, start) of the payloads."""
         of_class = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
         of_groups = f"WHERE run_id = ? AND group_id IN (SELECT group_id {of_class})"
         values = (run_id, run_id, group_class)
@@ -353,9 +352,9 @@ class Groups(Queries):
 
 
 def _check(changed: sqlite3.Cursor, group_ids: Sequence[int], *states: State) -> None:
-    """Raises Conflict unless the statement has changed a row for each of the groups."""
+    """Raise Conflict unless the statement has changed one row for each of the groups."""
     if changed.rowcount != len(group_ids):
         raise Conflict(
-            f"{changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, as the exchange has read them: "
+            f"only {changed.rowcount} of {len(group_ids)} groups are {' or '.join(states)}, as the transaction requires: "
             f"groups {list(group_ids[:8])}"
         )

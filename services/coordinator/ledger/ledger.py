@@ -1,7 +1,7 @@
 """The ledger: the durable record of every group from admission to its end, in one SQLite file and its segments.
 
-`connection.py` holds the promises of the file and of its transactions; here are the few operations on its tables that
-more than one module needs.
+`connection.py` has the promises of the file and of its transactions; this file has operations on its tables that several
+modules need.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PRIORITY = (
     "COALESCE((SELECT json_extract(json, '$.priority') FROM events WHERE events.run_id = runs.run_id AND sequence = 1), 0)"
     " AS priority"
 )
-"""Expression for a run's priority: a fact of its first event, as its submission is."""
+"""SQL for a run's priority, which is in the run's first event."""
 MAX_SEQUENCE = 1 << 62
-"""A sequence number that no event has, and that SQLite can hold."""
+"""A sequence number above that of any event, within SQLite's range."""
 MAX_EVENTS = {"member": 100_000, "warning": 100_000}
-"""Most events of a kind in one run, for kinds that workers cause as often as they like."""
+"""Most events of a kind in one run, for kinds that workers can cause without limit."""
 GROUPS_AT_ONCE = 512
-"""Groups whose payloads are pruned in one transaction."""
+"""Most groups whose payloads are pruned in one transaction."""
 PRUNED = "pruned:groups"
 """Counter of the groups whose payloads were pruned."""
 RECENT_RESULTS = 64
-"""Newest results whose mean size is taken for the size of later ones."""
+"""Number of newest results whose mean size predicts the size of later ones."""
 
 
 class Ledger(LedgerFile):
-    """All tables: those of runs, events, counters and payloads here, the others are in the folder `tables`."""
+    """All tables: those of runs, events, counters and payloads here, the others in the folder `tables`."""
 
     def __init__(self, path: Path, *, read_only: bool = False, store: str = ""):
         """`store` is the deployment's root for large files: a URL, an absolute path, or empty for the ledger's folder."""
@@ -67,7 +67,7 @@ class Ledger(LedgerFile):
 
     @property
     def deaths(self) -> Deaths:
-        """Crashes of workers, by the groups that they held. No attribute, because a circle of references would keep the files open."""
+        """Crashes by group. Not an attribute, because a reference cycle would keep the files open."""
         return Deaths(self)
 
     # Runs
@@ -88,7 +88,7 @@ class Ledger(LedgerFile):
         return self.rows("SELECT * FROM runs ORDER BY sequence")
 
     def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
-        """Return the runs that were submitted after run number `sequence`, oldest first, without their specs."""
+        """Return the runs submitted after run number `sequence`, oldest first, without their specs."""
         return self.rows(
             "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
             " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
@@ -96,20 +96,20 @@ class Ledger(LedgerFile):
         )
 
     def runs_by_state(self) -> dict[str, int]:
-        """Return the number of runs in each state that occurs."""
+        """Return the number of runs by state; states without runs are left out."""
         rows = self.db.execute("SELECT state, COUNT(*) AS n FROM runs GROUP BY state")
         return {row["state"]: int(row["n"]) for row in rows}
 
     def num_runs(self) -> int:
-        """Return the number of runs that were ever submitted."""
+        """Return the number of runs ever submitted."""
         return int(self.value("SELECT COUNT(*) FROM runs"))
 
     def active_run(self) -> sqlite3.Row | None:
-        """Return the run that trains, else the one that is paused, if any."""
+        """Return the running run, else the paused one; None without either."""
         return self.row("SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence LIMIT 1")
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
-        """Return the active run or, without one, the first of the queue; none of those in `passed_over`."""
+        """Return the active run, else the first of the queue; runs in `passed_over` are left out."""
         return self.row(
             f"SELECT runs.*, {PRIORITY} FROM runs WHERE state IN ('running', 'paused', 'queued')"
             f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
@@ -118,19 +118,18 @@ class Ledger(LedgerFile):
         )
 
     def queue(self) -> list[sqlite3.Row]:
-        """Return id and `priority` of the runs that wait, the one that starts first before the others."""
+        """Return id and `priority` of the queued runs, the first to start first."""
         return self.rows(f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence")
 
     def first_queued(self) -> sqlite3.Row | None:
-        """Return id and `priority` of the run that waits and starts first."""
+        """Return id and `priority` of the queued run that starts first; None without one."""
         return next(iter(self.queue()), None)
 
     def priority(self, run_id: str) -> int:
         return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 
     def submitter(self, run_id: str) -> str:
-        """Return the name of the caller that submitted a run, a fact of its first event; empty where it is not on record.
-        Raises NotFound."""
+        """Return the caller that submitted a run, from its first event; empty if not recorded. Raises NotFound."""
         self.run(run_id)
         query = "SELECT json_extract(json, '$.submitter') FROM events WHERE run_id = ? AND sequence = 1"
         return str(self.value(query, (run_id,)) or "")
@@ -143,7 +142,7 @@ class Ledger(LedgerFile):
         max_num_steps: int = 0,
         warnings: Sequence[str] = (),
     ) -> None:
-        """Add a run at the end of the queue; `directory` is kept relative to the ledger's folder if it is below."""
+        """Add a run at the end of the queue; `directory` is stored relative to the ledger's folder if it is below it."""
         self.db.execute(
             "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",
@@ -166,11 +165,11 @@ class Ledger(LedgerFile):
         return f"{self.store}/{run_id}" if self.store else str(self.run_directory(run_id))
 
     def export_path(self, run_id: str) -> str:
-        """Return the folder of a run's final export; empty while there is none. Raises NotFound."""
+        """Return the folder of a run's final export; empty without one. Raises NotFound."""
         return resolved(self.path.parent, self.run(run_id)["export_path"])
 
     def run_of_submission(self, submission: str) -> str | None:
-        """Return the run that was queued under this name of a submission; the name is in the run's first event."""
+        """Return the run queued under this submission name, from the run's first event; None without one."""
         row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
@@ -179,17 +178,16 @@ class Ledger(LedgerFile):
         return None if row is None else str(row["run_id"])
 
     def update_run(self, run_id: str, **columns: Any) -> None:
-        """Set columns of a run."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", (*columns.values(), run_id))
         self.invalidate(f"run {run_id}")
 
     def session_holder(self, run_id: str) -> str:
-        """Return the learner that has the newest session; empty when it is not on record."""
+        """Return the learner with the newest session; empty if it is not recorded."""
         return str(self._newest_event(run_id, "session").get("member_id", ""))
 
     def newest_of_member(self, run_id: str, member_id: str) -> str:
-        """Return what a run's newest event about a member says (`joined`, `left: …`); empty when there is none."""
+        """Return the text of a run's newest event about a member (`joined`, `left: …`); empty without one."""
         query = (
             "SELECT json FROM events WHERE run_id = ? AND kind = 'member' AND json_extract(json, '$.member_id') = ?"
             " ORDER BY sequence DESC LIMIT 1"
@@ -199,7 +197,7 @@ class Ledger(LedgerFile):
     # Counters and events
 
     def count(self, run_id: str, name: str, amount: int = 1) -> None:
-        """Add to a durable counter, in a transaction."""
+        """Add to a durable counter, inside a transaction."""
         if not self.db.in_transaction:
             raise RuntimeError(f"{name} of {run_id} was counted outside of a transaction")
         key = run_id, name
@@ -213,15 +211,15 @@ class Ledger(LedgerFile):
         return counters
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
-        """Append to the run's events, which Watch streams. A kind in MAX_EVENTS has a most: the last one says so, and further
-        ones are left out."""
+        """Append to the run's events, which Watch streams. Kinds in MAX_EVENTS are limited: the last event says so, and
+        further ones are not recorded."""
         if kind in MAX_EVENTS:
             number = self.counters(run_id).get(f"events:{kind}", 0) + 1
             if number > MAX_EVENTS[kind]:
                 return
             if number == MAX_EVENTS[kind]:
                 content = {
-                    "message": f"this run has {number} events of the kind {kind!r}; further ones are in the log alone"
+                    "message": f"this run has {number} events of the kind {kind!r}; further ones are only in the log"
                 }
             self.count(run_id, f"events:{kind}")
         self.db.execute(
@@ -242,7 +240,7 @@ class Ledger(LedgerFile):
         )
 
     def step_metrics(self, run_id: str, before: int, number: int) -> list[dict[str, Any]]:
-        """Return the content of the events of the newest `number` steps before one, oldest first."""
+        """Return the events of the newest `number` steps before a step, oldest first."""
         rows = self.rows(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') < ?"
             " ORDER BY sequence DESC LIMIT ?",
@@ -251,7 +249,7 @@ class Ledger(LedgerFile):
         return [json.loads(row["json"]) for row in reversed(rows)]
 
     def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
-        """Return the content of the event of a trained step; None without one."""
+        """Return the event of a trained step; None without one."""
         row = self.row(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
             (run_id, step),
@@ -259,11 +257,11 @@ class Ledger(LedgerFile):
         return None if row is None else dict(json.loads(row["json"]))
 
     def is_retried(self, run_id: str) -> bool:
-        """Return whether a paused run goes on by itself when the reason of the pause is over."""
+        """Return whether a paused run is resumed automatically when the cause of the pause is gone."""
         return bool(self._newest_event(run_id, "state").get("retried"))
 
     def drop_reason_of_pause(self, run_id: str) -> str:
-        """Return the reason of the dropped groups that have paused a run; empty where others have, or nothing."""
+        """Return the drop reason of the groups that paused a run; empty if none did."""
         return str(self._newest_event(run_id, "state").get("drop_reason", ""))
 
     def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
@@ -272,21 +270,19 @@ class Ledger(LedgerFile):
         return dict(json.loads(self.value(query, (run_id, kind)) or "{}"))
 
     def data_fingerprint(self, run_id: str) -> str:
-        """Return the fingerprint of the data set that the run was last started or resumed with; empty where it is not on
-        record."""
+        """Return the data set's fingerprint at the run's last start or resume; empty if it is not recorded."""
         return self._newest_fact(run_id, "data")
 
     def function_digests(self, run_id: str) -> str:
-        """Return the digests of the reward functions' files when the run was last started or resumed, as JSON; empty where
-        they are not on record."""
+        """Return the digests of the reward functions at the last start or resume, as JSON; empty if not recorded."""
         return self._newest_fact(run_id, "functions")
 
     def bundle(self, run_id: str) -> str:
-        """Return the digest of the bundle that the run was last submitted or resumed with; empty for a run without one."""
+        """Return the digest of the bundle of the run's submission or last resume with one; empty for a run without one."""
         return self._newest_fact(run_id, "bundle")
 
     def end_step(self, run_id: str) -> int:
-        """Return the number of steps after which the run ends, where its hours were over before its last step; else 0."""
+        """Return the number of steps after which the run ends early because its hours were over; else 0."""
         return int(self._newest_fact(run_id, "end_step") or 0)
 
     def bundles(self) -> list[str]:
@@ -298,7 +294,7 @@ class Ledger(LedgerFile):
         return [str(row["bundle"]) for row in rows]
 
     def _newest_fact(self, run_id: str, name: str) -> str:
-        """Return a fact of the newest event of the run's state that has it; empty where none has."""
+        """Return a value from the run's newest state event that has it; empty if none has."""
         fact = self.value(
             f"SELECT json_extract(json, '$.{name}') FROM events WHERE run_id = ? AND kind = 'state'"
             f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC LIMIT 1",
@@ -309,7 +305,7 @@ class Ledger(LedgerFile):
     # Payloads
 
     def payload(self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False) -> Payload | None:
-        """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
+        """Return a group's texts and arrays, or the `prefix` that an earlier attempt returned; None if they are gone. After the
         `last` call they are read from the disk."""
         row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
@@ -317,7 +313,7 @@ class Ledger(LedgerFile):
         return self.payloads.payload(row, last=last) if row else None
 
     def add_payload(self, run_id: str, group_id: int, kind: str, location: Location) -> None:
-        """Record the location of a group's result; another kind of payload replaces an earlier one of its kind."""
+        """Record the location of a group's payload. A result must be new; other kinds replace earlier ones."""
         insert = "INSERT" if kind == "result" else "INSERT OR REPLACE"
         self.db.execute(
             f"{insert} INTO payloads VALUES (?, ?, ?, x'', x'', ?, ?, ?, ?, ?, ?)",
@@ -325,20 +321,19 @@ class Ledger(LedgerFile):
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
-        """Return group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
+        """Return group and kind of the payload that a damaged record has; None if nothing refers to the record."""
         return self.row(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
         )
 
     def remove_prefix(self, run_id: str, group_id: int) -> None:
-        """Remove the prefix that an earlier worker returned of a group."""
         self.db.execute(
             "DELETE FROM payloads WHERE run_id = ? AND group_id = ? AND kind = 'prefix'", (run_id, group_id)
         )
 
     def mean_result_bytes(self, run_id: str) -> float:
-        """Return the mean size of a group's result on the disk, of the newest that are kept; 0 without any."""
+        """Return the mean size in bytes of the newest kept results; 0 without any."""
         query = (
             "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) FROM"
             " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)"
@@ -346,7 +341,7 @@ class Ledger(LedgerFile):
         return float(self.value(query, (run_id, RECENT_RESULTS)) or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
-        """Remove all payloads of a group, the turns of its journal included."""
+        """Remove all payloads and logged turns of a group."""
         self.note_removed_records(
             self.db.execute(
                 "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
@@ -356,14 +351,14 @@ class Ledger(LedgerFile):
         self.note_removed_records(self.episodes.remove(run_id, group_id))
 
     def is_pruning_due(self, run_id: str, batch: int) -> bool:
-        """Return whether `prune` would remove anything: groups of steps that every kept checkpoint has behind it, `batch` of a
-        step."""
+        """Return whether `prune` would remove payloads, because every kept checkpoint is past their step; `batch` is
+        the number of groups in a step."""
         return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
 
-    def prune(self, run_id: str, batch: int) -> None:
-        """Remove the payloads of up to GROUPS_AT_ONCE groups that no session will train again. Inside a transaction."""
+    def prune(self, run_id: str, batch: int, at_once: int = GROUPS_AT_ONCE) -> None:
+        """Remove payloads of up to `at_once` groups that no session will train again, in a transaction."""
         step, index = divmod(self.counters(run_id).get(PRUNED, 0), batch)
-        number = min(GROUPS_AT_ONCE, batch - index)
+        number = min(at_once, batch - index)
         removed = self.rows(
             "DELETE FROM payloads WHERE run_id = ? AND group_id IN (SELECT group_id FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",
@@ -373,16 +368,16 @@ class Ledger(LedgerFile):
         self.count(run_id, PRUNED, number)
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
-        """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
-        start) of rows that are gone from the tables `payloads` and `episodes`."""
+        """Evict removed records from memory and mark their segments as candidates for removal; `removed` has (segment,
+        start) of rows that were deleted from `payloads` and `episodes`."""
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.evict(segment, start)
                 self.payloads.mark_candidate(segment)
 
     def remove_unused_segments(self) -> Future[None] | None:
-        """Remove segments that no payload refers to any more. A thread waits until the commit that made them unused is
-        on the disk. A bounded number is checked at each call."""
+        """Remove segments that no payload refers to. A thread waits until the commit that made them unused is synced.
+        Checks a bounded number at each call."""
         unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
 
@@ -398,7 +393,7 @@ class Ledger(LedgerFile):
     # Books
 
     def groups_by_state(self, run_id: str) -> dict[str, int]:
-        """Return the number of training groups by state; of the ended ones from durable counters."""
+        """Return the number of training groups by state; ended ones by durable counters."""
         counts = self.group_queries.num_open(run_id)
         ended = self.counters(run_id)
         counts |= {name.removeprefix("groups:"): n for name, n in ended.items() if name.startswith("groups:")}
@@ -406,8 +401,8 @@ class Ledger(LedgerFile):
         return counts
 
     def token_books(self, run_id: str) -> dict[str, int]:
-        """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took;
-        drops also by reason."""
+        """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens of results that were
+        not committed. Drops also by reason."""
         counters = self.counters(run_id)
         books = {name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")}
         dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))
@@ -415,7 +410,7 @@ class Ledger(LedgerFile):
         return defaults | books | {"dropped": dropped, "live": self.group_queries.open_tokens(run_id)}
 
     def failures(self, run_id: str) -> dict[str, int]:
-        """Return the number of failed attempts by reason, also of groups that succeeded later."""
+        """Return the number of failed attempts by reason, also those of groups that succeeded later."""
         counters = self.counters(run_id).items()
         return {name.removeprefix("failures:"): n for name, n in counters if name.startswith("failures:")}
 
@@ -426,8 +421,7 @@ class Ledger(LedgerFile):
     # Members
 
     def holders(self, lease_role: Role.ValueType = ROLE_ROLLOUT) -> list[tuple[str, Role.ValueType]]:
-        """Return the members that hold leases, score tasks or a pending evaluation, by the record; `lease_role` is the role
-        of those that hold leases."""
+        """Return the members that hold leases (all of `lease_role`), score tasks or a pending evaluation."""
         queries = {
             "SELECT DISTINCT member_id FROM groups WHERE state = 'leased'": lease_role,
             "SELECT DISTINCT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL": ROLE_ROLLOUT,

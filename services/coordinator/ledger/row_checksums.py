@@ -1,10 +1,10 @@
-"""Checksums of the ledger's rows: a row that the disk has changed no longer matches the checksum beside it.
+"""Seals the ledger's rows with checksums, so that a row changed by the disk no longer matches its checksum.
 
-SQLite writes no checksums into its pages. Rows that no other checksum covers carry one in the column `seal`: CRC-32
-over all other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the
-file, and so a row that another program has changed is found as well. Groups are sealed when they are trained or
-dropped, by the statements that end them (`assignment`): before that they change several times, each time a trigger
-would cost as much as the statement, and their state after each change is compared with other records.
+SQLite writes no checksums into its pages. Rows that no other checksum covers have one in the column `seal`: CRC-32 over
+all other columns. Triggers of the writer's connection set it, so no statement has to; the triggers are not in the file,
+so a row changed by another program is detected too. Groups are sealed when they are trained or dropped, by the
+statements that end them (`assignment`): before that they change several times, each time a trigger would cost as much
+as the statement, and their state after each change is compared with other records.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SEALED = {
     "models": "",
     "model_changes": "",
 }
-"""Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
+"""Tables with seals, and the condition for a row to have one; empty: always."""
 
 UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
-"""Columns that change with every lease, which verify compares with the groups, and those of bytes that a backup moves into
-the row, which have checksums of their own."""
+"""Columns without seals. In `runs` they change with every lease, and verify compares them with the groups; in
+`episodes` a backup changes them, and they have separate checksums."""
 
 
 class Table(NamedTuple):
@@ -60,29 +60,27 @@ def tables() -> dict[str, Table]:
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        found = {}
+        by_name = {}
         for name in names:
             info = db.execute(f"PRAGMA table_info({name})").fetchall()
             columns = {column[1] for column in info} - {"seal"} - UNSEALED.get(name, set())
             key = tuple(column[1] for column in sorted(info, key=lambda c: int(c[5])) if column[5])
-            found[name] = Table(name, tuple(sorted(columns)), key)
-        return found
+            by_name[name] = Table(name, tuple(sorted(columns)), key)
+        return by_name
 
 
 def checksum(*values: object) -> int:
-    """Return the checksum of a row's values in the order of its columns. Text is escaped to ASCII, the same by every
-    version of Python."""
+    """Return the checksum of a row's values in column order. Escaped to ASCII, so all versions of Python agree."""
     return crc32(ascii(values).encode())
 
 
 def of(name: str, row: Mapping[str, object]) -> int:
-    """Return the seal of a row that is to be inserted with it, which is cheaper than the trigger."""
+    """Return the seal for a row to be inserted; cheaper than the trigger."""
     return checksum(*(row[column] for column in tables()[name].columns))
 
 
 def assignment(**changed: str) -> str:
-    """Return the assignment of `seal` for an UPDATE of `groups`, which has no trigger; `changed` are the expressions that columns
-    are set to."""
+    """Return the assignment of `seal` for an UPDATE of `groups`; `changed` has the new expressions by column."""
     columns = tables()["groups"].columns
     return f"seal = row_checksum({', '.join(changed.get(column, column) for column in columns)})"
 
@@ -93,13 +91,12 @@ def install(db: sqlite3.Connection) -> None:
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Add triggers that seal each row that the connection inserts or updates, in the tables whose rows are always
-    sealed."""
+    """Add triggers that seal each row that the connection inserts or updates, in tables whose rows are always sealed."""
     for name in (name for name, condition in SEALED.items() if not condition):
         table = tables()[name]
         of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)
         value = f"row_checksum({', '.join(f'NEW.{column}' for column in table.columns)})"
-        update = f"UPDATE OF {', '.join(table.columns)}"  # not of the seal itself
+        update = f"UPDATE OF {', '.join(table.columns)}"  # not the seal itself
         for event, when in (("INSERT", "WHEN NEW.seal IS NULL"), (update, "")):
             db.execute(
                 f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"

@@ -1,16 +1,16 @@
-"""The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (segments.py)."""
+"""The ledger's tables: one SQLite file in WAL mode. Texts and arrays are in segments beside it (segments.py)."""
 
 SCHEMA_VERSION = 9
-"""Version of the format; 9 is that of Paceline 0.1.0. It grows with every change of the tables, so that a ledger of another
-format is refused at once, not found out in a run."""
+"""Version of the format; 9 is that of Paceline 0.1.0. Each change of the tables increments it, so that a ledger of
+another format is refused when it is opened, not in the middle of a run."""
 
 UPGRADES: dict[int, str] = {}
-"""Scripts by the format that they raise to the next one, from that of 0.1.0 on. A coordinator runs them when it opens a ledger,
-after it made a copy; `tests/services/coordinator/ledger/test_ledger.py` has the pattern. A script adds tables, or columns to
-tables without seals: new seals would hide damage of the rows that are there."""
+"""Upgrade scripts by the format that they start from, beginning with that of 0.1.0. A coordinator runs them when it
+opens a ledger, after copying it; `tests/services/coordinator/ledger/test_ledger.py` has the pattern. A script adds
+tables, or columns to tables without seals: new seals would hide damage of existing rows."""
 
 SCHEMA = """
--- The column `seal` is a checksum of the row's other columns (ledger/row_checksums.py), NULL where there is none yet.
+-- The column `seal` is a checksum of the row's other columns (ledger/row_checksums.py), NULL if there is none yet.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
 CREATE TABLE runs (
@@ -22,7 +22,7 @@ CREATE TABLE runs (
     directory TEXT NOT NULL,
     submitted_s REAL NOT NULL,                 -- wall clock, for people only
     cursor INTEGER NOT NULL DEFAULT 0,         -- prompts drawn from the data set
-    next_slot INTEGER NOT NULL DEFAULT 0,      -- groups ever given a place; place // B is the step
+    next_slot INTEGER NOT NULL DEFAULT 0,      -- slots ever used; slot // B is the step (in_order)
     session INTEGER NOT NULL DEFAULT 0,        -- newest learner session
     next_batch INTEGER NOT NULL DEFAULT 0,     -- first step whose batch is not fixed
     next_step INTEGER NOT NULL DEFAULT 0,      -- first step that is not trained
@@ -32,7 +32,7 @@ CREATE TABLE runs (
     export_path TEXT NOT NULL DEFAULT '',
     max_num_steps INTEGER NOT NULL DEFAULT 0,  -- as in the spec; with the warnings, so that a list of runs parses no YAML
     warnings_json TEXT NOT NULL DEFAULT '[]',  -- of the spec, JSON list
-    vocab_size INTEGER NOT NULL DEFAULT 0,     -- token ids are below this; 0 until the learner has said it
+    vocab_size INTEGER NOT NULL DEFAULT 0,     -- token ids are below this; 0 until the learner reports it
     seal INTEGER
 );
 
@@ -41,26 +41,26 @@ CREATE TABLE groups (
     group_id INTEGER NOT NULL,
     class TEXT NOT NULL,                       -- train, or eval:<step>, which is outside batches and books
     state TEXT NOT NULL,                       -- admitted leased generated scored batched trained dropped
-    slot INTEGER NOT NULL,                     -- place in the order; a replacement inherits it
+    slot INTEGER NOT NULL,                     -- position in the order of admission; inherited by a replacement
     attempt INTEGER NOT NULL DEFAULT 0,        -- of generating; committed before the lease is sent
-    member_id TEXT,                            -- who holds the lease
-    lease_step INTEGER,                        -- version that the holder had: the oldest that tokens can have
+    member_id TEXT,                            -- holder of the lease
+    lease_step INTEGER,                        -- oldest version that its tokens can have
     score_attempt INTEGER NOT NULL DEFAULT 0,
     score_failures INTEGER NOT NULL DEFAULT 0,
-    scorer_id TEXT,                            -- who holds the score task
+    scorer_id TEXT,                            -- holder of the score task
     tokens INTEGER NOT NULL DEFAULT 0,         -- completion tokens committed
-    sequence_tokens INTEGER NOT NULL DEFAULT 0,-- prompt and completion tokens: what balancing counts
+    sequence_tokens INTEGER NOT NULL DEFAULT 0,-- prompt and completion tokens, for balancing
     oldest_step INTEGER,                       -- oldest version among the tokens
     digest TEXT,                               -- Group.digest
     rewards BLOB,                              -- [C, F] float32, little endian
     functions TEXT,                            -- names of the F functions, JSON
     reward REAL,                               -- mean weighted reward
     step INTEGER,                              -- of its batch
-    rank_order INTEGER,                        -- place in its batch
-    reason TEXT,                               -- why dropped
-    generation_failures INTEGER NOT NULL DEFAULT 0, -- by the fault of its data
-    holders TEXT NOT NULL DEFAULT '',          -- who held the lease, a line for each attempt, the first first
-    scorers TEXT NOT NULL DEFAULT '',          -- who held the score task, likewise
+    rank_order INTEGER,                        -- index in its batch
+    reason TEXT,                               -- drop reason
+    generation_failures INTEGER NOT NULL DEFAULT 0, -- caused by its data
+    holders TEXT NOT NULL DEFAULT '',          -- holders of the lease, a line for each attempt, in order
+    scorers TEXT NOT NULL DEFAULT '',          -- holders of the score task, likewise
     scores_digest TEXT NOT NULL DEFAULT '',    -- over rewards and reference (BatchGroup.scores_digest)
     seal INTEGER,
     PRIMARY KEY (run_id, group_id)
@@ -74,7 +74,7 @@ CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
     WHERE state = 'generated' AND scorer_id IS NULL;
 CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
 
-CREATE TABLE prompts (                         -- apart from groups, whose rows are written anew with every change
+CREATE TABLE prompts (                         -- separate, because rows of groups are rewritten with every change
     run_id TEXT NOT NULL,
     group_id INTEGER NOT NULL,
     prompt_json TEXT NOT NULL,
@@ -83,25 +83,25 @@ CREATE TABLE prompts (                         -- apart from groups, whose rows 
     PRIMARY KEY (run_id, group_id)
 );
 
-CREATE TABLE payloads (                        -- apart from groups, so that scans stay small
+CREATE TABLE payloads (                        -- separate, so that scans of groups stay small
     run_id TEXT NOT NULL,
     group_id INTEGER NOT NULL,
-    kind TEXT NOT NULL,                        -- result; prefix: handed back unfinished; reference: its log-probabilities
+    kind TEXT NOT NULL,                        -- result; prefix: returned unfinished; reference: its log-probabilities
     header BLOB NOT NULL,                      -- Texts or LeaseReturn: texts and finish reasons
-    arrays BLOB NOT NULL,                      -- safetensors frame as it came; both are empty when there is a segment
-    segment INTEGER,                           -- where they are instead: number of the file,
+    arrays BLOB NOT NULL,                      -- safetensors frame as it arrived; both are empty if segment is set
+    segment INTEGER,                           -- their location instead: number of the file,
     start INTEGER,                             -- offset of the header, which the arrays follow,
     header_size INTEGER,                       -- sizes in bytes
-    header_crc INTEGER,                        -- and CRC-32 of either
+    header_crc INTEGER,                        -- and CRC-32 of each
     arrays_size INTEGER,
     arrays_crc INTEGER,
     PRIMARY KEY (run_id, group_id, kind)
 );
 CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
 
-CREATE TABLE counters (                        -- durable counts, so that nothing has to count rows
+CREATE TABLE counters (                        -- durable counts, so that rows need not be counted
     run_id TEXT NOT NULL,
-    name TEXT NOT NULL,                        -- groups:<state>, tokens:<what>
+    name TEXT NOT NULL,                        -- groups:<state>, tokens:<end>, failures:<kind>, …
     value INTEGER NOT NULL,
     seal INTEGER,
     PRIMARY KEY (run_id, name)
@@ -123,20 +123,20 @@ CREATE TABLE batches (
     chain TEXT NOT NULL,                       -- over this and all batches before it
     trained INTEGER NOT NULL DEFAULT 0,
     metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
-    revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
-    with_scores INTEGER NOT NULL DEFAULT 0,    -- 1: the digest is over rewards and reference too
+    revision INTEGER NOT NULL DEFAULT 0,       -- number of batches that it replaces, each with a link of the chain
+    with_scores INTEGER NOT NULL DEFAULT 0,    -- 1: the digest covers rewards and reference too
     seal INTEGER,
     PRIMARY KEY (run_id, step)
 ) WITHOUT ROWID;
 
-CREATE TABLE replaced_batches (                -- batches that were fixed and then, untrained, fixed anew
+CREATE TABLE replaced_batches (                -- batches that were fixed and, untrained, replaced
     run_id TEXT NOT NULL,
     step INTEGER NOT NULL,
-    revision INTEGER NOT NULL,                 -- the one that was replaced
+    revision INTEGER NOT NULL,                 -- of the replaced batch
     digest TEXT NOT NULL,
     chain TEXT NOT NULL,
     group_ids TEXT NOT NULL,                   -- JSON list, in its order
-    dropped_ids TEXT NOT NULL,                 -- JSON list: those that were taken out
+    dropped_ids TEXT NOT NULL,                 -- JSON list: those that its replacement lacks
     reason TEXT NOT NULL,
     seal INTEGER,
     PRIMARY KEY (run_id, step, revision)
@@ -152,7 +152,7 @@ CREATE TABLE session_faults (                  -- learner sessions that ended by
     PRIMARY KEY (run_id, session)
 ) WITHOUT ROWID;
 
-CREATE TABLE receipts (                        -- what each rank says that it trained
+CREATE TABLE receipts (                        -- each rank's statement of the groups that it trained
     run_id TEXT NOT NULL,
     session INTEGER NOT NULL,
     step INTEGER NOT NULL,
@@ -161,7 +161,7 @@ CREATE TABLE receipts (                        -- what each rank says that it tr
     group_ids TEXT NOT NULL,                   -- JSON list
     digests TEXT NOT NULL,                     -- JSON list
     tokens INTEGER NOT NULL,
-    scores_digests TEXT NOT NULL DEFAULT '[]', -- JSON list, as the rank made them of what it received
+    scores_digests TEXT NOT NULL DEFAULT '[]', -- JSON list, computed by the rank
     seal INTEGER,
     PRIMARY KEY (run_id, session, step, rank)
 ) WITHOUT ROWID;
@@ -174,15 +174,15 @@ CREATE TABLE checkpoints (
     sha256 TEXT NOT NULL,
     chain TEXT NOT NULL,
     removed INTEGER NOT NULL DEFAULT 0,
-    damaged TEXT NOT NULL DEFAULT '',          -- why no session begins from it any more; empty: it can
+    damaged TEXT NOT NULL DEFAULT '',          -- why it cannot be loaded; empty if it can
     seal INTEGER,
     PRIMARY KEY (run_id, session, step)
 ) WITHOUT ROWID;
 
 CREATE TABLE evaluations (
     run_id TEXT NOT NULL,
-    step INTEGER NOT NULL,                     -- version to evaluate, at least
-    member_id TEXT,                            -- who is pinned
+    step INTEGER NOT NULL,                     -- smallest version to evaluate
+    member_id TEXT,                            -- pinned worker
     pinned_session INTEGER,
     pinned_step INTEGER,
     done INTEGER NOT NULL DEFAULT 0,
@@ -214,8 +214,8 @@ CREATE TABLE episodes (                        -- finished turns of open groups 
     tokens INTEGER NOT NULL,                   -- sampled tokens
     oldest_step INTEGER NOT NULL,              -- oldest version among them
     digest TEXT NOT NULL,                      -- over the sampled tokens, their log-probabilities and versions
-    context_digest TEXT NOT NULL,              -- over the tokens that were read before
-    header BLOB NOT NULL DEFAULT x'',          -- TurnNote; and, as in payloads, where it is
+    context_digest TEXT NOT NULL,              -- over the tokens read before
+    header BLOB NOT NULL DEFAULT x'',          -- TurnNote; its location as in payloads
     arrays BLOB NOT NULL DEFAULT x'',
     segment INTEGER,
     start INTEGER,
@@ -234,7 +234,7 @@ CREATE TABLE restarts (                        -- lives of samples whose tokens 
     life INTEGER NOT NULL,
     reason TEXT NOT NULL,                      -- restarted, environment_failed; left_out: by train_call, of a life that was trained
     error TEXT NOT NULL,
-    turns INTEGER NOT NULL,                    -- that it had, or that were left out
+    turns INTEGER NOT NULL,                    -- number of its turns, or of those left out
     tokens INTEGER NOT NULL,                   -- sampled tokens of these turns
     given_up INTEGER NOT NULL,                 -- whether no further life begins
     counts INTEGER NOT NULL,                   -- whether it counts against environment.max_failures
@@ -242,10 +242,10 @@ CREATE TABLE restarts (                        -- lives of samples whose tokens 
     PRIMARY KEY (run_id, group_id, sample, life)
 ) WITHOUT ROWID;
 
-CREATE TABLE audit_heads (                     -- newest record of each file of the audit log, outside the chain of batches
+CREATE TABLE audit_heads (                     -- newest entry of each file of the audit log, outside the chain of batches
     file INTEGER PRIMARY KEY,                  -- number of the file
-    sequence INTEGER NOT NULL,                 -- of the record
-    hash TEXT NOT NULL,                        -- of the record, which is over all records before it too
+    sequence INTEGER NOT NULL,                 -- of the entry
+    hash TEXT NOT NULL,                        -- of the entry and all entries before it
     seal INTEGER
 );
 
@@ -276,7 +276,7 @@ CREATE TABLE model_changes (                   -- promotions and rollbacks of re
     sequence INTEGER NOT NULL,                 -- from 1
     kind TEXT NOT NULL,                        -- promote rollback
     alias TEXT NOT NULL,
-    version INTEGER NOT NULL,                  -- that has the alias since
+    version INTEGER NOT NULL,                  -- that got the alias
     previous INTEGER NOT NULL,                 -- that had it before; 0 for none
     reason TEXT NOT NULL,                      -- of a promotion past a gate, or of a rollback
     caller TEXT NOT NULL,

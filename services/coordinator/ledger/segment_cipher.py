@@ -1,8 +1,8 @@
-"""Encrypted segments: a first block that shows which key opens them, then the sealed header and arrays of each record.
+"""Encrypts segments: a first block that shows which key opens them, then the sealed header and arrays of each record.
 
-A segment has a key of its own, derived from the storage key and the salt in its first block. Each part is sealed with its
-position in the file, so one that was moved to another position or segment is refused. Lengths and checksums in the ledger are those
-of the plaintext: whatever is computed from them is the same with and without a key.
+Each segment has a separate key, derived from the storage key and the salt in its first block. Each part is sealed with
+its position in the file, so one that was moved to another position or segment is refused. Lengths and checksums in the
+ledger are those of the plaintext, so values computed from them are the same with and without a key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SegmentCipher:
     """Seals and opens the parts of one segment."""
 
     overhead_bytes = OVERHEAD_BYTES
-    """Bytes that a sealed part has more than its plaintext."""
+    """Bytes that sealing adds to a part."""
 
     def __init__(self, key: StorageKey, salt: bytes):
         self.start = MAGIC + key.name + salt
@@ -34,15 +34,14 @@ class SegmentCipher:
 
     @classmethod
     def of_start(cls, start: bytes, key: StorageKey) -> SegmentCipher:
-        """Return the cipher of the segment with these first bytes. Raises WrongKey where they are not those of a segment of
-        this key."""
+        """Return the cipher of the segment with these first bytes. Raises WrongKey if the key is another one."""
         if len(start) != START_BYTES or not start.startswith(MAGIC + key.name):
-            raise WrongKey(f"it does not begin as a segment that is encrypted with the key {key.name.hex()}")
+            raise WrongKey(f"its start is not that of a segment encrypted with the key {key.name.hex()}")
         return cls(key, start[-SALT_BYTES:])
 
     def seal(self, part: bytes | memoryview, position: int) -> bytes:
         return self._records.seal(part, position.to_bytes(8, "big"))
 
     def open(self, sealed: bytes | memoryview, position: int) -> bytes:
-        """Return the plaintext of the part at this position. Raises WrongKey when it is damaged or was moved."""
+        """Return the plaintext of the part at this position. Raises WrongKey if it is damaged or was moved."""
         return self._records.open(sealed, position.to_bytes(8, "big"))

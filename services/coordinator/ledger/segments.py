@@ -1,16 +1,17 @@
-"""The bulk of the ledger: texts and arrays of groups, in append-only segment files beside the SQLite file.
+"""Stores texts and arrays of groups in append-only segment files beside the SQLite file.
 
 Promises: a record whose location `append` has returned is on the disk, with its length and its file's name, so a
-transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A
-segment is only ever written by the process that began it, so bytes that a power cut tore off its end are behind every
-record in use. With a storage key the parts of records are sealed (`segment_cipher.py`).
+transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. Only
+the process that created a segment writes to it, so bytes that a power cut tears off its end are behind every record in
+use. With a storage key the parts of records are sealed (`segment_cipher.py`).
 
-The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable
-for every holder of a frame of it.
+The newest records are in memory as well. One thread appends, any thread reads. A removed segment stays readable for
+every holder of one of its frames.
 
-Appends go past the page cache (O_DIRECT), where the file system supports it. Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
-cost several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write
-begins and ends at a block: each append fills its last block with zeros, which nothing refers to.
+Appends bypass the page cache (O_DIRECT) if the file system supports it. Appended bytes are synced at once and mostly
+read never or once, so the cache is useless for them, and its pages can cost several times as much processor time as the
+write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write begins and ends at a block: each append fills
+its last block with zeros, which nothing refers to.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from paceline.services.coordinator.ledger.segment_cipher import START_BYTES, Seg
 
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # no build of it for this kind of machine
+except ImportError:  # not available on this kind of machine
     from zlib import crc32
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 20
-"""Size at which a segment is followed by another one; pruning removes whole segments."""
+"""Size at which the next segment is begun; pruning removes whole segments."""
 
 MAX_OPEN_SEGMENTS = 64
 
 MAX_CANDIDATES = 64
-"""Segments that are checked together for whether they are unused."""
+"""Most marked segments in one check for unused ones."""
 
 IN_TURN = 8
-"""Further segments that are checked with them in turn, because a record may be lost without notice."""
+"""Further segments in each check, in turn, in case a removal was not marked."""
 
 MAX_RECENT_BYTES = 256 << 20
-"""Size of the records that stay in memory: the newest of those that no batch has been served with."""
+"""Bytes of records that are kept in memory: the newest that no batch was served with."""
 
 
 class Location(NamedTuple):
@@ -70,7 +71,7 @@ class Location(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record: a header and its arrays, which `append` writes in one piece."""
+    """A header and its arrays, which `append` writes in one piece."""
 
     header: Buffer
     arrays: Buffer
@@ -79,7 +80,6 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, header: Buffer, arrays: Buffer) -> Record:
-        """Return a record with its checksums."""
         return cls(header, arrays, crc32(header), crc32(arrays))
 
     @property
@@ -88,7 +88,7 @@ class Record(NamedTuple):
 
 
 class SegmentFile:
-    """A segment that is open for reading, for as long as there is a reference to it, whether it is removed or not."""
+    """A segment open for reading, while there is a reference to it, also after its removal."""
 
     def __init__(self, path: Path, key: StorageKey | None):
         """Open it. Raises OSError."""
@@ -96,12 +96,11 @@ class SegmentFile:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._key = key
         self._cipher: SegmentCipher | None = None
-        """Cipher that its first bytes give; read with the first part, because files are opened where nothing may wait for
-        the disk."""
+        """Cipher; created with the first read, because files are opened where nothing may wait for the disk."""
 
     def read(self, position: int, size: int) -> bytes:
-        """Return the `size` bytes of the part that begins at `position`, fewer where the file ends. Raises OSError; WrongKey
-        when the segment or a sealed part is not what was written."""
+        """Return the `size` bytes of the part at `position`, fewer at the end of the file. Raises OSError; WrongKey if
+        the segment or a sealed part is damaged."""
         if self._key is None:
             return os.pread(self.fd, size, position)
         if self._cipher is None:
@@ -116,18 +115,18 @@ class SegmentFile:
 
 @dataclass(frozen=True)
 class StoredFrame:
-    """Bytes in a segment, read when they are needed."""
+    """Bytes in a segment, read on demand."""
 
     file: SegmentFile
     position: int
     """Position in the file."""
     start: int
-    """Start as the ledger counts it: of the record, and of its arrays behind the header's `header_size`."""
+    """Start as the ledger counts it, without encryption: of the record, or of its arrays after the header."""
     size: int
     crc: int
 
     def read(self) -> bytes:
-        """Return the bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
+        """Return the bytes. Raises DamagedRecord if they are damaged, or the disk cannot read them."""
         try:
             content = self.file.read(self.position, self.size)
         except OSError as error:
@@ -135,7 +134,7 @@ class StoredFrame:
         except WrongKey as error:
             raise self._damaged(f"cannot be decrypted: {error}") from None
         if len(content) != self.size or crc32(content) != self.crc:
-            raise self._damaged("are not those that were written")
+            raise self._damaged("do not match their checksum")
         return content
 
     def _damaged(self, what: str) -> DamagedRecord:
@@ -144,14 +143,13 @@ class StoredFrame:
 
 
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
-"""Errors on beginning a segment that do not come from the disk."""
+"""Errors on creating a segment that do not come from the disk."""
 
 Frame = Buffer | StoredFrame
 
 
 class DamagedRecord(LedgerFault):
-    """A record whose bytes are not those that were written, or are gone. It can be generated again unless a session has
-    trained it."""
+    """A record whose bytes are damaged or gone. It can be generated again unless a session has trained it."""
 
     def __init__(self, message: str, segment: int, start: int):
         super().__init__(message)
@@ -162,8 +160,8 @@ class DamagedRecord(LedgerFault):
 
 
 class UnopenedSegment(LedgerFault):
-    """A segment that cannot be opened now, for reading or as a new one: no file descriptor is free, or permissions were
-    changed. Nothing is lost by that, so callers try again."""
+    """A segment that cannot be opened or created now: no file descriptor is free, or permissions were changed. Nothing
+    is lost, so callers retry."""
 
 
 class Payload(NamedTuple):
@@ -172,7 +170,7 @@ class Payload(NamedTuple):
     header: Frame
     """Texts or LeaseReturn: texts and finish reasons."""
     arrays: Frame
-    """The safetensors frame as it came."""
+    """The safetensors frame as it arrived."""
 
     def read(self) -> tuple[Buffer, Buffer]:
         """Return header and arrays, from memory or from the disk. Raises LedgerFault."""
@@ -190,16 +188,18 @@ def read_frame(frame: Frame) -> Buffer:
 
 
 class PayloadStore:
-    """The segments of one ledger."""
+    """Reads, appends and removes the segments of one ledger."""
 
     def __init__(self, ledger: Path, key: StorageKey | None = None):
-        """`key` is what its segments are encrypted with; None for plain ones."""
+        """`key` encrypts the segments; None for plain ones."""
         self._key = key
+        self.max_segment_bytes, self.max_recent_bytes = MAX_SEGMENT_BYTES, MAX_RECENT_BYTES
+        self.max_open = MAX_OPEN_SEGMENTS
         self._overhead = 0 if key is None else SegmentCipher.overhead_bytes
-        """Bytes that a part has more in a segment than the ledger counts."""
+        """Bytes that a part has more in an encrypted segment than in the ledger's count."""
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
-        """Segments that are open for reading; the newest opened is at the end."""
+        """Segments open for reading, the newest opened last."""
         self._end: SegmentWriter | None = None
         """Segment that is appended to."""
         self._cipher: SegmentCipher | None = None
@@ -212,14 +212,14 @@ class PayloadStore:
         """Numbers of all segments."""
         self._number = max(self._numbers, default=0)
         self._candidates = set(self._numbers)
-        """Segments that may be unused: records in them were removed, or may never have been referred to."""
+        """Segments that may be unused: some of their records were removed or possibly never referred to."""
         self._rounds: Iterator[int] = iter(())
-        """Iterator over all segments, which finds unused ones that `mark_candidate` was not called for."""
+        """Iterator over all segments, to find unused ones that were not marked."""
         self._remover: ThreadPoolExecutor | None = None
 
     def append(self, records: Sequence[Record]) -> list[Location]:
-        """Write records one after another and wait for the disk once. Raises LedgerFault; UnopenedSegment when nothing
-        was written and the same call may succeed later."""
+        """Write records one after another and sync once. Raises LedgerFault; UnopenedSegment if nothing was written and
+        the same call may succeed later."""
         try:
             end = self._end_with_room()
             locations, start = [], end.size
@@ -237,8 +237,7 @@ class PayloadStore:
         return locations
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
-        """Yield what is written for the records from `position` on. One part at a time is sealed, so that no second copy of all
-        records is in memory."""
+        """Yield the parts to write from `position` on; sealed one at a time, so that memory holds no second copy."""
         for part in (part for record in records for part in (record.header, record.arrays)):
             written = part if self._cipher is None else self._cipher.seal(part, position)
             yield written
@@ -246,7 +245,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
-        memory. Raises LedgerFault when the segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment)."""
+        memory. Raises DamagedRecord if the segment is gone, UnopenedSegment if it cannot be opened now."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -269,13 +268,13 @@ class PayloadStore:
             self._recent_bytes -= 0 if record is None else record.size
 
     def mark_candidate(self, segment: int) -> None:
-        """Note that fewer records of the segment are in use than before."""
+        """Note that a record of the segment was removed."""
         self._candidates.add(segment)
 
     def removal_candidates(self) -> list[int]:
-        """Return segments that may be unused by now, up to MAX_CANDIDATES and IN_TURN others. Not the two newest,
-        because between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES."""
-        candidates = list(self._candidates)  # in one piece: the thread that appends adds to it
+        """Return segments that may be unused, up to MAX_CANDIDATES and IN_TURN others. Never the two newest, because between
+        `append` and the transaction that refers to a record there are at most MAX_SEGMENT_BYTES."""
+        candidates = list(self._candidates)  # atomic copy: the appending thread adds to it
         chosen = sorted(number for number in candidates if number < self._number - 1)[:MAX_CANDIDATES]
         self._candidates.difference_update(chosen)
         round_of_all = list(islice(self._rounds, IN_TURN))
@@ -284,7 +283,7 @@ class PayloadStore:
         return sorted({*chosen, *(number for number in round_of_all if number < self._number - 1)})
 
     def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
-        """Remove segments that nothing refers to any more, on a thread, once it has called `after`."""
+        """Remove segments that nothing refers to, on a thread, after it has called `after`."""
         numbers = set(numbers)
         with self._recent_lock:
             for location in [location for location in self._recent if location[0] in numbers]:
@@ -301,11 +300,11 @@ class PayloadStore:
         for number in numbers:
             try:
                 self._path(number).unlink(missing_ok=True)
-            except OSError as error:  # its space is lost until the next start, when it is found unused again
+            except OSError as error:  # its space is lost until a later check removes it
                 log.warning("%s cannot be removed: %s", self._path(number), error)
 
     def close(self) -> None:
-        """Close the files, except those whose frames are still referred to."""
+        """Close the files; frames that are still referred to keep theirs open."""
         if self._remover is not None:
             self._remover.shutdown()
         self._files.clear()
@@ -313,21 +312,23 @@ class PayloadStore:
         self._close_end()
 
     def _end_with_room(self) -> SegmentWriter:
-        """Return the segment to append to. Raises OSError; UnopenedSegment when it may be begun later."""
-        if self._end is None or self._end.size >= MAX_SEGMENT_BYTES:
+        """Return the segment to append to. Raises OSError; UnopenedSegment if it may be created later."""
+        if self._end is None or self._end.size >= self.max_segment_bytes:
             try:
                 self._end = self._begin_segment()
             except OSError as error:
                 if error.errno not in PASSING:
                     raise
-                raise UnopenedSegment(f"no segment can be begun in {self.folder}: {error.strerror or error}") from None
+                raise UnopenedSegment(
+                    f"no segment can be created in {self.folder}: {error.strerror or error}"
+                ) from None
         return self._end
 
     def _remember(self, location: Location, record: Record) -> None:
         with self._recent_lock:
             self._recent[location.segment, location.start] = record
             self._recent_bytes += record.size
-            while self._recent_bytes > MAX_RECENT_BYTES:
+            while self._recent_bytes > self.max_recent_bytes:
                 self.evict(*next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
@@ -359,7 +360,7 @@ class PayloadStore:
     def _open(self, number: int, start: int) -> SegmentFile:
         file = self._files.get(number)
         if file is None:
-            while len(self._files) >= MAX_OPEN_SEGMENTS:
+            while len(self._files) >= self.max_open:
                 self._files.pop(next(iter(self._files)))
             try:
                 file = self._files[number] = SegmentFile(self._path(number), self._key)
@@ -385,22 +386,22 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """Flag of a direct write; 0 on systems without it."""
 
 BUFFER_BYTES = 8 << 20
-"""Largest size of a write. Each write releases the interpreter and then waits for it, so writes should be few."""
+"""Largest size of a write. Each write releases the interpreter lock and then waits for it, so writes should be few."""
 
 
 class SegmentWriter:
-    """A new segment. Its methods raise OSError."""
+    """Writes a new segment. Its methods raise OSError."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self.size = 0
-        """Bytes so far: start of the next append."""
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page
+        """Bytes written: start of the next append."""
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page, as direct writes must
         self._set_direct(True)
 
     def append(self, parts: Iterable[Buffer]) -> None:
-        """Write the parts one after another and wait until they are on the disk."""
+        """Write the parts one after another and sync."""
         fill = 0
         for part in parts:
             rest = memoryview(part).cast("B")
@@ -421,11 +422,11 @@ class SegmentWriter:
         os.close(self._fd)
 
     def _write(self, size: int) -> None:
-        """Write the buffer's first `size` bytes, whole blocks; the system may take less than it was given."""
-        done = 0
-        while done < size:
+        """Write the buffer's first `size` bytes, whole blocks; the system may write fewer at a time."""
+        position = 0
+        while position < size:
             try:
-                written = os.pwrite(self._fd, self._buffer[done:size], self.size)
+                written = os.pwrite(self._fd, self._buffer[position:size], self.size)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._set_direct(False):
                     raise
@@ -433,15 +434,15 @@ class SegmentWriter:
             if written < BLOCK_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             whole = written - written % BLOCK_BYTES
-            done, self.size = done + whole, self.size + whole
+            position, self.size = position + whole, self.size + whole
 
     def _set_direct(self, direct: bool) -> bool:
         """Set or clear O_DIRECT; return whether that changed anything. A file system without direct writes refuses the
         flag, or the first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        wanted = flags | O_DIRECT if direct else flags & ~O_DIRECT
+        new_flags = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, new_flags)
         except OSError:
             return False
-        return wanted != flags
+        return new_flags != flags

@@ -1,1 +1,1 @@
-"""Bookkeeping of the members: with a clock, and fed by the pool."""
+"""Keeps the members' records, secrets and queues; the pool feeds it."""

@@ -1,7 +1,7 @@
-"""Checks of a worker's Hello: its certificate, its fields, and its right to the member id that it names.
+"""Checks a worker's Hello: its certificate, its fields, and its right to the member id that it names.
 
-A member id names one worker for its life. A worker that shows the secret of that member's Welcome is the same worker on
-a new stream; without the secret a newcomer waits until the member has been silent for the heartbeats' time-out.
+A member id names one worker for the worker's life. A worker that shows the secret of that member's Welcome is the same
+worker on a new stream; without the secret it waits until the member has been silent for the heartbeats' time-out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.wire import PROTOCOL
 
 MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADDRESS = 256
-"""Characters of host:port."""
+"""Most characters of host:port."""
 MAX_RUN_ID = 128
 MAX_RANKS = 1 << 16
 MAX_SECRET = 64
@@ -38,11 +38,11 @@ class OutdatedProtocol(Conflict):
 
 
 class PlaceTaken(Conflict):
-    """The id belongs to a member that is not silent; the same Hello may succeed later."""
+    """Another member that is not silent has the id; the same Hello may succeed later."""
 
 
 def check_hello(hello: worker_pb2.Hello) -> None:
-    """Raises OutdatedProtocol, or InvalidInput with the value that does not fit."""
+    """Check the fields of a Hello. Raises OutdatedProtocol, or InvalidInput with the invalid value."""
     if not MEMBER_ID.fullmatch(hello.member_id):
         raise InvalidInput(
             f"member_id {hello.member_id[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -; start the "
@@ -55,25 +55,31 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if hello.role not in ROLES:
         raise InvalidInput(
-            f"worker {hello.member_id} has the role {hello.role}, this coordinator knows "
-            f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; is it older than the worker?"
+            f"worker {hello.member_id} has the role {hello.role}, this coordinator supports "
+            f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; update it if it is older than the worker"
         )
     for name in ("address", "http_address"):
         value = getattr(hello, name)
         if len(value) > MAX_ADDRESS or not value.isprintable():
             raise InvalidInput(
-                f"{name} of worker {hello.member_id} is {value[:80]!r}: not host:port of {MAX_ADDRESS} characters at most"
+                f"{name} of worker {hello.member_id} is {value[:80]!r}, but must be host:port of {MAX_ADDRESS} characters at most"
             )
     if len(hello.run_id) > MAX_RUN_ID:
-        raise InvalidInput(f"run_id {hello.run_id[:80]!r} of worker {hello.member_id} is too long")
+        raise InvalidInput(
+            f"run_id {hello.run_id[:80]!r} of worker {hello.member_id} is longer than {MAX_RUN_ID} characters"
+        )
     if len(hello.secret) > MAX_SECRET:
-        raise InvalidInput(f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes")
+        raise InvalidInput(
+            f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes, {MAX_SECRET} are allowed"
+        )
     if len(hello.exchange_key) not in (0, KEY_BYTES):
         raise InvalidInput(
             f"exchange_key of worker {hello.member_id} has {len(hello.exchange_key)} bytes, not {KEY_BYTES}"
         )
     if len(hello.learner_id) > MAX_LEARNER_ID:
-        raise InvalidInput(f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters")
+        raise InvalidInput(
+            f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters, {MAX_LEARNER_ID} are allowed"
+        )
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
         raise InvalidInput(
             f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
@@ -82,7 +88,7 @@ def check_hello(hello: worker_pb2.Hello) -> None:
 
 
 def check_key(hello: worker_pb2.Hello, owner: str | None, *, encrypted: bool) -> None:
-    """Check the key for the exchange; `owner` is the member that has it now. Raises InvalidInput, Conflict."""
+    """Check the exchange key of a Hello; `owner` is the key's current member. Raises InvalidInput, Conflict."""
     if encrypted and not hello.exchange_key:
         raise InvalidInput(
             f"worker {hello.member_id} names no key for the exchange, which is encrypted; start it with --tls-dir, or update it"
@@ -92,14 +98,14 @@ def check_key(hello: worker_pb2.Hello, owner: str | None, *, encrypted: bool) ->
 
 
 def checked_host(host: worker_pb2.HostAgent) -> worker_pb2.HostAgent | None:
-    """Return the agent that a worker names; None for one that no other host could read from."""
+    """Return the relay that a worker names; None if no other host could read from it."""
     texts = (host.agent_id, host.address, host.zone)
     is_sane = all(len(text) <= MAX_ADDRESS and text.isprintable() for text in texts)
     return host if is_sane and host.agent_id and FORM.fullmatch(host.address) else None
 
 
 def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
-    """Check that a newcomer may take the place of the member with its id. Raises PlaceTaken, InvalidInput."""
+    """Check that a worker may have the id of an existing member. Raises PlaceTaken."""
     if member is None or member.is_expected:
         return
     if member.role != hello.role:
@@ -112,7 +118,7 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
     if member.connected or member.is_heard:
         raise PlaceTaken(
             f"a worker with the id {hello.member_id} is a member, and this one does not have its secret; it can have "
-            "the place when that worker has left or is silent for longer than the heartbeats' time-out"
+            "the id when that worker has left or is silent for longer than the heartbeats' time-out"
         )
 
 
@@ -120,19 +126,19 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def check_certificate(context: Any) -> None:
-    """Check that a worker's call has a worker's certificate, where this process uses TLS. Raises Conflict: the worker keeps its
-    results and tries again, because its certificate may be replaced."""
+    """Check that a worker's call has a worker's certificate, if this process uses TLS. Raises Conflict: the worker
+    keeps its results and retries, because its certificate may be replaced."""
     if tls_folder() is None:
         return
     try:
         identity = identity_of_call(context)
         if identity is None:
             raise Conflict(
-                "a worker connects with its certificate to the coordinator's --port; this port takes people, who have none"
+                "a worker must connect with its certificate to the coordinator's --port; this port is for people, who have none"
             )
         if identity.role != WORKER:
             raise Conflict(
-                f"the certificate of {identity.name!r} gives the role {identity.role}, and a worker needs the role {WORKER}"
+                f"the certificate of {identity.name!r} has the role {identity.role}, but a worker needs the role {WORKER}"
             )
     except (Conflict, InvalidInput) as error:
         seldom.warning("certificate", "refused a worker at %s: %s", context.peer(), error)

@@ -1,11 +1,11 @@
-"""The current members. Pure bookkeeping with a clock; the control plane feeds it.
+"""Keeps the current members. Pure bookkeeping with a clock; the control plane feeds it.
 
-A member joins with Hello, lives by its reports, and leaves by a drain or by silence. A broken stream alone is not a
-death: the worker may come back within a time-out.
+A member joins with Hello, stays by its reports, and leaves by a drain or by silence. A broken stream alone does not end
+it: the worker may return within a time-out.
 
-Each request to the exchange carries the secret of its member's Welcome. A secret is valid until the member's next Welcome
-or its end. A request with the member's earlier secret is neither taken nor refused for good, because the worker sends it
-again after its next Welcome. A request of anyone who never was a member is refused.
+Each request to the exchange carries the secret of its member's Welcome, which is valid until the next Welcome or the
+member's end. A request with an earlier secret is neither accepted nor refused for good, because the worker sends it
+again after its next Welcome. A request with any other secret is refused.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256
-"""Maximum of waiting directives that replace nothing."""
+"""Most queued directives that replace no other."""
 
 ACKS_AT_ONCE = 1000
-"""Acknowledgements in one directive."""
+"""Most acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
 REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"})
-"""Kinds of which the newest directive replaces the earlier ones."""
+"""Kinds of directives that replace an earlier one of their kind."""
 
 
 class DirectiveQueue:
-    """Queue with one reader; all writers are on its event loop."""
+    """Directives for one member. One reader; all writers are on its event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
-        """Directives in the order in which they leave."""
+        """Directives in sending order."""
         self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
-        """Acknowledgements by member and version; they leave after `_waiting`."""
+        """Acknowledgements by member and version; sent after `_waiting`."""
         self._numbers = 0
         self._plain = 0
         self._ended = False
@@ -53,7 +53,7 @@ class DirectiveQueue:
         return len(self._waiting) + -(-len(self._acks) // ACKS_AT_ONCE)
 
     def put(self, directive: worker_pb2.ConnectResponse) -> bool:
-        """Queue a directive; return False when the member reads nothing."""
+        """Queue a directive; return False if too many wait because the member does not read."""
         kind = directive.WhichOneof("directive") or ""
         if kind == "weight_ack":
             return self.put_ack(directive.weight_ack)
@@ -75,7 +75,7 @@ class DirectiveQueue:
         return True
 
     def put_ack(self, ack: worker_pb2.WeightAck) -> bool:
-        """Queue an acknowledgement; return False when the member reads nothing."""
+        """Queue an acknowledgement; return False if too many wait because the member does not read."""
         self._acks[ack.member_id, ack.version.session, ack.version.step] = ack
         self._bell.set()
         return len(self._acks) <= MAX_ACKS
@@ -87,7 +87,7 @@ class DirectiveQueue:
         self._bell.set()
 
     async def get(self) -> worker_pb2.ConnectResponse | None:
-        """Return the next directive; None when the stream is to end."""
+        """Return the next directive; None at the end of the stream."""
         while not self._ended and not self._waiting and not self._acks:
             self._bell.clear()
             await self._bell.wait()
@@ -114,7 +114,7 @@ ROLE_NAMES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a member cannot work on a run, as it reported it."""
+    """Reason why a member cannot work on a run, as it reported it."""
 
     run_id: str
     message: str
@@ -124,7 +124,7 @@ class Fault:
 
 @dataclass
 class Member:
-    """One worker, as the coordinator sees it."""
+    """A worker, as the coordinator sees it."""
 
     member_id: str
     role: common_pb2.Role.ValueType
@@ -133,61 +133,61 @@ class Member:
     last_report_s: float
     http_address: str = ""
     connected: bool = True
-    """True when its stream is open."""
+    """True while its stream is open."""
     version: Version | None = None
     ahead_session: int = 0
     """Session of its weights if the ledger does not know that session, else 0."""
     ready_run: str = ""
-    """Run that the worker has set up and can work on."""
+    """Run that the worker has set up."""
     fault: Fault | None = None
-    """Reason why it cannot work on its run, until it can."""
+    """Reason why it cannot work on its run; None if it can."""
     suspected: bool = False
     """Silent for half the time-out: out of the roster until it reports again."""
     expelled: bool = False
     """It missed a deadline for a version: out of the roster until it reports that it is ready."""
     named_in: int = 0
-    """Number of the roster (epoch) that it entered last; reports on earlier rosters do not concern it any more."""
+    """Number of the roster (epoch) that it entered last; reports on earlier rosters do not concern it."""
     draining: bool = False
-    """The worker is stopping, and leaves when it has returned its leases and tasks."""
+    """True if the worker is stopping; it leaves when it has returned its leases and tasks."""
     session: int = 0
-    """Learner: session that it works in; 0 while it waits for a session."""
+    """Learner: its current session; 0 while it waits for one."""
     world_size: int = 0
     """Learner: number of its ranks; 0 if unknown."""
     learner_id: str = ""
-    """Learner of several ranks: what they share; not to be shown."""
+    """Learner with several ranks: their shared id, which must not be shown."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    """Sent with Welcome and expected with every request to the exchange; new for each stream."""
+    """Sent with Welcome and required in every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
-    """Secret of an earlier Welcome that it showed in its Hello, because the Welcome of this stream may be lost."""
+    """Earlier secret that its Hello showed; accepted in the next Hello too, because the Welcome of this stream may be lost."""
     exchange_key: bytes = b""
-    """Public key of its connections to the exchange; empty where they are not encrypted."""
+    """Public key of its connections to the exchange; empty if they are not encrypted."""
     is_heard: bool = False
-    """True when it has reported anything on this stream, so that it has its Welcome."""
+    """True if it has reported on this stream, so that it has its Welcome."""
     is_expected: bool = False
-    """It held leases or a session before the coordinator's restart and has not come back yet."""
+    """True if it held leases or a session before the coordinator's restart and has not returned yet."""
     offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
-    """Versions that the learner offered to it, newest last: it can acknowledge these."""
+    """Versions that the learner offered to it, newest last; it may acknowledge these."""
     warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """Times of its warnings, newest last."""
     failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """Times of its new faults, newest last."""
     caller: Caller | None = None
-    """Who it joined as; None where no guard is."""
+    """Caller that joined as this member; None without access control."""
     stream_error: Exception | None = None
-    """Error of one of its reports; its stream ends with it."""
+    """Error that ends its stream."""
     gauges: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
-    """Seconds in all for which its sampler stood still for new weights."""
+    """Total seconds in which its sampler stood still for new weights."""
     logged: LoggedMetrics = field(default_factory=LoggedMetrics)
-    """Values that its reward functions logged since the last step."""
+    """Values logged by its reward functions since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of its reward functions since the last step."""
     host: worker_pb2.HostAgent | None = None
-    """Agent that brings weights to its host; None where there is none."""
+    """Relay of its host; None without one."""
     host_plan: worker_pb2.HostPlan | None = None
-    """Plan that this stream has sent to its host."""
+    """Plan that was sent to its host on this stream."""
     engines: worker_pb2.Engines | None = None
-    """Environment worker: the rollout workers that it was told about last on this stream."""
+    """Environment worker: the list of rollout workers that was sent last on this stream."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 
@@ -197,7 +197,7 @@ class Member:
         return ROLE_NAMES.get(self.role, "unknown")
 
     def direct(self, directive: worker_pb2.ConnectResponse) -> None:
-        """Queue a directive; a member that does not read is cut off and has to reconnect."""
+        """Queue a directive; if too many wait, end the stream, so that the member has to reconnect."""
         if not self.outbox.put(directive):
             self.end_stream()
 
@@ -221,7 +221,7 @@ class Members:
         return self._members.get(member_id)
 
     def add(self, member: Member) -> None:
-        """Add a member; if it comes back on a new stream, the old stream ends."""
+        """Add a member; if it returns on a new stream, the old stream ends."""
         earlier = self._members.get(member.member_id)
         if earlier is not None:
             earlier.end_stream()
@@ -231,7 +231,7 @@ class Members:
         return self._members.pop(member_id, None)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the members of a role, in the order in which they joined."""
+        """Return the members of a role in the order of joining."""
         return [member for member in self._members.values() if member.role == role]
 
     def all(self) -> list[Member]:
@@ -243,7 +243,7 @@ class Members:
             member.last_report_s = min(now_s, member.last_report_s + pause_s)
 
     def quiet(self, now_s: float) -> list[Member]:
-        """Return connected members, not suspected yet, that have been silent for half the time-out."""
+        """Return connected, unsuspected members that have been silent for half the time-out."""
         return [
             member
             for member in self._members.values()
@@ -251,8 +251,8 @@ class Members:
         ]
 
     def silent(self, now_s: float) -> list[Member]:
-        """Return members that have been silent for longer than the time-out. Half of it is enough where the stream
-        broke, unless the member has a learner's session, because a short break does not end a session."""
+        """Return members that have been silent for the time-out; half of it if the stream broke and the member has no
+        learner's session, because a short break does not end a session."""
         return [
             member
             for member in self._members.values()
@@ -263,12 +263,11 @@ class Members:
 
 BEAT_S = 0.1
 IGNORED_S = 0.05
-"""Lateness of a beat that does not count as a pause."""
+"""Lateness of a beat that is no pause."""
 
 
 class LoopLag:
-    """Sum of the pauses of the running loop. `watch` keeps the beat; `take` also counts a pause that has just ended and
-    whose beat is still to come."""
+    """Sum of the running event loop's pauses. `watch` runs the beat; `take` also counts a pause before the next beat."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -281,7 +280,7 @@ class LoopLag:
             self.beat()
 
     def beat(self) -> None:
-        """Note a beat that was due; an early beat changes nothing."""
+        """Note a beat; an early one changes nothing."""
         now_s = self._clock()
         late_s = now_s - self._due_s
         if late_s > IGNORED_S:
@@ -305,17 +304,18 @@ class Standing(enum.Enum):
 
     MEMBER = "member"
     EARLIER = "earlier"
-    """It was this member; another Welcome is due, or on its way."""
+    """Was this member; another Welcome is due, or on its way."""
     STRANGER = "stranger"
 
 
 class Senders:
-    """The members whose requests are answered, by id."""
+    """Members whose requests are answered, by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_earlier: int = MAX_EARLIER) -> None:
+        self._max_earlier = max_earlier
         self._members: dict[str, Member] = {}
         self._earlier: dict[tuple[str, bytes], None] = {}
-        """Ids and secrets that were valid before, oldest first."""
+        """Earlier ids and secrets, oldest first."""
         self._keys: dict[bytes, str] = {}
         """Member of each public key; read by ZeroMQ's thread."""
 
@@ -337,27 +337,25 @@ class Senders:
         if self._keys.get(member.exchange_key) == member_id:
             del self._keys[member.exchange_key]
         self._earlier[member_id, member.secret] = None
-        while len(self._earlier) > MAX_EARLIER:
+        while len(self._earlier) > self._max_earlier:
             del self._earlier[next(iter(self._earlier))]
 
     def get(self, member_id: str) -> Member | None:
-        """Return the member of an id."""
         return self._members.get(member_id)
 
     def knows_key(self, key: bytes) -> bool:
-        """Return whether a public key is that of a member. Any thread."""
+        """Return whether a public key is a member's. From any thread."""
         return key in self._keys
 
     def owner_of(self, key: bytes) -> str | None:
-        """Return the member of a public key; None if there is none."""
+        """Return the member with a public key; None without one."""
         return self._keys.get(key)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
-        """Return the members of a role."""
         return [member for member in self._members.values() if member.role == role]
 
     def standing(self, member_id: str, secret: bytes) -> Standing:
-        """Return the sender's standing by the member id and the secret of its request."""
+        """Return the sender's standing, by member id and secret of a request."""
         member = self._members.get(member_id)
         if member is not None and hmac.compare_digest(member.secret, secret):
             return Standing.MEMBER

@@ -1,1 +1,1 @@
-"""The control plane's workers: joining, assignments, reports, leaving."""
+"""Lets workers join and leave, assigns runs to them, and handles their reports."""

@@ -1,7 +1,7 @@
-"""Assignments of members: the run for workers, sessions for learners, and the lists by which they find each other.
+"""Assigns runs to workers and sessions to learners, and sends the lists by which members find each other.
 
-A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
-none and the samples before are gone.
+A learner that joins gets a new session, from the newest checkpoint that can be loaded. If there is none and the earlier
+samples are gone, the run is paused.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from paceline.tracing import step_traceparent
 from paceline.v1 import common_pb2, worker_pb2
 
 NAMED = 16
-"""Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""
+"""Most members that a log line names, because thousands may join one by one."""
 
 SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
-"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
-there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
-session train."""
+"""Sessions that may end, during the coordinator's life, because a worker holds weights of a later one. A restored
+backup meets at most that many kinds of survivors; a worker that claims ever later sessions must not prevent
+training."""
 
 log = logging.getLogger(__name__)
 
 
 class Roster:
-    """The newest roster of the active run: the rollout workers that receive weights, which are ready and not pinned by an
-    evaluation, suspected or expelled. Each change gets a new number, which protos call `epoch`. `learner` returns the member
-    that has to know it."""
+    """The newest roster of the active run: the rollout workers that receive weights, which are ready and not pinned by
+    an evaluation, suspected or expelled. Each change gets a new number, `epoch` in protos. `learner` returns the
+    member to notify."""
 
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
         self._members, self._exchange, self._learner = members, exchange, learner
         self.number = 0
-        """Number of the newest roster, also after `clear`."""
+        """Number of the newest roster; `clear` keeps it."""
         self.run_id = ""
-        """Run of the newest roster; empty when the roster has to be sent to the learner again."""
+        """Run of the newest roster; empty if the learner must get the roster again."""
         self.member_ids: list[str] = []
         self._host_member_ids: list[str] = []
         self.plans = HostPlans(members, exchange, learner)
-        """Where the hosts of the roster's members read."""
+        """Plans for the hosts of the roster's members."""
 
     def clear(self) -> None:
-        """Clear the roster, because the run is over or the learner needs it again."""
+        """Clear the roster, because the run is over or the learner must get it again."""
         self.run_id, self.member_ids, self._host_member_ids = "", [], []
 
     def update(self) -> None:
-        """Send the learner a new roster, if the set of members has changed."""
+        """Send the learner a new roster if the set of members has changed."""
         run = self._exchange.active
         if run is None:
             return
         member_ids = self._receivers(run)
         host_ids = [i for i in member_ids if (m := self._members.get(i)) is not None and m.host is not None]
         if (run.run_id, member_ids, host_ids) == (self.run_id, self.member_ids, self._host_member_ids):
-            self.plans.update(self.number, self.member_ids)  # a stream may be new
+            self.plans.update(self.number, self.member_ids)  # a member may have a new stream
             return
         earlier_ids = self.member_ids
         self.run_id, self.member_ids, self._host_member_ids = run.run_id, member_ids, host_ids
@@ -75,8 +75,8 @@ class Roster:
         for member_id in set(member_ids) - set(earlier_ids):
             if (newcomer := self._members.get(member_id)) is not None:
                 newcomer.named_in = self.number
-                newcomer.host_plan = None  # the learner waits for its answer, also where it holds the version
-        log.info("epoch %d of run %s: %s", self.number, run.run_id, _named(member_ids))
+                newcomer.host_plan = None  # the learner waits for its answer, even if it has the version
+        log.info("epoch %d of run %s: %s", self.number, run.run_id, listed_names(member_ids))
         directive = worker_pb2.Epoch(
             run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
         )
@@ -97,8 +97,8 @@ class Roster:
         ]
 
 
-def _named(member_ids: Sequence[str]) -> str:
-    """Return the members of a roster for a line of the log."""
+def listed_names(member_ids: Sequence[str]) -> str:
+    """Return the members of a roster for a log line."""
     if not member_ids:
         return "nobody"
     more = len(member_ids) - NAMED
@@ -106,7 +106,7 @@ def _named(member_ids: Sequence[str]) -> str:
 
 
 class Assignments:
-    """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
+    """Assigns the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
     def __init__(
         self,
@@ -132,24 +132,24 @@ class Assignments:
         self.update_engines()
 
     def update_lists(self) -> None:
-        """Send the roster to the learner and the list of engines to the environment workers, where they have changed."""
+        """Send the roster to the learner and the rollout workers to environment workers, if they changed."""
         self.roster.update()
         self.update_engines()
 
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
-        """Begin the next session from an older checkpoint, because the newest session's cannot be loaded."""
+        """Begin the next session from an older checkpoint, because the newest one cannot be loaded."""
         if not report.session or member.session != report.session:
-            return  # another rank of the learner reports the same as rank 0
+            return  # repeated by another rank of the same learner
         member.session = 0
-        taken = sessions.session_in_the_way(self._ledger, self._exchange.active, report)
-        if taken is not None:
-            await self.begin_session_above(taken)
+        later_session = sessions.session_in_the_way(self._ledger, self._exchange.active, report)
+        if later_session is not None:
+            await self.begin_session_above(later_session)
             return
         async with self._lock:
             with self._ledger.transaction():
                 is_known = sessions.mark_damaged(self._ledger, report.run_id, report.checkpoint_path, report.error)
                 if is_known:
-                    message = f"session {report.session} could not begin: {report.error}; an older one is taken"
+                    message = f"session {report.session} could not begin: {report.error}; the next one begins from an older checkpoint"
                     log.warning("run %s: %s", report.run_id, one_line(message))
                     self._ledger.add_event(report.run_id, "warning", {"message": message})
         if not is_known:
@@ -158,7 +158,7 @@ class Assignments:
         await self.assign_learner()
 
     def end_session(self) -> None:
-        """End the learner's session; it gets a new one when it is assigned the next time."""
+        """End the learner's session; its next assignment brings a new one."""
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
             learner.session = 0
 
@@ -171,7 +171,7 @@ class Assignments:
         self.roster.clear()
 
     def assign(self, member: Member) -> None:
-        """Assign the active run to a worker that is no learner, if it has work for it."""
+        """Assign the active run to a member other than a learner, if the run has work for it."""
         run = self._exchange.active
         assert run is not None
         has_work = member.role != common_pb2.ROLE_ENVIRONMENT or run.spec.environment.is_used
@@ -181,8 +181,8 @@ class Assignments:
     # Sessions
 
     def learner(self) -> Member | None:
-        """Return rank 0 of the learner that has the run's newest session. It keeps the session over breaks of its
-        stream, for as long as it is a member."""
+        """Return rank 0 of the learner with the run's newest session; None without one. It keeps the session while it
+        is a member, also if its stream breaks."""
         run = self._exchange.active
         if run is None:
             return None
@@ -194,9 +194,9 @@ class Assignments:
         return self._sessions.get((run_id, session)) == member.member_id
 
     def claim_session(self, hello: worker_pb2.Hello) -> int:
-        """Return the session that a learner goes on with, else 0: the newest session, if it is this learner's. After a
-        restart the ledger names the learner; if it names none, the first to claim the session has it. A learner that
-        is ahead of the ledger has none, because the ledger is a backup."""
+        """Return the session that a learner continues: the newest one if it is this learner's, else 0. After a restart
+        the ledger names the learner; if it names none, the first to claim the session gets it. A learner that is
+        ahead of the ledger gets none, because the ledger is a backup."""
         run = self._exchange.active
         assert run is not None
         newest = int(self._ledger.run(run.run_id)["session"])
@@ -205,7 +205,7 @@ class Assignments:
         if hello.HasField("version") and not self._ledger.receipts.has_rank_0(
             run.run_id, newest, hello.version.step - 1
         ):
-            log.warning("%s has receipts of session %d that this ledger has not", hello.member_id, newest)
+            log.warning("%s has receipts of session %d that this ledger does not have", hello.member_id, newest)
             return 0
         holder = self._sessions.setdefault((run.run_id, newest), hello.member_id)
         if holder != hello.member_id:
@@ -214,7 +214,7 @@ class Assignments:
         return newest
 
     def restore_session(self) -> str | None:
-        """Return the learner that has the newest session of the active run by the ledger, after a restart."""
+        """Return the learner with the active run's newest session, from the ledger after a restart; None without one."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:
@@ -222,14 +222,13 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Return whether a session of the active run can have published a version. A version is published before its
-        step's receipt is there."""
+        """Return whether a session of the run can have published a version, which precedes its step's receipt."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
 
     async def assign_learner(self) -> None:
-        """Give the active run to a learner with a new session, unless a learner has it, even if its stream broke."""
+        """Assign the active run to a learner in a new session, unless one has it, even with a broken stream."""
         run = self._exchange.active
         if run is None or not self._waiting(run):
             return
@@ -249,7 +248,7 @@ class Assignments:
             await self._pause(run.run_id, no_start)
 
     def _waiting(self, run: ActiveRun) -> list[Member]:
-        """Return learners that could be given a session; none while a learner has the newest."""
+        """Return learners that can get a session; none while a learner has the newest one."""
         holder = self.learner()
         if holder is not None and holder.fault is None:
             return []
@@ -257,31 +256,31 @@ class Assignments:
         return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
 
     async def _check_checkpoints(self, run: ActiveRun) -> None:
-        """Note sessions that the folder of checkpoints names, and set checkpoints aside that are ahead of the ledger."""
+        """Note sessions named in the folder of checkpoints, and set aside checkpoints that are ahead of the ledger."""
         folder = sessions.folder_of(self._ledger, run)
         if folder.local is None:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
-        known_paths = self._ledger.checkpoints.paths(run.run_id)
-        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; a restored ledger has its
-        # own there.
+        registered_paths = self._ledger.checkpoints.paths(run.run_id)
+        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; that of a restored ledger
+        # is its own.
         is_own = folder.local.is_relative_to(self._ledger.run_store(run.run_id))
         try:
-            found = await asyncio.to_thread(
+            scan = await asyncio.to_thread(
                 scan_checkpoints,
                 folder.local,
                 (row["session"], row["next_step"]),
-                known_paths,
+                registered_paths,
                 move=is_own or self._ledger.was_restored,
             )
         except OSError as error:
-            log.warning("the checkpoints of run %s could not be looked at: %s", run.run_id, error)
+            log.warning("the checkpoints of run %s cannot be read: %s", run.run_id, error)
             return
-        self._numbers.note_session(run.run_id, row["session"], found.session)
-        if found.moved:
+        self._numbers.note_session(run.run_id, row["session"], scan.session)
+        if scan.moved:
             message = (
-                f"checkpoints {', '.join(found.moved)} are ahead of the ledger, which is at session {row['session']} and "
-                f"step {row['next_step']}: it may be a backup. They are in {found.place} now, and nothing loads them"
+                f"checkpoints {', '.join(scan.moved)} are ahead of the ledger, which is at session {row['session']} and "
+                f"step {row['next_step']}: it may be a backup. They were moved to {scan.place}, and nothing loads them"
             )
             log.warning("run %s: %s", run.run_id, message)
             async with self._lock:
@@ -289,22 +288,21 @@ class Assignments:
                     self._ledger.add_event(run.run_id, "warning", {"message": message})
 
     def note_session(self, hello: worker_pb2.Hello) -> None:
-        """Note the sessions that a member's Hello names, because the ledger of a backup may not know them."""
+        """Note the sessions that a member's Hello names, because a restored ledger may not know them."""
         run = self._exchange.active
         assert run is not None
         newest = self._ledger.run(run.run_id)["session"]
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session above that of a worker's weights, which the ledger does not know. At most MAX_LATER_SESSIONS
-        times."""
+        """Begin a session above that of a worker's weights, unknown to the ledger; at most MAX_LATER_SESSIONS times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
         if self._num_later_sessions >= MAX_LATER_SESSIONS:
             log.warning(
-                "%s holds weights of session %d, which this ledger does not know; %d workers have said such a thing, and no "
-                "further one is believed. Restart it if it takes no weights",
+                "%s holds weights of session %d, which this ledger does not know; after %d such workers no further one "
+                "is believed. Restart the worker if it receives no weights",
                 member.member_id,
                 session,
                 MAX_LATER_SESSIONS,
@@ -314,8 +312,8 @@ class Assignments:
         await self.begin_session_above(session)
 
     async def begin_session_above(self, session: int) -> None:
-        """Begin a session above `session`, because a worker or a folder has weights or files of it that the ledger does
-        not know."""
+        """Begin a session above `session`, because a worker or a folder has weights or files of that session, which the
+        ledger does not know."""
         run = self._exchange.active
         if run is None:
             return
@@ -351,7 +349,7 @@ class Assignments:
         self.update_lists()
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
-        """Return the assignment of a run by its row in the ledger, with the fields of a learner's session."""
+        """Return the assignment of a run, with the fields of a learner's session."""
         run_id, key = row["run_id"], storage_key()
         assignment = worker_pb2.RunAssignment(
             run_id=run_id,
@@ -365,14 +363,14 @@ class Assignments:
         return worker_pb2.ConnectResponse(run=assignment)
 
     def update_engines(self) -> None:
-        """Send the whole list of engines to every environment worker of the active run that has an older one."""
+        """Send the list of serving rollout workers to every environment worker of the active run that has an older one."""
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return
         listed = worker_pb2.Engines(run_id=run.run_id)
-        for engine in admission.serving(self._exchange, run):
-            entry = listed.engines.add(member_id=engine.member_id, address=engine.address)
-            entry.version.session, entry.version.step = engine.version
+        for sampler in admission.serving_samplers(self._exchange, run):
+            entry = listed.engines.add(member_id=sampler.member_id, address=sampler.address)
+            entry.version.session, entry.version.step = sampler.version
         for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):
             if member.connected and member.engines != listed:
                 member.engines = listed

@@ -1,15 +1,14 @@
-"""Plans for hosts: where the relay of each host reads the newest version that the learner's hosts hold, and where instead when
-that host is dead.
+"""Plans where the relay of each host reads the newest version, and where it reads instead if that host is dead.
 
-The coordinator keeps the newest version that the learner announced and the hosts of the roster in the order of the chain. A
-member gets a plan when it is new: another version, another roster that changes what is before its host, or a stream that was
-opened again. Nothing else is sent, and nothing here is proportional to the bytes.
+The coordinator keeps the newest version that the learner announced and the hosts of the roster in the order of the
+chain. A member gets a plan when it is new: for another version, for another roster that changes the hosts before its
+own, or for a new stream. Nothing else is sent, and nothing here grows with the bytes.
 
-A host sends every byte once, so the time for N hosts is that for one, plus one bucket's time for each hop (a chain of N
-hops and B buckets takes 1 + (N - 1) / B times as long; a broadcast from one host takes N times as long). A small version is
+A host sends every byte once, so N hosts take the time of one, plus one bucket's time for each hop (a chain of N hops
+and B buckets takes 1 + (N - 1) / B times as long; a broadcast from one host takes N times as long). A small version is
 bound by the hops' delays and not by bytes; it goes through a tree, whose inner hosts send several copies.
 
-Promise: no order of upstreams leads in a circle, because a host reads only from hosts before it and from the learner's.
+Promise: no upstreams form a cycle, because a host reads only from hosts before it and from the learner's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.v1 import worker_pb2
 
 FALLBACKS = 3
-"""Hosts before the preferred upstream that are tried after it, ahead of the learner's hosts."""
+"""Most hosts before the preferred upstream that are tried after it, before the learner's hosts."""
 TREE_BYTES = 2 << 20
 """Versions up to this size go through a tree."""
 TREE_WIDTH = 8
@@ -34,87 +33,86 @@ TREE_WIDTH = 8
 class Hop(NamedTuple):
     """A host in the chain."""
 
-    agent_id: str
+    relay_id: str
     address: str
     zone: str = ""
     is_slow: bool = False
 
 
 def ordered(hops: Iterable[Hop], source_zone: str) -> list[Hop]:
-    """Return the hosts in the order of the chain: the learner's zone first, then zone by zone, so that a border is crossed
-    once; within a zone hosts that were slow come last, where nobody waits for them. Otherwise the order stays.
-    """
-    given = list(hops)
-    zones = list(dict.fromkeys(hop.zone for hop in given))
+    """Return the hosts in the order of the chain: the learner's zone first, then zone by zone, so that each border is
+    crossed once; within a zone slow hosts come last, where no host waits for them. Otherwise the order stays."""
+    chain = list(hops)
+    zones = list(dict.fromkeys(hop.zone for hop in chain))
     zones.sort(key=lambda zone: zone != source_zone)
-    return sorted(given, key=lambda hop: (zones.index(hop.zone), hop.is_slow))
+    return sorted(chain, key=lambda hop: (zones.index(hop.zone), hop.is_slow))
 
 
 def width(size_bytes: int) -> int:
-    """Return how many hosts read from one host directly."""
+    """Return the number of hosts that read from one host directly."""
     return TREE_WIDTH if size_bytes <= TREE_BYTES else 1
 
 
 def parent(position: int, fan_out: int) -> int:
-    """Return the position of the host that the one at `position` reads from; -1 for the learner's hosts.
+    """Return the position of the host that `position` reads from; -1 for the learner's hosts.
 
-    A chain for a fan-out of 1; else a tree whose first level reads from the learner.
+    With a fan-out of 1 the hosts form a chain, else a tree whose first level reads from the learner.
     """
     return position - 1 if fan_out == 1 else position // fan_out - 1
 
 
 def upstreams(position: int, hops: Sequence[Hop], sources: Sequence[str], size_bytes: int) -> list[worker_pb2.Upstream]:
-    """Return where the host at `position` reads, in the order of preference: its parent, the parent's parent and so on, and
-    the learner's hosts at the end."""
+    """Return the upstreams of the host at `position` in the order of preference: its parent, the parent's parent and so
+    on, and the learner's hosts last."""
     fan_out = width(size_bytes)
-    found: list[worker_pb2.Upstream] = []
+    hosts: list[worker_pb2.Upstream] = []
     above = parent(position, fan_out)
-    while above >= 0 and len(found) <= FALLBACKS:
-        found.append(worker_pb2.Upstream(addresses=[hops[above].address]))
+    while above >= 0 and len(hosts) <= FALLBACKS:
+        hosts.append(worker_pb2.Upstream(addresses=[hops[above].address]))
         above = parent(above, fan_out)
-    return [*found, worker_pb2.Upstream(addresses=sources)]
+    return [*hosts, worker_pb2.Upstream(addresses=sources)]
 
 
 SLOW_SHARE = 1 / 3
-"""Share of the usual bytes a second below which a host is slow."""
+"""Share of the median speed below which a host is slow."""
 SLOW_VERSIONS = 2
-"""Versions in a row in which a host has to be slow, so that it goes to the end of the chain."""
+"""Slow versions in a row after which a host goes to the end of the chain."""
 FEWEST_HOSTS = 3
 MAX_HOSTS = 4096
-"""Hosts whose speeds are remembered."""
+"""Most hosts whose speeds are kept."""
 
 log = logging.getLogger(__name__)
 
 
 class HopSpeeds:
-    """Speeds of hosts, from what their agents measured. Pure bookkeeping."""
+    """Speeds of hosts, measured by their relays. Pure bookkeeping."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
         self._slow: dict[str, int] = {}
-        """Versions in a row in which a host was slow."""
+        """Slow versions in a row, by relay."""
 
     def note(self, transfer: worker_pb2.HostTransfer) -> bool:
-        """Take a measurement; return whether the host has just become slow."""
+        """Add a measurement; return whether the host has just become slow."""
         busy_s = transfer.seconds - transfer.waited_s
         if not transfer.received_bytes or not busy_s > 0:
             return False
-        agent_id = transfer.agent_id
-        self._speeds[agent_id] = transfer.received_bytes / busy_s
+        relay_id = transfer.agent_id
+        self._speeds[relay_id] = transfer.received_bytes / busy_s
         while len(self._speeds) > MAX_HOSTS:
             self._slow.pop(next(iter(self._speeds)), None)
             del self._speeds[next(iter(self._speeds))]
         usual = statistics.median(self._speeds.values())
-        is_slow = len(self._speeds) >= FEWEST_HOSTS and self._speeds[agent_id] < SLOW_SHARE * usual
-        self._slow[agent_id] = min(self._slow.get(agent_id, 0) + 1, SLOW_VERSIONS + 1) if is_slow else 0
-        return self._slow[agent_id] == SLOW_VERSIONS
+        is_slow = len(self._speeds) >= FEWEST_HOSTS and self._speeds[relay_id] < SLOW_SHARE * usual
+        self._slow[relay_id] = min(self._slow.get(relay_id, 0) + 1, SLOW_VERSIONS + 1) if is_slow else 0
+        return self._slow[relay_id] == SLOW_VERSIONS
 
-    def is_slow(self, agent_id: str) -> bool:
-        return self._slow.get(agent_id, 0) >= SLOW_VERSIONS
+    def is_slow(self, relay_id: str) -> bool:
+        return self._slow.get(relay_id, 0) >= SLOW_VERSIONS
 
 
 class HostPlans:
-    """The plans of the active run; `learner` returns the member that announces versions."""
+    """Plans of the active run; `learner` returns the member that announces versions."""
 
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
         self._members, self._exchange, self._learner = members, exchange, learner
@@ -122,18 +120,18 @@ class HostPlans:
         self.speeds = HopSpeeds()
 
     def take(self, version: worker_pb2.HostVersion, epoch: int, member_ids: Sequence[str]) -> None:
-        """Take the newest version of the learner, and plan it for the roster's hosts."""
+        """Set the newest version, and plan it for the roster's hosts."""
         self._version = version
         self.update(epoch, member_ids)
 
     def update(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """Send each member of the roster its plan, if it is another than it has."""
+        """Send each member of the roster its plan if it has another one."""
         run, version = self._exchange.active, self._version
         if run is None or version is None or version.run_id != run.run_id:
             return
         members = [m for i in member_ids if (m := self._members.get(i)) is not None and m.host is not None]
         hops = self._hops(members, version)
-        positions = {hop.agent_id: position for position, hop in enumerate(hops)}
+        positions = {hop.relay_id: position for position, hop in enumerate(hops)}
         max_wait_s = run.spec.weights.max_wait_s
         for member in members:
             assert member.host is not None
@@ -165,13 +163,13 @@ class HostPlans:
             member.direct(worker_pb2.ConnectResponse(host_plan=sent))
 
     def note(self, member: Member, transfer: worker_pb2.HostTransfer) -> str:
-        """Take how a host got a version; return a sentence for people when the host has become slow."""
+        """Note how a host received a version; return a warning if the host has just become slow, else an empty text."""
         if member.host is None or member.host.agent_id != transfer.agent_id or not self.speeds.note(transfer):
             return ""
         speed = transfer.received_bytes / max(transfer.seconds - transfer.waited_s, 1e-9)
         return (
             f"the host of {member.member_id} receives weights at {speed / 1e6:.1f} MB/s, less than {SLOW_SHARE:.0%} of the "
-            "usual; it is last in the chain from now on"
+            "median; from now on it is last in the chain"
         )
 
     def _hops(self, members: Sequence[Member], version: worker_pb2.HostVersion) -> list[Hop]:

@@ -1,9 +1,9 @@
-"""The pool of members: workers join, are suspected, expelled and leave.
+"""The pool of members: lets workers join, suspects and expels them, and removes those that leave or are silent.
 
 A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
 for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
-time-out it is removed; half of it is enough where its stream broke, unless it has a session. After one and a half of
-it a learner's rank is lost, and the others are told.
+time-out it is removed; after half of it if its stream broke, unless it has a session. After one and a half time-outs a
+learner's rank is lost, and the learner's other ranks are notified.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ LOGGED_PAUSE_S = 1.0
 """Shortest pause of the coordinator that is logged."""
 
 OVERDUE_CHECK_S = 5.0
-"""Seconds between two checks of the ages of leases."""
+"""Seconds between two checks for overdue leases."""
 
 SILENT_TIMEOUTS = 1.5
-"""Time-outs of a learner rank's silence after which its learner ends: 15 s with the default time-out."""
+"""Silence of a learner's rank, in time-outs, after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
-"""Reason of a member that leaves without one of its faults."""
+"""Reason of a member that leaves without a fault."""
 
 LEFT = "left: "
-"""Beginning of the event of a member that has left."""
+"""Start of the event of a member that has left."""
 
 log = logging.getLogger(__name__)
 
 
 class Pool:
-    """The members of one coordinator; `runs` takes the events that concern the run."""
+    """Members of one coordinator; `runs` handles the events that concern the run."""
 
     def __init__(self, runs: RunEvents, members: Members):
         self.members = members
         self.assignments = Assignments(members, runs.ledger, runs.exchange, runs.lock, runs.pause_on_fault)
         self.lag = LoopLag()
+        self.overdue_check_s = OVERDUE_CHECK_S
         self._overdue_checked_s = 0.0
-        """Time of the last check of the ages of leases."""
+        """Time of the last check for overdue leases."""
         self._runs = runs
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
@@ -66,14 +67,14 @@ class Pool:
         self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
     def expect_holders(self) -> None:
-        """Keep the membership of those that hold leases or the newest session after a restart, once they can reach it:
-        they have the usual time to come back before their leases are revoked. A learner that had left before is not waited
-        for."""
+        """Keep the members that hold leases or the newest session after a restart, once they can reach the coordinator:
+        they have the usual time to return before their leases are revoked. A learner that had left before is not
+        expected."""
         active = self._exchange.active
         lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
-            # Counted as connected: after a broken stream they would have half the time, less than a worker's longest
-            # backoff.
+            # Counted as connected: after a broken stream they would have only half the time, less than a worker's
+            # longest back-off.
             self._expect(member_id, role)
         run, holder = self._exchange.active, self.assignments.restore_session()
         if run is None or holder is None:
@@ -93,7 +94,9 @@ class Pool:
             self.members.ignore_silence(pause_s, now_s)
             self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
-                log.warning("the coordinator stood still for %.1f s: that is no member's silence", pause_s)
+                log.warning(
+                    "the coordinator stood still for %.1f s, which does not count as silence of members", pause_s
+                )
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; a process that is stopped or cut off does not.
@@ -104,7 +107,7 @@ class Pool:
                 await self._suspect(member, f"silent for {now_s - member.last_report_s:.0f} s")
         self._end_learners_without_rank(now_s)
         await self.revoke_from_silent()
-        # A member that left may have ended the task that was about to assign the next learner.
+        # The task that was about to assign the next learner may have ended with a member that left.
         await self.assignments.assign_learner()
         await self._take_overdue()
 
@@ -118,19 +121,18 @@ class Pool:
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
-        """End a member's stream on an unforeseen error in its bookkeeping, and go on; errors of the ledger pass."""
+        """End a member's stream on an unforeseen error in its bookkeeping, and continue; ledger errors are raised."""
         try:
             yield
         except (LedgerFault, sqlite3.Error):
             raise
-        except Exception as error:  # of this member alone: the other members are served all the same
+        except Exception as error:  # concerns this member only: the others are still served
             unforeseen.note("the bookkeeping of a member", error)
             member.stream_error = error
             member.end_stream()
 
     async def join(self, hello: worker_pb2.Hello) -> Member:
-        """Add a worker that joins, or that comes back on a new stream. Raises PlaceTaken when another worker has its
-        id."""
+        """Add a worker that joins, or that returns on a new stream. Raises PlaceTaken if another worker has its id."""
         earlier = self.members.get(hello.member_id)
         check_place(hello, earlier)
         run = self._exchange.active
@@ -169,8 +171,7 @@ class Pool:
         return member
 
     def _take_version(self, member: Member, reported: common_pb2.PolicyVersion) -> None:
-        """Note the version that a worker held before it joined; a version that the run has not published does not
-        count."""
+        """Note the version that a worker held before it joined; one that the run has not published does not count."""
         version = Version(reported.session, reported.step)
         if self.assignments.is_published(version):
             member.version = self._exchange.versions[member.member_id] = version
@@ -179,10 +180,10 @@ class Pool:
             member.ahead_session = version.session
 
     async def joined(self, member: Member) -> None:
-        """Send a new member what follows its Welcome."""
+        """Send a new member the directives after its Welcome, and record that it joined."""
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
-            self.assignments.roster.clear()  # a learner that comes back has no roster yet
+            self.assignments.roster.clear()  # a learner that returns has no roster yet
         if member.ahead_session:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.update_lists()
@@ -193,20 +194,20 @@ class Pool:
             await self._add_member_event(member, f"loads {model}")
 
     async def disconnected(self, member: Member) -> None:
-        """Suspect a member whose stream broke; it has some time to come back."""
+        """Suspect a member whose stream broke; it has some time to return."""
         if self.members.get(member.member_id) is member:
             member.connected = False
-            # Directives on their way to it are lost; when it is back, it is named and offered again.
+            # Directives under way to it are lost; when it returns, it is named and offered again.
             await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
                 await self.assignments.assign_learner()
 
     async def leave(self, member: Member, reason: str, *, crashed: bool = False) -> None:
-        """Remove a member: its leases and tasks go to others, and the next roster is without it."""
+        """Remove a member: its leases and tasks go to others, and it is not in the next roster."""
         if self.members.get(member.member_id) is not member:
             return
         self.members.remove(member.member_id)
-        self._exchange.senders.leave(member.member_id)  # before any await, because it may come back meanwhile
+        self._exchange.senders.leave(member.member_id)  # before any await, because it may return meanwhile
         member.end_stream()
         run = self._exchange.active
         async with self._lock:
@@ -227,13 +228,13 @@ class Pool:
         await self._runs.act_on(notices)
 
     async def put_out(self, member: Member, why: str) -> None:
-        """Remove a member whose caller does not count any more, and end its stream with the reason."""
+        """Remove a member whose caller is no longer allowed, and end its stream with the reason."""
         member.stream_error = AccessDenied(why)
         await self.leave(member, why)
 
     @contextmanager
     def _kept_on_fault(self, member: Member) -> Iterator[None]:
-        """Keep a member, as silent and disconnected, if its leases could not be revoked; it is handled again later."""
+        """Keep a member as silent and disconnected if its leases could not be revoked; it is handled again later."""
         try:
             yield
         except BaseException:
@@ -242,7 +243,7 @@ class Pool:
             raise
 
     async def report(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
-        """Take one report of a member; reports of a member that has left, or has a newer stream, are ignored."""
+        """Handle one report of a member; ignore it if the member has left or has a newer stream."""
         if self.members.get(member.member_id) is not member:
             return
         member.last_report_s, member.is_heard = time.monotonic(), True
@@ -269,7 +270,7 @@ class Pool:
                     session_faults.note_left(self._exchange, run, session)
 
     async def _suspect(self, member: Member, why: str) -> None:
-        """Suspect a member: the next roster is without it, and no batch waits for its groups until it reports again."""
+        """Suspect a member: it is not in the next roster, and no batch waits for its groups until it reports again."""
         if member.suspected or self._runs.stopping:
             return
         member.suspected = True
@@ -280,24 +281,24 @@ class Pool:
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
-        """Give others the leases and tasks of workers that report and submit nothing."""
+        """Revoke the leases and tasks of workers that report but submit nothing."""
         run, now_s = self._exchange.active, time.monotonic()
-        if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
+        if run is None or now_s - self._overdue_checked_s < self.overdue_check_s:
             return
         self._overdue_checked_s = now_s
-        found = leases.find_overdue(self._exchange, run, now_s)
-        if not found:
+        overdue = leases.find_overdue(self._exchange, run, now_s)
+        if not overdue:
             return
         async with self._lock:
             with self._ledger.transaction():
-                leases.revoke_overdue(self._exchange, run, found)
+                leases.revoke_overdue(self._exchange, run, overdue)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")
         await self._runs.act_on(notices)
 
     async def revoke_from_silent(self) -> None:
-        """Lease the work of silent workers to others before their time-out: score tasks at once; groups only when the
+        """Lease the work of silent workers to others before their time-out: score tasks at once, groups only if the
         learner waits, because generating twice costs more. Skip members whose stream broke: their groups may have
         caused a crash."""
         silent = [member.member_id for member in self.members.all() if member.suspected and member.connected]
@@ -315,7 +316,7 @@ class Pool:
             self._runs.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
-        """Expel a member that missed a deadline for a version: the next roster is without it, and it is notified."""
+        """Expel a member that missed a deadline for a version: it is notified, and not in the next roster."""
         if member.expelled:
             return
         member.expelled = True
@@ -331,7 +332,7 @@ class Pool:
             async with self._lock:
                 with self._ledger.transaction(synced=False):  # no reader sees it before a later sync
                     if what == "joined":
-                        self._ledger.deaths.remove_member(member.member_id)  # no group ended it
+                        self._ledger.deaths.remove_member(member.member_id)  # so no group crashed it
                     content = {"role": member.role_name, "member_id": member.member_id, "what": what}
                     self._ledger.add_event(run.run_id, "member", content)
             await self._runs.tell_watchers()
@@ -339,24 +340,24 @@ class Pool:
 
 @dataclass
 class _Learner:
-    """Ranks of one learner, those that are no member any more included."""
+    """Ranks of one learner, including those that are no longer members."""
 
     joined_s: float
-    """When the last of its ranks joined or came back."""
+    """Time when the last of its ranks joined or returned."""
     heard_s: dict[str, float] = field(default_factory=dict)
     """Time of the last report by member id."""
 
 
 class LostRanks:
-    """The ranks of all learners that have several."""
+    """Finds silent ranks of learners with several ranks."""
 
     def __init__(self, limit_s: float):
-        """`limit_s` is the longest silence of a rank."""
+        """`limit_s` is the longest allowed silence of a rank."""
         self._limit_s = limit_s
         self._learners: dict[str, _Learner] = {}
 
     def joined(self, learner_id: str, now_s: float) -> None:
-        """Note that a rank has joined or has come back; `learner_id` is empty for every other member."""
+        """Note that a rank has joined or returned; `learner_id` is empty for all other members."""
         if learner_id:
             self._learners.setdefault(learner_id, _Learner(now_s)).joined_s = now_s
 
@@ -365,13 +366,13 @@ class LostRanks:
             self._learners[learner_id].heard_s.pop(member_id, None)
 
     def ignore_silence(self, pause_s: float) -> None:
-        """Move all times forward, because nobody could be heard for so long."""
+        """Move all times forward, because no member could be heard for so long."""
         for learner in self._learners.values():
             learner.joined_s += pause_s
             learner.heard_s = {member_id: heard_s + pause_s for member_id, heard_s in learner.heard_s.items()}
 
     def check(self, members: Iterable[Member], now_s: float) -> Iterator[tuple[str, list[Member]]]:
-        """Yield, once for each learner that has lost ranks, a sentence about one of them and the members to be told."""
+        """Yield, once for each learner with lost ranks, a message about one of them and the members to notify."""
         present: dict[str, list[Member]] = {}
         for member in members:
             if member.learner_id in self._learners:

@@ -1,8 +1,8 @@
-"""Reports of members: who may make which, and what follows from it. `Pool` takes a report in, notes its time and passes it
-on to here.
+"""Checks which member may make which report, and handles it. `Pool` receives reports, notes their times and passes them
+on.
 
-A report counts only if it comes from the right role and, for a learner, from the right session. Any other comes from a
-member that is confused or lies: it is ignored, and the run goes on.
+A report counts only if it comes from the right role and, for a learner, from the right session. Any other one comes
+from a confused or lying member: it is ignored, and the run continues.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WorkerFaults(Protocol):
 
 
 class RunEvents(Protocol):
-    """The owner of the runs, to which the pool passes events on: the coordinator, which is above the pool."""
+    """Owner of the runs, which handles events from the pool: the coordinator."""
 
     ledger: Ledger
     exchange: Exchange
@@ -58,13 +58,13 @@ class RunEvents(Protocol):
     def faults(self) -> WorkerFaults: ...
 
     async def act_on(self, notices: list[Notice]) -> None:
-        """Act on the notices of a transaction."""
+        """Handle the notices of a transaction."""
 
     async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
-        """Pause a run that cannot go on."""
+        """Pause a run that cannot continue."""
 
     async def learner_finished(self, session: int) -> None:
-        """End the run if the learner was the last to finish."""
+        """Note that the learner has finished; end the run if nothing else is pending."""
 
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""
@@ -74,10 +74,10 @@ class RunEvents(Protocol):
 
 
 WARNINGS_PERIOD_S = 60.0
-"""Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""
+"""Period in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
 
 MAX_HASH = 128
-"""Characters of a digest or a chain."""
+"""Most characters of a digest or a chain."""
 MAX_PATH_BYTES = 4096
 MAX_SOURCES = 4096
 TEXTS = {
@@ -86,7 +86,7 @@ TEXTS = {
     "publish": ("error",),
     "leave": ("reason",),
 }
-"""Texts of a report that people read."""
+"""Free-text fields by kind of report."""
 
 FREE = ("heartbeat", "leave", "host_agent")
 """Reports that any member may make at any time."""
@@ -96,7 +96,7 @@ seldom = RateLimitedLog(log)
 
 
 class Reports:
-    """Handlers for one coordinator's members; `runs` takes the events that concern the run."""
+    """Handles the reports of one coordinator's members; `runs` handles the events that concern the run."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Reports:
         expel: Callable[[Member, worker_pb2.PublishReport], Awaitable[None]],
         add_event: Callable[[Member, str], Awaitable[None]],
     ):
-        """`expel` takes a member out of the roster, `add_event` adds an event about a member."""
+        """`expel` removes a member from the roster, `add_event` adds an event about a member."""
         self._runs, self._expel, self._add_event = runs, expel, add_event
         self._members, self._assignments = members, assignments
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
@@ -114,10 +114,10 @@ class Reports:
         self._tokens = TokenFiles(runs.ledger.path.parent)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
-        """Act on one report, if this member may make it. Raises InvalidInput for a second Hello."""
+        """Handle one report, if this member may make it. Raises InvalidInput for a second Hello."""
         kind = request.WhichOneof("report")
         if kind == "hello":
-            raise InvalidInput("hello is the first message of a stream, and there is one")
+            raise InvalidInput("hello must be the first message of a stream, and only that one; open a new stream")
         for name in TEXTS.get(kind or "", ()):
             report = getattr(request, kind or "")
             setattr(report, name, cut(getattr(report, name)))
@@ -220,7 +220,7 @@ class Reports:
                 self._ledger.update_run(run_id, **columns)
 
     async def _on_step_fault(self, run: ActiveRun, member: Member, report: worker_pb2.RunReport) -> None:
-        """End the session of a rank that could not train its step; its processes end by themselves."""
+        """End the session of a rank that could not train its step; its processes end on their own."""
         if member.role != common_pb2.ROLE_LEARNER:
             return
         for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
@@ -243,7 +243,7 @@ class Reports:
             return
         async with self._lock:
             with self._ledger.transaction():
-                # A learner reports known checkpoints again after a restart.
+                # A learner repeats earlier reports after a restart.
                 if self._ledger.checkpoints.add(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
@@ -269,7 +269,7 @@ class Reports:
     def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
         kind = request.WhichOneof("report")
         if kind is None:
-            return "this coordinator does not know such a report; is it older than the worker?"
+            return "this coordinator does not support such a report; update it if it is older than the worker"
         if kind in FREE:
             return ""
         run, report = self._exchange.active, getattr(request, kind)
@@ -280,9 +280,9 @@ class Reports:
             case "weight_offer" | "staged" | "publish":
                 return self._check_learner(member, report.version, session)
             case "host_version":
-                hosts, agents = len(report.sources), len(report.source_agent_ids)
-                if not 0 < hosts <= MAX_SOURCES or hosts != agents:
-                    return f"it names {hosts} hosts of the learner and {agents} agents"
+                hosts, relays = len(report.sources), len(report.source_agent_ids)
+                if not 0 < hosts <= MAX_SOURCES or hosts != relays:
+                    return f"it has addresses of {hosts} hosts of the learner, but ids of {relays} relays"
                 return self._check_learner(member, report.version, session)
             case "weight_ack" | "weight_progress":
                 return self._check_receiver(member, report.member_id, report.version)
@@ -303,7 +303,7 @@ class Reports:
         return ""
 
     def _is_late(self, report: worker_pb2.ConnectRequest) -> bool:
-        """Return whether a report acknowledges a version of a run that has ended meanwhile, as the last one of a run usually does."""
+        """Return whether a report acknowledges a version of an ended run, as usually happens with a run's last version."""
         if report.WhichOneof("report") != "weight_ack":
             return False
         try:
@@ -323,20 +323,20 @@ class Reports:
         if member.role != common_pb2.ROLE_ROLLOUT:
             return f"a {member.role_name} worker receives no weights"
         if member_id != member.member_id:
-            return f"it is about {member_id[:80]!r}"
+            return f"it is about member {member_id[:80]!r}"
         if version not in member.offered:
             return f"{tuple(version)} was not offered to it"
         if not self._assignments.is_published(version):
-            return f"{tuple(version)} is a version that the run has not come to"
+            return f"{tuple(version)} is a version that the run has not published"
         return ""
 
     def _check_run_report(self, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
         if member.role == common_pb2.ROLE_LEARNER:
             if reported.session != session:
                 return f"session {reported.session} is not the newest, {session}"
-            # The other ranks report their own errors.
+            # Other ranks report only their own errors.
             if self._exchange.ranks and member.rank >= self._exchange.ranks:
-                return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
+                return f"rank {member.rank} is not one of the learner's, which has {self._exchange.ranks} ranks"
             if not (reported.error or reported.warning) and self._assignments.learner() is not member:
                 return f"it does not have the learner's session {session}"
             if len(reported.export_path.encode()) > MAX_PATH_BYTES:
@@ -345,18 +345,18 @@ class Reports:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
         if reported.warning:
             return self._check_number("warned", member.warned_s)
-        # A learner's fault ends its session, and there are few sessions.
+        # A learner's fault ends its session, so there are few.
         if reported.error and member.role != common_pb2.ROLE_LEARNER:
             is_repeated = member.fault is not None and member.fault.message == reported.error
             return "" if is_repeated else self._check_number("failed", member.failed_s)
         return ""
 
-    def _check_number(self, what: str, said_s: deque[float]) -> str:
-        """Limit the number of a member's reports, because each is an event of the run."""
+    def _check_number(self, what: str, times_s: deque[float]) -> str:
+        """Limit a member's reports of a kind, because each becomes an event of the run."""
         now_s = time.monotonic()
-        if len(said_s) == WARNINGS_KEPT and now_s - said_s[0] < WARNINGS_PERIOD_S:
+        if len(times_s) == WARNINGS_KEPT and now_s - times_s[0] < WARNINGS_PERIOD_S:
             return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
-        said_s.append(now_s)
+        times_s.append(now_s)
         return ""
 
 

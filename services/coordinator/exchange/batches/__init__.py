@@ -1,1 +1,1 @@
-"""Batches of a step: selection, delivery, receipts, and what undoes a batch."""
+"""Selects, delivers and replaces the batch of a step, and takes the receipts for it."""

@@ -1,6 +1,5 @@
-"""Batches out, receipts in: from scored to trained. selection.py makes the batches, spot_check.py chooses and judges the
-groups that the learner compares.
-"""
+"""Delivers batches and takes receipts: from scored to trained. selection.py makes the batches, spot_check.py chooses
+and judges the groups whose log-probabilities the learner compares."""
 
 from __future__ import annotations
 
@@ -20,42 +19,44 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
-    """Return one rank's part of a step's batch, as often as it asks; fix the batch when it is due."""
-    wanted, row = request.batch, exchange.ledger.run(run.run_id)
+    """Return one rank's part of a step's batch, also if it was served before; fix the batch when it is due."""
+    body, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
-    if wanted.world_size == 0 or wanted.rank >= wanted.world_size:
-        return exchange.refuse(request, f"rank {wanted.rank} of {wanted.world_size} ranks cannot be")
+    if body.world_size == 0 or body.rank >= body.world_size:
+        return exchange.refuse(
+            request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks count from 0"
+        )
     session_faults.note_session(exchange, run, request.session)
-    if 0 < exchange.end_step <= wanted.step <= row["next_step"]:
+    if 0 < exchange.end_step <= body.step <= row["next_step"]:
         return _answer(exchange, request, pb.BATCH_STATE_LAST)
-    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
+    fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not withdraw a served batch
     wait = replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
-    if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
+    if body.step > row["next_step"] or (exchange.takes_no_work(run) and body.step >= fixed):
         return wait
     if exchange.withheld(run):
         return wait
-    if run.prompts is not None and wanted.step == row["next_batch"]:
-        exchange.first_requested_s.setdefault(wanted.step, now_s)
+    if run.prompts is not None and body.step == row["next_batch"]:
+        exchange.first_requested_s.setdefault(body.step, now_s)
         if not fix_if_due(exchange, run, now_s):
             return wait
     part = _answer(exchange, request, pb.BATCH_STATE_READY)
-    part.reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
+    part.reply.batch.traceparent = step_traceparent(run.run_id, body.step)
     try:
         if run.prompts is not None:
             part = _with_groups(exchange, run, request, part)
     except DamagedRecord as damaged:
         selection.handle_damaged(exchange, run, damaged)
-        return wait  # later requests get the batch that is fixed anew
+        return wait  # later requests get the next revision of the batch
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)
         return wait
-    session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
+    session_faults.note_served(exchange, run, request.session, body.step, body.world_size)
     return part
 
 
 def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
-    """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
+    """Fix the batch if it is due; return whether the waiting ranks may get one. Called once for all of them."""
     if (run := exchange.active) is None:
         return True
     row = exchange.ledger.run(run.run_id)
@@ -65,7 +66,7 @@ def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
 
 
 def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
-    """Answer that there is no further step: the run is not (or no longer) the current one."""
+    """Answer that there is no further step, because the run is not (or no longer) active."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state = pb.BATCH_STATE_END
     return Outcome(reply)
@@ -73,12 +74,14 @@ def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
 
 def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
-    batch; a receipt that does not agree ends its session, not the run."""
+    batch. A receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
     if receipt.rank >= receipt.world_size:
-        return exchange.refuse(request, f"rank {receipt.rank} of {receipt.world_size} ranks cannot be")
+        return exchange.refuse(
+            request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks count from 0"
+        )
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
@@ -104,7 +107,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return how a receipt differs from its part, which a run without batches has not; empty when both agree."""
+    """Return how a receipt differs from its rank's part, None in runs without batches; empty if they agree."""
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]
@@ -124,17 +127,17 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
 
 
 def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, part: Outcome) -> Outcome:
-    """Fill in the groups of a rank's part. Raises DamagedRecord, UnopenedSegment."""
-    wanted = request.batch
-    batch = exchange.ledger.batches.get(run.run_id, wanted.step)
+    """Add the groups of a rank's part to its answer. Raises DamagedRecord, UnopenedSegment."""
+    body = request.batch
+    batch = exchange.ledger.batches.get(run.run_id, body.step)
     assert batch is not None
     reply, payloads = part.reply, part.payloads
     reply.batch.chain = batch["chain"]
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
-    for group in exchange.splits.get(run.run_id, wanted.step, wanted.world_size)[wanted.rank]:
+    for group in exchange.splits.get(run.run_id, body.step, body.world_size)[body.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
-            return exchange.refuse(request, f"step {wanted.step} is before the oldest checkpoint, its samples are gone")
+            return exchange.refuse(request, f"step {body.step} is before the oldest checkpoint, its samples are gone")
         reply.batch.groups.add(
             group_id=group["group_id"],
             digest=group["digest"],
@@ -142,13 +145,13 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
             scores_digest=group["scores_digest"],
         )
         payloads.append(payload.arrays)
-    mark(exchange, run, wanted.step, batch["chain"], reply.batch)
+    mark(exchange, run, body.step, batch["chain"], reply.batch)
     if run.spec.pool_serves_reference:
-        for given in reply.batch.groups:
-            reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
+        for entry in reply.batch.groups:
+            reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
             assert reference is not None, "scores.submit_scores commits it with the rewards"
             payloads.append(reference.arrays)
-            given.reference_frame = len(payloads)
+            entry.reference_frame = len(payloads)
     return part
 
 
@@ -159,7 +162,7 @@ def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchStat
 
 
 def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """End the step: all receipts agree, so its groups are trained and the chain grows."""
+    """Mark the step's groups as trained and extend the chain, after all receipts agreed."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     metrics, ends = {}, {"next_step": step + 1}
@@ -175,9 +178,9 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
 
 
 def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
-    """Mark the groups of a rank's part that the learner has to compare."""
+    """Mark the groups of a rank's part whose log-probabilities the learner should compare."""
     share = run.spec.logger.verify_share
-    # Elsewhere sampler and learner compute different distributions, or a group has several samplers.
+    # In other runs sampler and learner compute different distributions, or a group has several samplers.
     is_comparable = not (run.spec.environment.is_used or run.spec.policy.generation.allow_biased_sampling)
     if not share or not is_comparable:
         return
@@ -189,7 +192,7 @@ def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.Ba
 
 
 def take(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
-    """Judge the comparisons of a receipt. Groups that were not chosen, and a second comparison of one, are ignored."""
+    """Judge the comparisons of a receipt. Groups that were not chosen, and repeated comparisons, are ignored."""
     batch = exchange.ledger.batches.get(run.run_id, receipt.step) if receipt.comparisons else None
     if batch is None:
         return

@@ -1,12 +1,12 @@
-"""Selection of the scored groups that make the batch of a step, the metrics of the batch, and what undoes it.
+"""Selects the scored groups of a step's batch, computes its metrics, and takes batches apart.
 
-A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart
-because of some of its groups (damaged ones, or those that a person drops): the batch that is fixed next is its next
-revision, under a further link of the chain, and the replaced one stays on record.
+A fixed batch does not change while a session may train it. Before that it can be taken apart because of some of its
+groups (damaged ones, or those that a person drops). The next batch of the step is its next revision, under a further
+link of the chain, and the replaced one stays on record.
 
-A group whose bytes are lost before any session trained it goes back to admitted. A lost prefix, which an earlier worker
-returned, is removed. A sample with a lost turn begins again. Only bytes that a session has trained are irreplaceable: the
-run is paused, because another session would have to train them again.
+A group whose bytes are lost before a session trained it goes back to admitted. A lost prefix is removed. A sample with
+a lost turn begins again. Bytes that a session has trained cannot be replaced: the run is paused, because another
+session would have to train them again.
 
 Suffixes: G groups, C completions of a group, F reward functions.
 """
@@ -26,8 +26,8 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.exchange.turn_logs import end_life
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_digest, extend_chain
@@ -37,9 +37,10 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Fix the first batch that is not fixed, if it was asked for and is complete; return False if it has to wait.
+    """Fix the next batch, if it was requested and is complete; return whether it was fixed.
 
-    However many ranks ask in a transaction, it is checked once, until a group is scored."""
+    It is checked once for all ranks that ask in a transaction, until a group is scored.
+    """
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
@@ -50,7 +51,7 @@ def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 
 def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
-    """Fix the first batch that is not fixed, if it is complete; return False if it has to wait."""
+    """Fix the next batch, if it is complete; return whether it was fixed."""
     row = exchange.ledger.run(run.run_id)
     step = row["next_batch"]
     chosen: list[sqlite3.Row] | None
@@ -78,14 +79,14 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 
 def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str) -> None:
-    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and
-    the next batch of the step, without the groups in `taken_out`, is its next revision."""
+    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores. The
+    next batch of the step is its next revision, without the groups in `taken_out`."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     assert batch is not None
     group_ids = [group["group_id"] for group in exchange.group_queries.of_step(run.run_id, step)]
     ledger.batches.replace(batch, group_ids, taken_out, reason)
-    ledger.receipts.remove(run.run_id, exchange.sessions(run), step)  # of ranks whose session then ended
+    ledger.receipts.remove(run.run_id, exchange.sessions(run), step)  # from ranks of ended sessions
     exchange.groups.unbatch(run.run_id, step, group_ids)
     ledger.update_run(run.run_id, next_batch=step)
     ledger.invalidate(BATCH_DUE)
@@ -93,7 +94,7 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
-    """Return the oldest scored groups, when there are enough and no live group has to be waited for."""
+    """Return the oldest scored groups; None if there are too few, or a live group has to be waited for."""
     spec = run.spec.async_grpo
     if exchange.group_queries.num_scored(run.run_id) < run.batch_size:
         return None
@@ -111,14 +112,14 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
-    """Return the oldest version that the tokens of each live group can have: groups that are leased, or that have no
-    scores yet. Groups that are leased to a worker that may be gone are left out."""
+    """Return the oldest version that the tokens of each live group can have. Live groups are leased, or wait for
+    scores; those leased to suspected workers are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
 
 
 PERCENTILES = (10, 50, 90)
-"""Percentiles of each function's rewards."""
+"""Percentiles of each function's rewards, as metrics."""
 
 
 def batch_metrics(
@@ -127,15 +128,16 @@ def batch_metrics(
     step: int,
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the
-    values of `data.source_key`, None without one.
+    """Return the metrics of the batch of `step`; NaN if no function gave a reward. `sources_G` are the values of
+    `data.source_key`, None without one.
 
-    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1)."""
+    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
+    """
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
     totals_GC = np.stack([group_totals(rewards_CF, spec.rewards, step) for rewards_CF in rewards_GCF])
-    known = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
+    means = [float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()]
     ages = Counter(step - g["oldest_step"] for g in groups)
     spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
     if completions > 1:
@@ -144,7 +146,7 @@ def batch_metrics(
             without = [not has_advantage(rewards_CF, spec, step) for rewards_CF in rewards_GCF]
             spread["zero_variance_fraction"] = float(np.mean(without))
     return {
-        "reward": float(np.mean(known)) if known else float("nan"),
+        "reward": float(np.mean(means)) if means else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
         "trained_tokens": float(sum(g["tokens"] for g in groups)),
         **(spread if spec.rewards else {}),
@@ -155,68 +157,68 @@ def batch_metrics(
 
 
 def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
-    """Return the metrics of each function: its rewards before weight and gates, and how both apply to them."""
-    found: dict[str, float] = {}
+    """Return the metrics of each function: its rewards before weight and gates, and the effect of both."""
+    metrics: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
     for index, function in enumerate(functions):
         values_S, label = rewards_SF[:, index], function.label
-        found[f"reward/{label}"] = _mean(values_S)
-        found[f"reward_std/{label}"] = _std(values_S)
-        found[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
-        if len(known := _known(values_S)):
-            quantiles = np.quantile(known, [percentile / 100 for percentile in PERCENTILES])
-            found |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
+        metrics[f"reward/{label}"] = _mean(values_S)
+        metrics[f"reward_std/{label}"] = _std(values_S)
+        metrics[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
+        if len(numbers := _numbers(values_S)):
+            quantiles = np.quantile(numbers, [percentile / 100 for percentile in PERCENTILES])
+            metrics |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
         if function.weight_schedule:
-            found[f"reward_weight/{label}"] = function.weight_at(step)
+            metrics[f"reward_weight/{label}"] = function.weight_at(step)
         if function.gate_min is not None:
-            found[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
-    return found
+            metrics[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
+    return metrics
 
 
 def _mean(values: Any) -> float:
-    """Return the mean of the numbers among `values`; not-a-number without any."""
-    known = _known(values)
-    return float(known.mean()) if len(known) else float("nan")
+    """Return the mean of the numbers among `values`; NaN without any."""
+    numbers = _numbers(values)
+    return float(numbers.mean()) if len(numbers) else float("nan")
 
 
 def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers among `values`, exactly 0 where they are equal; not-a-number below two of
-    them."""
-    known = _known(values)
-    if len(known) < 2:
+    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN below two of them."""
+    numbers = _numbers(values)
+    if len(numbers) < 2:
         return float("nan")
-    return float(known.std(ddof=1)) if (known != known[0]).any() else 0.0
+    return float(numbers.std(ddof=1)) if (numbers != numbers[0]).any() else 0.0
 
 
-def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     flat = np.asarray(values, np.float64).ravel()
     return flat[~np.isnan(flat)]
 
 
 MAX_SOURCES = 32
-"""Sources that are measured by themselves; all further ones are `other`."""
+"""Most sources with separate metrics; the rarest ones beyond it are counted as `other`."""
 MAX_NAME = 40
 OTHER = "other"
 
 
 def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
-    """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`, their number.
+    """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`,
+    their number.
 
     A group without any reward counts only as a group; a source without any reward has no mean.
     """
     names_G = source_names(sources_G)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(set(names_G)):
         rows_GC = [totals_C for totals_C, of in zip(totals_GC, names_G, strict=True) if of == name]
-        known = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
-        if known:
-            found[f"reward_of/{name}"] = float(np.mean(known))
-        found[f"groups_of/{name}"] = float(len(rows_GC))
-    return found
+        means = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
+        if means:
+            metrics[f"reward_of/{name}"] = float(np.mean(means))
+        metrics[f"groups_of/{name}"] = float(len(rows_GC))
+    return metrics
 
 
 def source_names(sources: Sequence[object]) -> list[str]:
-    """Return the values of a column as parts of metric names, bounded in length and number; the most frequent ones stay."""
+    """Return the values of a column as parts of metric names, bounded in length and number; the most frequent are kept."""
     names = [re.sub(r"[^\w.-]+", "_", str(source))[:MAX_NAME] or "none" for source in sources]
     counts = Counter(names)
     if len(counts) <= MAX_SOURCES:
@@ -226,7 +228,7 @@ def source_names(sources: Sequence[object]) -> list[str]:
 
 
 def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:
-    """Return the source of each group; None where the run names no such column."""
+    """Return the source of each group; None if the run names no source column."""
     key = run.spec.data.source_key
     if key is None:
         return None
@@ -238,46 +240,52 @@ REASON = "by_request"
 
 
 def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
-    """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
-    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput."""
+    """Drop groups of the fixed, untrained batch as `by_request`. The next revision is fixed as soon as enough scored
+    groups are there. Runs inside a transaction. Raises Conflict, InvalidInput."""
     if len(group_ids) > run.batch_size:
         raise InvalidInput(
             f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
         )
     row = exchange.ledger.run(run.run_id)
-    step, wanted = row["next_step"], sorted(set(group_ids))
-    if not wanted:
+    step, dropped = row["next_step"], sorted(set(group_ids))
+    if not dropped:
         raise InvalidInput("name at least one group to drop")
     if row["next_batch"] <= step or run.prompts is None:
         raise Conflict(f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}")
     in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
-    others = [group_id for group_id in wanted if group_id not in in_batch]
-    if others:
+    missing = [group_id for group_id in dropped if group_id not in in_batch]
+    if missing:
         raise InvalidInput(
-            f"groups {others} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
+            f"groups {missing} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
             "is fixed and not trained can be dropped"
         )
-    take_apart(exchange, run, step, wanted, REASON)
-    for group_id in wanted:
+    take_apart(exchange, run, step, dropped, REASON)
+    for group_id in dropped:
         exchange.drop(run, in_batch[group_id], REASON)
     session_faults.reset(exchange, run.run_id)
     fixed = fix(exchange, run, now_s)
-    when = "the batch is fixed anew" if fixed else "the batch is fixed anew when enough groups are scored"
-    exchange.warn(f"groups {wanted} of step {step} were dropped by request; {when}")
+    when = (
+        "the batch is fixed again without them" if fixed else "the batch is fixed again when enough groups are scored"
+    )
+    exchange.warn(f"groups {dropped} of step {step} were dropped by request; {when}")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
-    """Handle a damaged record; do nothing when the ledger does not refer to it any more."""
+    """Handle a damaged record; do nothing if the ledger no longer refers to it."""
     if _end_damaged_life(exchange, run, damaged):
         return
-    found = exchange.ledger.damaged_payload(run.run_id, damaged)
-    row = exchange.group(run, found["group_id"]) if found else None
-    if found is None or row is None:
+    payload = exchange.ledger.damaged_payload(run.run_id, damaged)
+    row = exchange.group(run, payload["group_id"]) if payload else None
+    if payload is None or row is None:
         return
-    if found["kind"] == "prefix":
+    if payload["kind"] == "prefix":
         exchange.ledger.remove_prefix(run.run_id, row["group_id"])
         exchange.groups.set_prefix_step(run.run_id, row["group_id"], None)
-        _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
+        _count(
+            exchange,
+            run,
+            f"the returned prefix of group {row['group_id']} is lost, its next attempt starts from the prompt: {damaged}",
+        )
         return
     if row["state"] == State.TRAINED or (
         row["state"] == State.BATCHED
@@ -286,13 +294,13 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
         exchange.pause(
             run,
             f"group {row['group_id']} of step {row['step']} cannot be read, and a session has trained it already: {damaged}. "
-            "`paceline resume` goes on once the file is as it was",
+            "Restore the file, then `paceline resume`",
         )
         return
     if row["state"] == State.BATCHED:
         take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
     if row["class"] != "train" and exchange.ledger.evaluations.has_ended(run.run_id, row["class"]):
-        exchange.drop(run, row, "damaged")  # its result is on record, and nobody would generate it again
+        exchange.drop(run, row, "damaged")  # its evaluation has ended, so nobody would generate it again
         return
     if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):
         _generate_again(exchange, run, row)
@@ -300,20 +308,20 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
 
 
 def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
-    """End the life of a sample with a turn that cannot be read; return whether the record is a turn. Its holder is answered
-    that the life has ended."""
+    """End the life of the sample whose turn cannot be read; return whether the record is a turn. The holder gets an
+    answer that says so with its next turn."""
     turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
     row = exchange.group(run, turn["group_id"]) if turn is not None else None
     if turn is None or row is None:
         return False
     end_life(exchange, run, row, turn["sample"], RESTARTED, str(damaged))
     name = f"sample {turn['sample']} of group {row['group_id']}"
-    _count(exchange, run, f"{name} begins again, because its turn {turn['turn']} is lost: {damaged}")
+    _count(exchange, run, f"{name} begins again, because its turn {turn['turn']} cannot be read: {damaged}")
     return True
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Revoke the leases or tasks of a reply that could not be sent, so that its request gets others."""
+    """Revoke the leases or tasks of a reply that could not be sent, so that the request is answered with others."""
     for task in reply.task.tasks:
         exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:
@@ -321,7 +329,7 @@ def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, 
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
-    """Admit a group again as before its generation; its tokens are wasted."""
+    """Return a group to admitted; its tokens are wasted."""
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])

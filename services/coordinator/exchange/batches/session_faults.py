@@ -1,11 +1,11 @@
-"""Learner sessions that ended at a step. Several in a row at the same step, without the step being trained, pause the
-run: the batch has something that the learner cannot train, and every further session would end there too.
+"""Counts learner sessions that ended at a step. Several in a row at the same step, without the step being trained,
+pause the run, because the batch has something that the learner cannot train and every further session would end
+there too.
 
-A session that reported its fault is on record by that. A session that ended without a report (by a signal, or by the
-kernel when memory is short) is found when the next session asks for its first part: the step that a session has in hand
-is on record too, so that a coordinator that dies with the learner does not lose it. Sessions that ended in good order,
-that ended at other steps, or after which the step was trained, are not counted; `paceline resume` begins the count
-anew.
+A reported fault is recorded at once. A session that ended without a report (by a signal, or by the kernel when memory
+is short) is detected when the next session asks for its first part: the step that a session trains is in the ledger, so
+that this also works after a crash of the coordinator. Sessions that left normally, ended at other steps, or were
+followed by a trained step are not counted; `paceline resume` resets the count.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
-"""Sessions in a row that ended at a step in the same way before the run is paused."""
+"""Sessions in a row that may end at a step in the same way; then the run is paused."""
 
 ANY_FAULTS = 5
-"""Likewise for different ways, because the rank whose error is reported first can vary."""
+"""Likewise in different ways, because the rank that reports first can vary."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
-"""Kinds of faults that are not the type of an exception."""
+"""Kinds of faults that are not exception types."""
 
 MAX_SHOWN_GROUPS = 8
-"""Groups that a message lists as possible causes."""
+"""Most groups that a message lists as possible causes."""
 
-ENDED_SILENTLY = "its process ended without a word, as when the kernel ends one for lack of memory"
+ENDED_SILENTLY = "its process ended without a report, as when the kernel kills it for lack of memory"
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for a part. At its first request the session before it has ended, at the step that it
-    was training."""
+    """Note that a session asks for a part; at its first request the previous one has ended at its step."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
@@ -44,7 +43,7 @@ def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
-    """Note that a rank of the session gets its part of a step."""
+    """Note that a rank of the session was served its part of a step."""
     served = Training(session, step, world_size)
     if exchange.training == served:
         return
@@ -53,21 +52,21 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
-    """Note that all ranks of a session have trained the step, so that it was not the cause of earlier ends."""
+    """Note that all ranks of a session trained the step, so that it did not cause earlier ends."""
     if exchange.training is not None and exchange.training[:2] == (session, step):
         exchange.training = None
     exchange.ledger.session_faults.remove_step(run.run_id, step)
 
 
 def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that the session ended in good order. Inside a transaction."""
+    """Note that the session left normally. Runs inside a transaction."""
     if exchange.training is not None and exchange.training.session == session:
         exchange.training = None
     exchange.ledger.session_faults.remove_in_hand(run.run_id, session)
 
 
 def reset(exchange: Exchange, run_id: str) -> None:
-    """Begin the count anew, because a person resumes the run or has changed the batch."""
+    """Reset the count, because a person resumes the run or has changed the batch."""
     exchange.training = None
     exchange.ledger.session_faults.remove_run(run_id)
 
@@ -88,8 +87,8 @@ def record(
     rank: int | None = None,
     world_size: int = 0,
 ) -> None:
-    """Record that a session ended at `step`. Its first report counts, because the other ranks fail as a consequence;
-    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there."""
+    """Record that a session ended at `step`; pause the run when too many sessions ended there. Only its first report
+    counts, because the other ranks fail as a consequence, but lack of memory counts from any rank."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
@@ -106,7 +105,7 @@ def record(
 
 
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
-    """Return the newest faults, as far as they are at the same step; newest first."""
+    """Return the newest faults that are at the same step; newest first."""
     faults = exchange.ledger.session_faults.newest(run.run_id, ANY_FAULTS)
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
@@ -114,8 +113,7 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Return the groups of the part of the rank that reported, or of the whole batch; for lack of memory the longest
-    first."""
+    """Return the groups of the reporting rank's part, or of the batch; for lack of memory the longest first."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

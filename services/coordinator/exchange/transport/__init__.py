@@ -1,1 +1,1 @@
-"""The exchange's socket, its pipeline of threads, and the way from a request to its handler."""
+"""Transports requests: the exchange's socket, its pipeline of threads, and the dispatch to handlers."""

@@ -1,16 +1,16 @@
-"""The connections of the exchange's socket, watched from outside of ZeroMQ: a sender that never ends a message is cut
-off, and so is a sender of far more than is read.
+"""Watches the connections of the exchange's socket from outside of ZeroMQ, and closes those of senders that never end a
+message or send far more than is read.
 
-ZeroMQ gives a message out when its last frame is there, and bounds frames, not messages: until then everything is kept
-in memory. So the kernel is asked for the bytes that have come on each connection beyond those of the messages that were
-read. When all whole messages were read and more bytes came than a message can have, the rest would never be wanted.
-Connections on which no member has sent anything share a budget, and those that stay like that, or send only what is
-refused, are closed: strangers use up neither memory nor the limit of open files. An empty frame of two bytes costs
-ZeroMQ some 64, so the memory of this process is checked too: where it grows by far more than the bytes under way, the
-connections with bytes under way are cut off. Honest senders connect again and send again.
+ZeroMQ delivers a message when its last frame has arrived, and bounds frames, not messages: until then it keeps
+everything in memory. So the kernel is asked how many bytes have arrived on each connection beyond those of the messages
+that were read. If all whole messages were read and more bytes are left than a message can have, the connection is
+closed. Connections on which no member has sent a message share a budget, and those that stay like that, or send only
+refused messages, are closed: strangers use up neither memory nor the limit of open files. An empty frame of two bytes
+costs ZeroMQ some 64, so the memory of this process is checked too: if it grows by far more than the unread bytes, the
+connections with unread bytes are closed. Honest senders connect and send again.
 
-Descriptors belong to ZeroMQ's thread, whose monitor reports their opening and closing. Between a closing and its report
-a number may stand for another file, so a descriptor that is no connection of this port is left alone.
+Descriptors belong to ZeroMQ's thread, whose monitor reports when they open and close. Between a closing and its report
+a number may stand for another file, so a descriptor that is no connection of this port is ignored.
 """
 
 from __future__ import annotations
@@ -30,58 +30,62 @@ from paceline.host.resources import give_freed_memory_back
 from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
-MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
-"""Bytes that may come on a connection without a message being whole: arrays, texts and header of a group."""
-
-MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Bytes that may have come on a connection while whole messages wait to be read."""
-
-MAX_REFUSED = 256
-"""Most messages on a connection on which no member has sent one."""
-
-MAX_STRANGERS_BYTES = 512 << 20
-"""Bytes of either kind, on all connections together on which no member has sent a message. A worker's first message may
-be a large group."""
-
 MAX_STRANGERS_SHARE = 0.25
-"""Share of the files that may be open: most connections on which no member has sent a message."""
-
-MAX_STRANGERS = 4096
-"""Most such connections, however many files may be open: each takes memory."""
-
-MAX_GROWTH_BYTES = 256 << 20
-"""Bytes by which this process may grow, beside twice the bytes under way, while a message comes."""
+"""Largest number of connections on which no member has sent a message, as a share of the files that may be open."""
 
 HARMLESS_BYTES = 64 << 10
-"""Bytes under way on a connection that cannot be the cause when memory grows, so it is not cut off."""
+"""Unread bytes on a connection that cannot cause memory growth; it is not closed for that."""
 
 TRIM_S = 1.0
-"""Seconds after which ZeroMQ has freed what it kept of a connection that was cut off."""
+"""Seconds after which ZeroMQ has freed the memory of a closed connection."""
 
 STRANGER_S = 15.0
-"""Seconds for which a connection may stand on which no member has sent a message."""
+"""Most seconds that a connection may be open before a member sends a message."""
 
 BYTES_RECEIVED = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
 
 
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a socket's connections. A stranger is a connection on which no member has sent a message."""
+
+    message_bytes: int = MAX_MESSAGE_BYTES + (32 << 20)
+    """Most bytes on a connection without the end of a message: arrays, texts and header of a group."""
+    unread_bytes: int = 4 * MAX_MESSAGE_BYTES
+    """Most bytes on a connection while whole messages wait to be read."""
+    refused: int = 256
+    """Most refused messages of a stranger."""
+    strangers_bytes: int = 512 << 20
+    """Most unread bytes of all strangers together. A worker's first message may be a large group."""
+    strangers: int = 4096
+    """Most strangers, however many files may be open, because each takes memory."""
+    growth_bytes: int = 256 << 20
+    """Most bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
+    discarded_at_once: int = 10_000
+    """Frames of a message with too many that are discarded in one turn of the event loop."""
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
+
 @dataclass
 class Connection:
-    """A connection that stands."""
+    """An open connection."""
 
     opened_s: float
     mark: int = 0
-    """Bytes that had come when the last message that had arrived on it was read."""
+    """Bytes received when the last message before that point was read."""
     read: int = 0
-    """Bytes of its messages that were read since."""
+    """Bytes of its messages read since."""
     refused: int = 0
     """Messages on it that were refused."""
     memory: int = 0
-    """Memory of this process, in bytes, when next to nothing was under way on the connection."""
+    """Memory of this process, in bytes, when the connection last had next to no unread bytes."""
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
-        """Return the bytes of unread messages, when `came` bytes have come and this process has `memory` bytes."""
+        """Return the bytes of unread messages, if `came` bytes have arrived and this process uses `memory` bytes."""
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)
@@ -91,12 +95,14 @@ class Connection:
 
 
 class Connections:
-    """Connections of the socket that is bound to `port`."""
+    """Open connections of the socket that is bound to `port`."""
 
-    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic):
-        self._port, self._clock = port, clock
+    def __init__(
+        self, port: int, limits: ConnectionLimits = DEFAULT_LIMITS, clock: Callable[[], float] = time.monotonic
+    ):
+        self._port, self._limits, self._clock = port, limits, clock
         share = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._max_strangers = min(MAX_STRANGERS, share)
+        self._max_strangers = min(limits.strangers, share)
         self._by_descriptor: dict[int, Connection] = {}
         self._trim_at_s = math.inf
 
@@ -122,24 +128,22 @@ class Connections:
             connection.of_member |= of_member
 
     def check(self, *, all_read: bool = True) -> list[str]:
-        """Cut off connections with too much under way, and those that no member uses; return the reasons. Unless every whole
-        message has been read, no connection is cut off for what a waiting message may explain."""
+        """Close connections with too many unread bytes, and those that no member uses; return the reasons. Unless every
+        whole message was read, no connection is closed for what a waiting message may explain."""
         reasons, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         under_way = {
             descriptor: connection.under_way(_bytes_received(descriptor), memory, all_read)
             for descriptor, connection in self._by_descriptor.items()
         }
-        limit = memory - MAX_GROWTH_BYTES - 2 * sum(under_way.values())
+        limit = memory - self._limits.growth_bytes - 2 * sum(under_way.values())
         for descriptor, connection in list(self._by_descriptor.items()):
             size = under_way[descriptor]
             strangers_bytes += 0 if connection.of_member else size
             reason = self._fault(connection, size, strangers_bytes, strangers, all_read)
             may_be_cause = size > HARMLESS_BYTES and (all_read or not connection.of_member)
             if not reason and may_be_cause and connection.memory < limit:
-                reason = (
-                    f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes came on it"
-                )
+                reason = f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes arrived on it"
             if reason:
                 strangers -= not connection.of_member
                 strangers_bytes -= 0 if connection.of_member else size
@@ -150,7 +154,7 @@ class Connections:
         return reasons
 
     def _trim(self, cut: bool) -> None:
-        """Return the memory that ZeroMQ had kept to the system: else the next attack would reuse it unseen."""
+        """Return freed memory to the system; otherwise the growth by the next attack would not show."""
         now_s = self._clock()
         if cut:
             self._trim_at_s = now_s + TRIM_S
@@ -161,26 +165,27 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Return why a connection is cut off; empty where it stays. Called for the oldest first."""
-        if all_read and under_way > MAX_BYTES:
-            return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
-        if under_way > MAX_UNREAD_BYTES:
-            return f"{under_way} bytes came on it that are not read yet, {MAX_UNREAD_BYTES} are allowed"
+        """Return why a connection must be closed; empty if it may stay. Called for the oldest first."""
+        limits = self._limits
+        if all_read and under_way > limits.message_bytes:
+            return f"{under_way} bytes arrived on it without the end of a message, {limits.message_bytes} are allowed"
+        if under_way > limits.unread_bytes:
+            return f"{under_way} bytes arrived on it that are not read yet, {limits.unread_bytes} are allowed"
         if connection.of_member:
             return ""
         silent_s = self._clock() - connection.opened_s
-        if connection.refused > MAX_REFUSED:
-            return f"{connection.refused} messages on it were refused, and no member has spoken on it"
-        if strangers_bytes > MAX_STRANGERS_BYTES:
-            return f"connections on which no member has spoken have {strangers_bytes} bytes under way"
+        if connection.refused > limits.refused:
+            return f"{connection.refused} messages on it were refused, and no member has used it"
+        if strangers_bytes > limits.strangers_bytes:
+            return f"connections that no member has used have {strangers_bytes} unread bytes"
         if all_read and silent_s > STRANGER_S:
-            return f"no member has spoken on it for {silent_s:.0f} s"
+            return f"no member has used it for {silent_s:.0f} s"
         if all_read and strangers > self._max_strangers:
-            return f"{strangers} connections stand on which no member has spoken, {self._max_strangers} may"
+            return f"{strangers} connections are open that no member has used, {self._max_strangers} are allowed"
         return ""
 
     def address_of(self, descriptor: int) -> str:
-        """Return the peer of a connection, host:port; empty when the number is another file's by now, or none."""
+        """Return the peer of a connection as host:port; empty if the descriptor is closed or another file's."""
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             if connection.getsockname()[1] == self._port:
                 host, port = connection.getpeername()[:2]
@@ -188,7 +193,7 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """End a connection; ZeroMQ frees what it has kept. False when the number is another file's, or none."""
+        """Shut a connection down; return False if the descriptor is closed or another file's."""
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:
@@ -199,7 +204,7 @@ class Connections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object over a descriptor that remains ZeroMQ's."""
+    """Yield a socket object for a descriptor that ZeroMQ owns."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
     try:
         yield connection
@@ -208,19 +213,19 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return the bytes that have come on a TCP connection; 0 where the system does not report them."""
+    """Return the bytes received on a TCP connection; 0 if the system does not report them."""
     if not sys.platform.startswith("linux"):
         return 0
     try:
         with _borrowed(descriptor) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
-    except OSError:  # it is closed by now
+    except OSError:  # already closed
         return 0
     return int(struct.unpack_from("Q", info, BYTES_RECEIVED)[0]) if len(info) >= BYTES_RECEIVED + 8 else 0
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process that is in use; 0 where the system does not report it."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,5 @@
-"""Dispatch of a request to the handler that answers it, in a savepoint: the changes of a request that fails are rolled
-back alone, and the other requests of its transaction stay.
-"""
+"""Dispatches each request to its handler in a savepoint: a failed request is rolled back alone, and the other requests
+of its transaction stay."""
 
 from __future__ import annotations
 
@@ -24,16 +23,17 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
 OF_LEASES = ("lease", "group", "lease_return")
-"""Kinds of requests of the workers that hold the run's leases."""
+"""Kinds of requests by workers that hold the run's leases."""
 
 ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""Role whose members send each other kind of request."""
+"""Role that may send each other kind of request."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
-    """Answer one request, inside a transaction. A result with payload frames has been through `intake` before.
+    """Answer one request, inside a transaction. A result with payload frames has passed `intake` before.
 
-    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing."""
+    Bad messages are answered `invalid`, outdated ones `stale`; neither changes any state.
+    """
     request, run = arrived.request, exchange.active
     try:
         if arrived.kind == "lease":
@@ -59,22 +59,23 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "receipt":
                 return delivery.take_receipt(exchange, run, request)
             case _:
-                return exchange.refuse(request, "the request has no body that this coordinator knows")
+                return exchange.refuse(
+                    request, "the request has no body that this coordinator understands; update the older side"
+                )
     except WireError as error:
         return exchange.refuse(request, str(error))
 
 
 def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outcome]:
-    """Answer requests for leases of different workers together, inside a transaction."""
+    """Answer lease requests of different workers together, inside a transaction."""
     refusals = [refusal_of_sender(exchange, arrived.request) or _refusal(exchange, arrived) for arrived in requests]
     welcome = [arrived.request for arrived, refusal in zip(requests, refusals, strict=True) if refusal is None]
-    given = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
-    return [next(given) if refusal is None else refusal for refusal in refusals]
+    outcomes = iter(leases.lease_groups(exchange, exchange.active, welcome) if exchange.active and welcome else ())
+    return [next(outcomes) if refusal is None else refusal for refusal in refusals]
 
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
-    """Return the answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a
-    transaction."""
+    """Refuse a sender that is not (or no longer) a member of this term; also outside of a transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
             request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
@@ -85,7 +86,7 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
     if standing is Standing.STRANGER:
         return exchange.refuse(
             request,
-            f"no member {request.member_id[:64]!r} has the secret that this request brings; say Hello, and send the "
+            f"no member {request.member_id[:64]!r} has the secret of this request; say Hello, and send the "
             "secret of the last Welcome with each request",
         )
     if standing is Standing.EARLIER:
@@ -96,23 +97,24 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
 
 
 def is_introduction(request: pb.ExchangeRequest) -> bool:
-    """Return whether the request only announces the sender of a connection; it is not answered."""
+    """Return whether the request only introduces the sender of a connection; it is not answered."""
     return request.request_id == 0 and request.WhichOneof("body") is None
 
 
 def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) -> Outcome | None:
-    """Return the answer to a member whose request came over a connection with another key than that of its Hello."""
+    """Refuse a request that came over a connection with another key than the one in the member's Hello."""
     member = exchange.senders.get(request.member_id)
     if member is not None and member.exchange_key == key:
         return None
     return exchange.refuse(
         request,
-        f"the connection has another key than member {request.member_id[:64]!r} named in its Hello; each worker speaks for itself alone",
+        f"the connection's key does not match the key that member {request.member_id[:64]!r} registered in its Hello; "
+        "send over the member's own connection",
     )
 
 
 def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
-    """Return the answer to a member's request that needs no handler."""
+    """Answer a member's request that needs no handler; None if it needs one."""
     request, kind, run = arrived.request, arrived.kind, exchange.active
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
@@ -125,13 +127,13 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
 
 
 def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome | None:
-    """Return the answer to a member whose request belongs to another role, rank or session."""
+    """Refuse a member's request that belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
     assert member is not None, "refusal_of_sender comes before"
     role = ROLES.get(kind, member.role)
     if kind in OF_LEASES:
-        # A rollout worker that asks for leases of a run with an environment is given none.
+        # A rollout worker's lease request in a run with an environment is answered without leases.
         is_asking = kind == "lease" and member.role == common_pb2.ROLE_ROLLOUT
         role = member.role if is_asking else holds_leases(run)
     elif role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
@@ -165,12 +167,12 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> Outcome:
-    """Answer one request by itself: a fault in one must not undo the others of the transaction."""
+    """Answer one request in its own savepoint: its fault must not undo the others of the transaction."""
     try:
         with _undone_alone(exchange):
             return handle(exchange, waiting.arrived, now_s)
     except (sqlite3.Error, LedgerFault):
-        raise  # the ledger itself is in trouble: nothing may be acknowledged any more
+        raise  # the ledger itself failed: nothing may be acknowledged any more
     except Exception as error:
         logged = unforeseen.note(f"a {waiting.kind} request", error)
         return exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
@@ -178,22 +180,22 @@ def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> O
 
 @contextmanager
 def handled_together(exchange: Exchange) -> Iterator[list[Outcome]]:
-    """Yield a list for the outcomes of several requests that share a savepoint. When one of them fails, all are rolled
-    back and the list is empty: the caller handles them one by one."""
+    """Yield a list for the outcomes of several requests in one savepoint. If one of them fails, all are rolled back and
+    the list is emptied: the caller handles them one by one."""
     outcomes: list[Outcome] = []
     try:
         with _undone_alone(exchange):
             yield outcomes
     except (sqlite3.Error, LedgerFault):
         raise
-    except Exception as error:  # of one of them; `handle_alone` logs it when that request runs by itself
+    except Exception as error:  # `handle_alone` logs it when that request runs by itself
         seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
         outcomes.clear()
 
 
 @contextmanager
 def _undone_alone(exchange: Exchange) -> Iterator[None]:
-    """Run the body as a part of the transaction that is undone when it fails."""
+    """Roll back the body's part of the transaction if it fails."""
     notices = len(exchange.notices)
     try:
         with exchange.ledger.savepoint():

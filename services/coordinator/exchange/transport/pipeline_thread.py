@@ -1,7 +1,6 @@
-"""A thread that processes what is put to it: a step of a pipeline whose other steps run on the event loop or on other
-threads.
+"""Runs one step of a pipeline on a thread; the other steps run on the event loop or on other threads.
 
-Items that arrive while it works are its next portion, and finished ones are posted at once, so it never waits for a
+Items that arrive while it works form its next portion, and finished ones are posted at once, so it never waits for a
 turn of the event loop, which under load is a transaction long.
 """
 
@@ -19,7 +18,8 @@ ItemT = TypeVar("ItemT")
 class PipelineThread(Generic[ItemT]):
     """A thread that calls `work` with one portion after another; the event loop then calls `then` with it.
 
-    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`."""
+    A portion is all waiting items, cut off once its items together have `portion_size`.
+    """
 
     def __init__(
         self,
@@ -34,15 +34,14 @@ class PipelineThread(Generic[ItemT]):
         self._size, self._portion_size = size, portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
-        """Event that is set when the thread has to end: `work` that waits for something gives up."""
+        """Set when the thread has to end: `work` that waits must give up."""
 
     def put(self, item: ItemT) -> None:
-        """Add an item, from any thread, also before `run`."""
+        """Add an item; from any thread, also before `run`."""
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run until cancelled; the portion under way is finished first. Raises what `work` raised, which ends the
-        thread."""
+        """Run until cancelled; the current portion is finished first. Raises the error of `work`, which ends it."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)
@@ -63,7 +62,7 @@ class PipelineThread(Generic[ItemT]):
             loop.call_soon_threadsafe(_fail, failed, error)
 
     def _next(self) -> list[ItemT]:
-        """Return the next portion; empty when the thread has to end."""
+        """Return the next portion; empty if the thread has to end."""
         portion: list[ItemT] = []
         size = 0
         while size < self._portion_size:
@@ -79,5 +78,5 @@ class PipelineThread(Generic[ItemT]):
 
 
 def _fail(failed: asyncio.Future[None], error: BaseException) -> None:
-    if not failed.done():  # cancelled meanwhile
+    if not failed.done():  # cancelled before
         failed.set_exception(error)

@@ -1,7 +1,7 @@
-"""Receives requests from the exchange's socket, for as long as there is room for their groups, and filters them: nothing
-that their kind has no use for, no more than a member can need, nothing twice.
+"""Receives requests from the exchange's socket while there is room for their groups, and refuses frames that their kind
+does not use, more requests than a member needs, and repetitions.
 
-Each message is checked as it arrives, before anything of it is kept. A refused message is answered at once.
+Each message is checked on arrival, before any part of it is kept. A refused message is answered at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
@@ -31,18 +32,32 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
-"""Messages that are read before other tasks have their turn."""
+"""Messages that are read before other tasks get a turn."""
 
-MAX_PENDING_BYTES = 128 << 20
-"""Bytes of groups in memory that are not committed; beyond it groups are not read from ZeroMQ. A segment is larger, so that
-the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits and intervals of the exchange's server."""
+
+    pending_bytes: int = 128 << 20
+    """Most bytes of uncommitted groups in memory; beyond it no groups are read from ZeroMQ. It is less than a segment, so
+    the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
+    unanswered: int = 4096
+    """Most unanswered requests of one member, without parked ones: a member has one of a kind."""
+    wait_s: float = 30.0
+    """Longest time for which a request is parked, whatever wait it asks for."""
+    tick_s: float = 0.2
+    """Seconds between two checks of parked requests without an event, because some answers change with time alone."""
+    store_again_s: tuple[float, float] = (0.2, 10.0)
+    """First and longest back-off before groups are stored again after no segment could be created."""
+
+
+DEFAULT_LIMITS = ServerLimits()
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Receiver:
-    """The first step of the pipeline, on the event loop. Of the requests that are let in, `checks` takes results with
-    arrays, and `queue` the others."""
+    """First step of the pipeline, on the event loop. Passes results with arrays to `checks`, other requests to `queue`."""
 
     def __init__(
         self,
@@ -50,22 +65,24 @@ class Receiver:
         socket: ExchangeSocket,
         checks: PipelineThread[PendingRequest],
         queue: Callable[[Sequence[PendingRequest]], None],
+        limits: ServerLimits = DEFAULT_LIMITS,
     ):
         self._exchange = exchange
         self._socket = socket
         self._checks, self._queue = checks, queue
         self._readable, self._room = asyncio.Event(), asyncio.Event()
-        self.filter = RequestFilter(exchange)
+        self._limits = limits
+        self.filter = RequestFilter(exchange, limits.unanswered)
         self.pending_bytes = 0
-        """Size of results with arrays that are not answered."""
+        """Bytes of unanswered results with arrays."""
 
     async def run(self) -> None:
-        """Read whenever the socket has something. Its descriptor signals changes only, so it is read until empty."""
+        """Read whenever the socket signals. Its descriptor signals changes only, so it is read until empty."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
             while True:
-                if self.pending_bytes >= MAX_PENDING_BYTES:
+                if self.pending_bytes >= self._limits.pending_bytes:
                     loop.remove_reader(self._socket.descriptor)
                     self._room.clear()
                     await self._room.wait()
@@ -79,25 +96,24 @@ class Receiver:
             loop.remove_reader(self._socket.descriptor)
 
     def poll(self) -> None:
-        """Read the socket again, because sending may have used up its descriptor's signal."""
+        """Read the socket again, because sending may have consumed its descriptor's signal."""
         self._readable.set()
 
     def release(self, size_bytes: int) -> None:
-        """Make room: results of this size are answered."""
+        """Free the room of results of this size, because they are answered."""
         self.pending_bytes -= size_bytes
         self._room.set()
 
     def check_connections(self) -> None:
-        """Check the connections, every TICK_S. Messages are read before, because an
-        unread one may complete an unfinished transfer."""
-        all_read = self.pending_bytes < MAX_PENDING_BYTES and self._read_some()
+        """Check the connections, at every tick. Reads first, because an unread message may complete a transfer."""
+        all_read = self.pending_bytes < self._limits.pending_bytes and self._read_some()
         self._socket.check_connections(all_read=all_read)
         self._readable.set()
 
     def _read_some(self) -> bool:
-        """Read some messages; return whether that was all that had arrived."""
+        """Read some messages; return whether these were all that had arrived."""
         for _ in range(MAX_RECEIVED_AT_ONCE):
-            if self.pending_bytes >= MAX_PENDING_BYTES or not self._socket.discard():
+            if self.pending_bytes >= self._limits.pending_bytes or not self._socket.discard():
                 return False
             message = self._socket.receive()
             if message is None:
@@ -107,7 +123,7 @@ class Receiver:
 
     def _take(self, message: Message) -> None:
         try:
-            waiting = parse(message)
+            waiting = parse(message, self._limits.wait_s)
         except WireError as error:
             seldom.warning("garbage", "refused a message from %s: %s", message.identity.hex()[:16], error)
             reply = self._exchange.refuse(pb.ExchangeRequest(), str(error)).reply
@@ -128,14 +144,14 @@ class Receiver:
             return
         if refusal is None and (fault := self.filter.fault(waiting)):
             refusal = self._exchange.refuse(waiting.request, fault)
-        if refusal is not None:  # before anything of it is stored or parked
+        if refusal is not None:  # before any part of it is stored or parked
             self._socket.send(waiting.identity, refusal.reply)
             return
         arrived = waiting.arrived
         if arrived.has_bulk and self.filter.join_under_way(waiting):
             return
         decided = arrived.has_bulk and self.filter.is_decided(waiting)
-        if decided:  # its arrays are not needed, so it goes the way of requests without any
+        if decided:  # its arrays are not needed: handled as a request without any
             arrived.is_decided, arrived.frames, waiting.size = True, [], 0
         self.filter.let_in(waiting)
         if arrived.has_bulk and not decided:
@@ -148,7 +164,7 @@ class Receiver:
 
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Most payload frames of a kind of request; other kinds have none."""
+"""Most payload frames by kind of request; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -159,40 +175,37 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Most bytes of the first frame, by kind: requests that are parked, or that no budget counts, are small."""
+"""Most bytes of the first frame, by kind: requests that are parked, or in no budget, must be small."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Most header bytes of a lease that is returned with samples: it has their texts, and counts among the bytes that wait
-for the disk."""
+"""Most header bytes of a lease returned with samples: it has their texts, and counts as bytes that wait for the disk.
+"""
 
 MAX_HELD = 10_000
-"""Most groups that a worker may report to hold."""
+"""Most groups that a worker may report as held."""
 
 MAX_RANKS = 1 << 16
-
-MAX_UNANSWERED = 4096
-"""Most requests of one member that wait for an answer. Parked ones are not counted: a member has one of a kind."""
 
 Key = tuple[str, str, str, int, int, Hashable]
 
 
 class RequestFilter:
-    """The filter; it counts the requests that were let in and are not answered."""
+    """Refuses and joins requests; counts the accepted ones that are not answered."""
 
-    def __init__(self, exchange: Exchange):
-        self._exchange = exchange
-        self._unanswered: Counter[str] = Counter()
-        self._under_way: dict[Key, PendingRequest] = {}
-        """Results with bulk that are checked, stored or wait for their transaction."""
+    def __init__(self, exchange: Exchange, max_unanswered: int):
+        self._exchange, self._max_unanswered = exchange, max_unanswered
+        self.unanswered: Counter[str] = Counter()
+        self.under_way: dict[Key, PendingRequest] = {}
+        """Results with arrays that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
-        """Return why a member's request is refused; empty where it is let in."""
+        """Return why a member's request is refused; empty if it is accepted."""
         request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
         allowed = FRAMES.get(kind, 0)
         if len(frames) > allowed:
-            return f"a {kind} request brings {allowed} payload frames at most, not {len(frames)}"
+            return f"a {kind} request has {allowed} payload frames at most, not {len(frames)}"
         brings_texts = kind == "lease_return" and frames
         most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
         if waiting.header_size > most:
@@ -203,14 +216,15 @@ class RequestFilter:
                 return f"a worker holds {MAX_HELD} groups at most, not {held}"
         if kind in ("batch", "receipt") and getattr(request, kind).world_size > MAX_RANKS:
             return f"a learner has {MAX_RANKS} ranks at most, not {getattr(request, kind).world_size}"
-        if self._unanswered[request.member_id] >= MAX_UNANSWERED:
-            return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
+        if self.unanswered[request.member_id] >= self._max_unanswered:
+            return (
+                f"{self._max_unanswered} requests of {request.member_id} are unanswered already; wait for their answers"
+            )
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
-        sender."""
-        first = self._under_way.get(_key(waiting)) if waiting.request.again else None
+        """Return whether a repeated result is still being processed; the first one's answer goes to the new sender."""
+        first = self.under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False
         first.identity = waiting.identity
@@ -218,7 +232,7 @@ class RequestFilter:
         return True
 
     def is_decided(self, waiting: PendingRequest) -> bool:
-        """Return whether a result that was sent again is decided in the ledger, so that its bytes are not needed."""
+        """Return whether a repeated result is decided in the ledger, so that its bytes are not needed."""
         run, request, kind = self._exchange.active, waiting.request, waiting.kind
         if not request.again or run is None or run.run_id != request.run_id:
             return False
@@ -238,20 +252,20 @@ class RequestFilter:
 
     def let_in(self, waiting: PendingRequest) -> None:
         waiting.is_counted = True
-        self._unanswered[waiting.request.member_id] += 1
+        self.unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
-            self._under_way.setdefault(_key(waiting), waiting)
+            self.under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: PendingRequest) -> None:
         if not waiting.is_counted:
             return
         waiting.is_counted = False
         member_id = waiting.request.member_id
-        self._unanswered[member_id] -= 1
-        if not self._unanswered[member_id]:
-            del self._unanswered[member_id]
-        if waiting.arrived.has_bulk and self._under_way.get(_key(waiting)) is waiting:
-            del self._under_way[_key(waiting)]
+        self.unanswered[member_id] -= 1
+        if not self.unanswered[member_id]:
+            del self.unanswered[member_id]
+        if waiting.arrived.has_bulk and self.under_way.get(_key(waiting)) is waiting:
+            del self.under_way[_key(waiting)]
 
 
 def _key(waiting: PendingRequest) -> Key:

@@ -1,10 +1,10 @@
-"""The exchange's ZeroMQ socket: whole messages in, replies out. No peer can stop it, whatever it sends or fails to
-read.
+"""Receives whole messages and sends replies over the exchange's ZeroMQ socket. No peer can block it, whatever it sends
+or fails to read.
 
-With CURVE, connections are encrypted, and each one is known by its public key. The socket's key is new for each
+With CURVE, connections are encrypted and identified by their public keys. The socket's key is new for each
 coordinator's life and reaches workers by Welcome; a worker's key reaches the coordinator by Hello. Both come over the
-control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq's (ZAP) whether a key is a member's before the
-first message of its connection is read: a stranger's connection ends there and leaves nothing.
+control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq (ZAP) whether a key is a member's before the
+first message of its connection is read: a stranger's connection ends there and uses no further resources.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.endpoints import in_brackets, use_ipv6, watch
-from paceline.services.coordinator.exchange.transport.connections import Connections
+from paceline.services.coordinator.exchange.transport.connections import DEFAULT_LIMITS, ConnectionLimits, Connections
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, parse_message
 
 DOMAIN = "exchange"
 MAX_CACHED = 4096
-"""Keys whose text is decoded once."""
+"""Keys whose decoded bytes are cached."""
 KnowsKey = Callable[[bytes], bool]
 
 quiet = logging.getLogger(f"{__name__}.pyzmq")
-quiet.setLevel(logging.CRITICAL)  # it writes lines for each attempt
+quiet.setLevel(logging.CRITICAL)  # it logs each attempt
 
 
 @lru_cache(MAX_CACHED)
@@ -44,7 +44,7 @@ def _decoded(text: str) -> bytes:
 
 
 def key_of(frame: zmq.Frame) -> bytes:
-    """Return the public key of the connection that a frame came on; empty where it is not encrypted."""
+    """Return the public key of the connection that a frame came on; empty if it is not encrypted."""
     try:
         return _decoded(str(frame.get("User-Id")))
     except (zmq.ZMQError, ValueError):
@@ -52,23 +52,17 @@ def key_of(frame: zmq.Frame) -> bytes:
 
 
 MAX_FRAMES = 16
-"""Payload frames of a message that are read; no request has as many."""
-
-DISCARDED_AT_ONCE = 10_000
-"""Further frames that are read in one turn of the event loop."""
+"""Most payload frames that are read of a message; no request has as many."""
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Events of peers without CURVE, and of those that repeat the bytes of another connection."""
-
-MAX_WAIT_S = 30.0
-"""Longest time for which a request is parked, whatever it asks for."""
+"""Events of peers without CURVE, and of peers that replay another connection's bytes."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 @dataclass
 class PendingRequest:
-    """A request with the address to answer to."""
+    """A request with the address of its sender."""
 
     identity: bytes
     arrived: Arrived
@@ -77,7 +71,7 @@ class PendingRequest:
     """Bytes of all its frames."""
     header_size: int = 0
     is_counted: bool = False
-    """True when it is counted among its member's requests that wait for an answer."""
+    """True while it counts as an unanswered request of its member."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
@@ -89,14 +83,14 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Key by member and kind of request. Not by connection: a worker that came back on a new one has nothing on the
-        old."""
+        """Return member and kind of the request. The connection is no part, because a worker that reconnects has
+        nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
 @dataclass
 class Message:
-    """A message. Only payloads are large, so only they are not copied."""
+    """A message. Header bytes are copied; payloads, which may be large, are views."""
 
     identity: bytes
     header: bytes
@@ -104,7 +98,7 @@ class Message:
     descriptor: int = -1
     """Descriptor of its connection."""
     key: bytes = b""
-    """Public key of its connection; empty where it is not encrypted."""
+    """Public key of its connection; empty if it is not encrypted."""
 
     @property
     def size(self) -> int:
@@ -112,37 +106,45 @@ class Message:
 
 
 class ExchangeSocket:
-    """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
+    """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict if it cannot listen."""
 
-    def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
-        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        knows: KnowsKey | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`knows` returns whether a public key is a member's; with it, all connections are encrypted."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        # Every reply answers a request, so the number of requests bounds theirs.
+        # Unbounded: every reply answers a request, so the requests bound the replies.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        # No bound: where ZeroMQ has stopped to read a connection, the peer ends it, and a PING of the peer's was among what
-        # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
+        # Unbounded: if ZeroMQ has stopped reading a connection, the peer closes it, and a PING of the peer had arrived,
+        # ZeroMQ aborts the process (an assertion, as of 4.3.5). So `connections` bounds the unread bytes.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         watch(self._socket)
         self.public_key = b""
-        """The public key, 32 bytes, that peers have to know; empty where nothing is encrypted."""
+        """Public key, 32 bytes, that peers need; empty without encryption."""
         self._knows = knows
         self._authenticator = self._encrypt() if knows is not None else None
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
         self._monitor = self._socket.get_monitor_socket(events)
+        self._discarded_at_once = limits.discarded_at_once
         self._discarding = False
-        """True when the rest of a message is discarded."""
+        """True while the rest of a message is discarded."""
         self._to_cut: int | None = None
-        """Connection of that message, which is cut off if the rest is long; once, as its number may soon be another
-        connection's."""
+        """Connection of that message, to be closed if the rest is long; only once, because the descriptor may soon be
+        another connection's."""
         self.port = self._bind(host, port)
-        self.connections = Connections(self.port)
-        """Connections that stand."""
+        self.connections = Connections(self.port, limits, clock)
+        """Open connections."""
 
     def _encrypt(self) -> ThreadAuthenticator:
-        """Let the socket, which is not bound yet, take connections of members alone; return the thread that asks."""
+        """Let the socket, before it is bound, accept members only; return the thread that authenticates."""
         public, self._socket.curve_secretkey = zmq.curve_keypair()
         self.public_key = z85.decode(public)
         self._socket.curve_server = True
@@ -154,20 +156,19 @@ class ExchangeSocket:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Answer pyzmq's thread whether a peer is let in; `key` is in Z85."""
-        known = self._knows is not None and self._knows(z85.decode(key))
-        if not known:
+        """Return to pyzmq's thread whether a peer is accepted; `key` is in Z85."""
+        is_member = self._knows is not None and self._knows(z85.decode(key))
+        if not is_member:
             seldom.warning("key", "refused a connection to the exchange: its key is no member's")
-        return known
+        return is_member
 
     @property
     def descriptor(self) -> int:
-        """Descriptor that is readable when something changed; it signals changes only, so the socket is read until it
-        is empty."""
+        """Return a descriptor that becomes readable at changes only, so that the socket must be read until empty."""
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:
-        """Return the next message, if one has arrived; None also while `discard` is not done."""
+        """Return the next message; None if none has arrived or `discard` is not done."""
         socket = self._socket
         if not self.discard():
             return None
@@ -175,11 +176,11 @@ class ExchangeSocket:
             identity = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
+        frame = socket.recv(zmq.NOBLOCK, copy=False)  # never blocks: messages arrive whole
         header, descriptor = frame.bytes, _source(frame)
         key = key_of(frame) if self.public_key else b""
         payloads: list[Buffer] = []
-        while frame.more:  # cheaper than a call of the socket
+        while frame.more:  # cheaper than RCVMORE
             frame = socket.recv(zmq.NOBLOCK, copy=False)
             payloads.append(frame.buffer)
             if len(payloads) > MAX_FRAMES:
@@ -188,11 +189,11 @@ class ExchangeSocket:
         return Message(identity, header, payloads, descriptor, key)
 
     def discard(self) -> bool:
-        """Discard the rest of a message that has more frames than any request; return whether nothing is left of it.
-        Some frames at a time: there may be millions, and then its connection is cut off."""
+        """Discard the rest of a message with too many frames; return whether it is gone. Reads some frames at a time,
+        because there may be millions; then its connection is closed."""
         if not self._discarding:
             return True
-        for _ in range(DISCARDED_AT_ONCE):
+        for _ in range(self._discarded_at_once):
             if not self._socket.getsockopt(zmq.RCVMORE):
                 self._discarding = False
                 return True
@@ -203,29 +204,28 @@ class ExchangeSocket:
         return False
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
-        """Note that a message was received; `first`: it is the first of its connection. ZeroMQ reports a connection
-        before it gives out a message of it, and a number may be that of an earlier connection which has ended."""
+        """Note that a message was received; `first`: the first one of its connection. The monitor is read before,
+        because ZeroMQ reports a connection before its first message, and descriptors are reused."""
         if first or not self.connections.is_of_member(message.descriptor):
-            self._read_monitor()
+            self.read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
-        """Cut off connections with too much under way, and those that no member uses. `all_read`: `receive` has nothing
-        more."""
-        self._read_monitor()
+        """Close connections with too many unread bytes, and those that no member uses. `all_read`: no message waits."""
+        self.read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """Send a reply, unless its peer is gone or does not read: that must not hold up the others; the peer will ask
-        again."""
+        """Send a reply without blocking. If its peer is gone or does not read, drop it; the peer asks again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
         except zmq.ZMQError as error:
             seldom.warning("unsent", "a reply to %s could not be sent: %s", identity.hex()[:16], error)
 
-    def _read_monitor(self) -> None:
+    def read_monitor(self) -> None:
+        """Note connections that opened or closed."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -233,13 +233,13 @@ class ExchangeSocket:
             elif event["event"] & FAILED:
                 seldom.warning(
                     "handshake",
-                    "refused a connection to the exchange: its handshake failed, as a member's does not",
+                    "refused a connection to the exchange: its handshake failed, the peer does not use CURVE as members do",
                 )
             else:
                 self.connections.closed(event["value"])
 
     def close(self) -> None:
-        """Send what is queued, then close."""
+        """Send queued replies, then close."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
@@ -264,17 +264,17 @@ class ExchangeSocket:
 
 
 def _source(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection that a frame came on; -1 where ZeroMQ does not report it."""
+    """Return the descriptor of the connection that a frame came on; -1 if ZeroMQ does not report it."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
 
 
-def parse(message: Message) -> PendingRequest:
-    """Return the request in a message. Raises WireError."""
+def parse(message: Message, max_wait_s: float) -> PendingRequest:
+    """Return the request in a message, to be parked for at most `max_wait_s`. Raises WireError."""
     arrived = Arrived(parse_message(pb.ExchangeRequest, message.header), message.payloads)
     # In this order, NaN becomes the limit.
-    wait_s = min(MAX_WAIT_S, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
+    wait_s = min(max_wait_s, getattr(getattr(arrived.request, arrived.kind, None), "wait_s", 0.0))
     deadline_s = time.monotonic() + wait_s
     return PendingRequest(message.identity, arrived, deadline_s, message.size, len(message.header))

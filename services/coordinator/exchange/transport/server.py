@@ -1,20 +1,19 @@
-"""The server of the exchange: a ZeroMQ ROUTER in front of its handlers.
+"""Serves the exchange: a ZeroMQ ROUTER in front of its handlers.
 
 Invariants. Nothing is sent without a request. Every answer leaves after the sync of the commit that it reports, and a
 commit that refers to a group's bytes begins after their sync. All requests that wait when a transaction begins share it
-(group commit). A request that could be given nothing is parked until something changes or its wait time ends; a worker
-has at most one parked request of a kind (a rank: one), so the number of parked requests is bounded by the members.
-Any bytes that arrive are answered or dropped, and the loops go on.
+(group commit). A request that gets an empty answer is parked until something changes or its wait time ends; a worker
+has at most one parked request of a kind (a rank: one), so the members bound the number of parked requests. Any bytes
+that arrive are answered or dropped, and the loops continue.
 
 A message passes these steps; all but those on the event loop are threads (`PipelineThread`), so that a slow
-step does not hold up the others. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
+step does not delay the others. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
 
   receive   event loop: reads the socket; stops while too many groups wait for the disk (transport/receiver.py)
-  check     decodes and hashes groups, while leases pass by (uploads/intake.py), and compares their prompts
-            (uploads/prompt_check.py)
-  store     writes and syncs them, several at once
+  check     decodes and hashes groups (uploads/intake.py), and compares their prompts (uploads/prompt_check.py)
+  store     writes and syncs groups, several at once
   answer    event loop: one transaction after another; while leases are requested, every second one answers them alone
-  sync      syncs commits while the next transactions go on; synced requests are answered between two of theirs
+  sync      syncs commits while the next transactions run; synced requests are answered between two of theirs
   read      reads arrays of tasks and batches from the disk
   send      event loop
 """
@@ -42,7 +41,7 @@ from paceline.services.coordinator.exchange.transport.dispatch import (
     handled_together,
 )
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from paceline.services.coordinator.exchange.transport.receiver import Receiver
+from paceline.services.coordinator.exchange.transport.receiver import DEFAULT_LIMITS, Receiver, ServerLimits
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import store, validate_upload
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
@@ -50,63 +49,57 @@ from paceline.services.coordinator.ledger.segments import DamagedRecord, Unopene
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_TRANSACTION_S = 0.006
-"""Seconds for which requests are taken into one transaction; later ones wait for its end."""
+"""Seconds in which requests join a transaction; later ones wait for its end."""
 
 LEASES_AT_ONCE = 16
-"""Requests for leases that are answered together; data that they share is read and written once."""
+"""Most lease requests that are answered together; their shared data is read and written once."""
 
 OTHERS_AT_ONCE = 16
-"""Other requests that share a savepoint: a savepoint for each would cost as much as a statement."""
+"""Most other requests in one savepoint; a savepoint for each would cost as much as a statement."""
 
 MAX_SYNC_BYTES = 4 << 20
-"""Size of the portions in which groups are stored. A larger sync moves more bytes a second, and makes everything that
-waits for the disk wait longer."""
-
-STORE_AGAIN_S, MAX_STORE_AGAIN_S = 0.2, 10.0
-"""First and longest pause before groups are stored again for which no segment could be begun."""
+"""Bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that needs the
+disk waits longer."""
 
 MAX_TRANSACTIONS = 1024
-"""Most transactions that share a sync: in practice all that wait."""
-
-TICK_S = 0.2
-"""Seconds between two checks of parked requests even when nothing has happened: some answers change with time alone."""
+"""Most transactions that share a sync: in practice all waiting ones."""
 
 PARKED_AT_ONCE = 64
-"""Parked requests for leases that are checked when nothing has happened, the longest unchecked first: there may be
-thousands."""
+"""Most parked lease requests, the longest unchecked first, that are checked at a tick; there may be thousands."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
-"""Kinds of parked requests whose answer an arrived request can change, by its kind."""
+"""Kinds of parked requests whose answers an arriving request can change, by its kind."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
 
 
 @dataclass
-class Done:
+class Committed:
     """Answers and notices of a committed transaction."""
 
     answers: list[tuple[PendingRequest, Outcome]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
-    """Size of the groups in it."""
+    """Bytes of the groups in it."""
 
 
 @dataclass
 class ToRead:
-    """An answer with arrays that are on the disk."""
+    """An answer with arrays to read from the disk."""
 
     waiting: PendingRequest
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
-    """Records of it that cannot be read: then it is not sent."""
+    """Its unreadable records; with any, the answer is not sent."""
 
 
 class ExchangeServer:
-    """The loops; `lock` keeps the control plane's transactions apart from those of the exchange.
+    """The exchange's loops; `lock` separates the control plane's transactions from those of the exchange.
 
-    `record` writes the notices down in the same transaction; `act` acts on them after its commit."""
+    `record` writes the notices in the same transaction; `act` handles them after its commit.
+    """
 
     def __init__(
         self,
@@ -119,38 +112,39 @@ class ExchangeServer:
         prompts: PromptCheck | None = None,
         *,
         encrypted: bool = False,
+        limits: ServerLimits = DEFAULT_LIMITS,
     ):
-        """`encrypted`: connections use CURVE, and are those of members alone."""
-        self._exchange, self._prompts, self._lock = exchange, prompts, lock
+        """`encrypted`: connections use CURVE, and only members connect."""
+        self._exchange, self._prompts, self._lock, self._limits = exchange, prompts, lock, limits
         self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
-        self._parked = ParkedRequests(exchange)
+        self.parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
         self._leases: deque[PendingRequest] = deque()
-        """Requests for leases. They come first, because a sampler without work waits for them."""
+        """Lease requests. They come first, because samplers without work wait for them."""
         self._others: deque[PendingRequest] = deque()
-        """Other requests that can be answered: group results that are on the disk, and every other kind."""
+        """Other requests that can be answered, among them group results that are on the disk."""
         self._ticked = False
-        """True when TICK_S has passed since parked requests were checked."""
+        """True if a tick has passed since parked requests were checked."""
         self._leases_were_alone = False
-        """True when leases alone were in the last transaction; then the others come next."""
+        """True if the last transaction answered leases only; then the others come next."""
         self._damaged: deque[ToRead] = deque()
-        """Answers that cannot be sent, because something in them cannot be read."""
+        """Answers that cannot be sent, because one of their records is unreadable."""
         self._bell = asyncio.Event()
-        self._synced: deque[Done] = deque()
-        """Transactions that are on the disk and not answered yet."""
+        self._synced: deque[Committed] = deque()
+        """Synced transactions that are not answered yet."""
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
-        """Notices of transactions that are on the disk, to act on."""
+        """Notices of synced transactions, to be handled."""
         self._unopened: UnopenedSegment | None = None
-        """Segment that storing waits for, for a warning in the run's events."""
+        """Segment that storing waits for; a warning in the run's events names it."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
             "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )
         self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
-        self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
-        self._syncs: PipelineThread[Done] = PipelineThread(
+        self.receiver = Receiver(exchange, self._socket, self._checks, self._queue, limits)
+        self._syncs: PipelineThread[Committed] = PipelineThread(
             "sync", self._sync, lambda portion: self._send_synced(), portion_size=MAX_TRANSACTIONS
         )
         self._reads: PipelineThread[ToRead] = PipelineThread("read", _read, self._on_read)
@@ -161,17 +155,17 @@ class ExchangeServer:
         self._bell.set()
 
     def _knows_key(self, key: bytes) -> bool:
-        """Return whether a connection's public key is that of a member. ZeroMQ's thread calls it."""
-        if not (known := self._exchange.senders.knows_key(key)):
+        """Return whether a connection's public key is a member's. Called by ZeroMQ's thread."""
+        if not (is_member := self._exchange.senders.knows_key(key)):
             self._exchange.note_intruder("connection", "", "the connection's key is no member's", "")
-        return known
+        return is_member
 
     async def serve(self) -> None:
-        """Answer until cancelled. Raises LedgerFault when the disk refuses."""
+        """Answer until cancelled. Raises LedgerFault if the disk fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for step in (
-                    self._receiver.run,
+                    self.receiver.run,
                     self._checks.run,
                     self._stores.run,
                     self._answer,
@@ -187,7 +181,7 @@ class ExchangeServer:
             raise
 
     def close(self) -> None:
-        """Send what is queued, then close the socket."""
+        """Send queued replies, then close the socket."""
         self._socket.close()
 
     def _queue(self, portion: Sequence[PendingRequest]) -> None:
@@ -210,9 +204,9 @@ class ExchangeServer:
             self._stores.put(waiting)
 
     def _store(self, portion: list[PendingRequest]) -> None:
-        """Store groups; wait where no segment can be begun for want of a file descriptor or a permission. Groups that
-        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size."""
-        pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
+        """Store groups; retry while no segment can be created (no file descriptor, no permission). Unstored groups are
+        not acknowledged, and `ServerLimits.pending_bytes` bounds their size."""
+        pause = ExponentialBackoff(*self._limits.store_again_s)
         while True:
             try:
                 store(self._exchange.ledger.payloads, [waiting.arrived for waiting in portion])
@@ -226,30 +220,30 @@ class ExchangeServer:
     # Answer
 
     async def _answer(self) -> None:
-        """Run one transaction after another, for as long as there is something to answer."""
+        """Run one transaction after another, while there are requests to answer."""
         tick_s = time.monotonic()
         while True:
             if not (self._leases or self._others or self._damaged or self._wake):
                 self._bell.clear()
                 try:
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(self._limits.tick_s):
                         await self._bell.wait()
                 except TimeoutError:
                     pass
             woken, self._wake = self._wake, set()
             kinds = set(woken)
-            if time.monotonic() - tick_s > TICK_S:
+            if time.monotonic() - tick_s > self._limits.tick_s:
                 kinds |= {"task", "batch"}
                 tick_s, self._ticked = time.monotonic(), True
-                self._receiver.check_connections()
-            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self._parked):
+                self.receiver.check_connections()
+            if self._leases or self._others or self._damaged or ((kinds or self._ticked) and self.parked):
                 await self._transact(kinds, woken)
-                await asyncio.sleep(0)  # other tasks have a turn
+                await asyncio.sleep(0)  # lets other tasks run
 
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
-        """Run one transaction for what is there; its answers wait for their sync. Parked requests of the `kinds` are
-        checked again; `woken` are those kinds for which something outside the exchange changed."""
-        now_s, done = time.monotonic(), Done()
+        """Run one transaction for the waiting requests; its answers wait for their sync. Parked requests of `kinds` are
+        checked again; for the kinds in `woken`, something outside the exchange changed."""
+        now_s, committed = time.monotonic(), Committed()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
             with self._exchange.ledger.transaction(synced=False):
@@ -262,53 +256,53 @@ class ExchangeServer:
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_leases(now_s):
-                        self._finish_request(waiting, outcome, now_s, done)
-                    self._send_synced()  # they should not have to wait for the end of this transaction
+                        self._finish_request(waiting, outcome, now_s, committed)
+                    self._send_synced()  # they need not wait for the end of this transaction
                     if not alone:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_others(now_s, end_s):
-                        self._finish_request(waiting, outcome, now_s, done)
+                        self._finish_request(waiting, outcome, now_s, committed)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
                             kinds.add("task")
-                        done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
+                        committed.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
                 if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
                     kinds.discard("batch")
                 at_tick, self._ticked = PARKED_AT_ONCE if self._ticked else 0, False
-                max_leases = len(self._parked) if "lease" in kinds else at_tick
-                for waiting in self._parked.take_due(kinds, max_leases, now_s):
+                max_leases = len(self.parked) if "lease" in kinds else at_tick
+                for waiting in self.parked.take_due(kinds, max_leases, now_s):
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
-                        self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, done)
-                done.notices = self._exchange.take_notices()
-                self._record(done.notices)
-        self._syncs.put(done)
+                        self._finish_request(waiting, handle_alone(self._exchange, waiting, now_s), now_s, committed)
+                committed.notices = self._exchange.take_notices()
+                self._record(committed.notices)
+        self._syncs.put(committed)
 
-    def _sync(self, portion: list[Done]) -> None:
+    def _sync(self, portion: list[Committed]) -> None:
         self._exchange.ledger.sync()
         self._synced.extend(portion)
 
     def _send_synced(self) -> None:
-        """Send the answers that are synced, and pass on the notices of their transactions."""
+        """Send the answers of synced transactions, and pass on their notices."""
         if not self._synced:
             return
         while self._synced:
-            done = self._synced.popleft()
-            for waiting, outcome in done.answers:
+            committed = self._synced.popleft()
+            for waiting, outcome in committed.answers:
                 frames = outcome.in_memory()
                 if frames is None:
                     self._reads.put(ToRead(waiting, outcome))
                 else:
                     self._socket.send(waiting.identity, outcome.reply, frames)
-            self._receiver.release(done.bulk_bytes)
-            if done.notices:
-                self._notices.put_nowait(done.notices)
-        self._receiver.poll()
+            self.receiver.release(committed.bulk_bytes)
+            if committed.notices:
+                self._notices.put_nowait(committed.notices)
+        self.receiver.poll()
 
     async def _act_on_notices(self) -> None:
         while True:
@@ -317,11 +311,11 @@ class ExchangeServer:
                 await self._act(notices)
             except (LedgerFault, sqlite3.Error):
                 raise
-            except Exception as error:  # commits stay; the next notices are acted on
-                unforeseen.note("what follows from a commit", error)
+            except Exception as error:  # the commit stays; the next notices are handled
+                unforeseen.note("the handling of notices after a commit", error)
 
     def _answer_leases(self, now_s: float) -> list[tuple[PendingRequest, Outcome]]:
-        """Answer the next requests for leases, of different workers."""
+        """Answer the next lease requests, of different workers."""
         by_member: dict[str, PendingRequest] = {}
         while self._leases and len(by_member) < LEASES_AT_ONCE and self._leases[0].request.member_id not in by_member:
             waiting = self._leases.popleft()
@@ -334,19 +328,19 @@ class ExchangeServer:
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
-        taken: list[PendingRequest] = []
+        handled: list[PendingRequest] = []
         with handled_together(self._exchange) as outcomes:
-            while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
-                taken.append(self._others.popleft())
-                outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
+            while self._others and len(handled) < OTHERS_AT_ONCE and (not handled or time.monotonic() < end_s):
+                handled.append(self._others.popleft())
+                outcomes.append(handle(self._exchange, handled[-1].arrived, now_s))
                 self._send_synced()
         if not outcomes:
-            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in taken]
-        return list(zip(taken, outcomes, strict=True))
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in handled]
+        return list(zip(handled, outcomes, strict=True))
 
-    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, done: Done) -> None:
-        self._receiver.filter.finished(waiting)
-        done.answers += self._parked.answer_or_park(waiting, outcome, now_s)
+    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, committed: Committed) -> None:
+        self.receiver.filter.finished(waiting)
+        committed.answers += self.parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 
@@ -357,10 +351,10 @@ class ExchangeServer:
                 self._bell.set()
             else:
                 self._socket.send(each.waiting.identity, each.outcome.reply, each.frames)
-        self._receiver.poll()
+        self.receiver.poll()
 
     def _answer_anew(self, unread: ToRead) -> None:
-        """Handle the damaged records of an unsent answer, and answer its request anew."""
+        """Handle the damaged records of an unsent answer, and answer its request again."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
             selection.release_unsent(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
@@ -379,7 +373,7 @@ def _read(portion: list[ToRead]) -> None:
 
 
 class ParkedRequests:
-    """At most one request of a kind for each member; of a learner's member, one for each rank."""
+    """Holds at most one parked request of a kind for each member, and one for each rank of a learner."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
@@ -391,8 +385,8 @@ class ParkedRequests:
     def answer_or_park(
         self, waiting: PendingRequest, outcome: Outcome, now_s: float
     ) -> list[tuple[PendingRequest, Outcome]]:
-        """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the
-        same sender is answered empty, because what is given now goes to the new one."""
+        """Return the answers to send; park the request if its answer is empty. An earlier request of the same sender is
+        answered empty, because new work goes to the later one."""
         answers = []
         earlier = self._waiting.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
@@ -404,15 +398,15 @@ class ParkedRequests:
         return answers
 
     def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
-        """Take out up to `max_leases` requests for leases, other requests of `kinds`, and all whose wait time has ended."""
-        taken = []
+        """Remove and return up to `max_leases` lease requests, other requests of `kinds`, and all expired ones."""
+        due_requests = []
         for key, waiting in list(self._waiting.items()):
             due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
             if due or waiting.deadline_s <= now_s:
                 max_leases -= waiting.kind == "lease"
                 del self._waiting[key]
-                taken.append(waiting)
-        return taken
+                due_requests.append(waiting)
+        return due_requests
 
     def _nothing(self, waiting: PendingRequest) -> Outcome:
         reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)

@@ -1,1 +1,1 @@
-"""Uploaded groups: decoding, checks, and storage of their bytes."""
+"""Decodes, checks and stores uploaded groups."""

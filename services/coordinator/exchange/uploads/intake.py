@@ -1,15 +1,15 @@
-"""Validates uploaded groups and writes their bytes, off the event loop and before the transaction; likewise the turns of
-episodes, and a reference's log-probabilities, which come with the scores.
+"""Validates and stores uploads, off the event loop and before the transaction: groups, turns of episodes, and the
+reference's log-probabilities that come with scores.
 
-Both run on threads: `validate_upload` decodes, checks and hashes an upload, `store` stores the valid ones with one
-sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate) leaves
-bytes behind that are removed with their segment.
+`validate_upload` and `store` run on threads: the first decodes, checks and hashes an upload, the second stores the valid
+ones with one sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate)
+leaves bytes behind that are removed with their segment.
 
-Every number is checked that the learner relies on and that a worker could get wrong, and that no state of the ledger could
-make acceptable. Faults are answered INVALID, with the field, its value and the bound. Of turns of episodes there are
-digests besides, by which the transaction compares a group with its journal without reading either: that of a turn is
-XXH3-128 over its sampled tokens, their log-probabilities and their versions; that of its context over the tokens that the
-model read before.
+The checks cover every number that the learner relies on, that a worker could get wrong, and that is wrong in every
+state of the ledger. Faults are answered INVALID, with the field, its value and the bound. Turns of episodes also get
+digests, by which the transaction compares a group with its turn log without reading either: a turn's is XXH3-128 over
+its sampled tokens, their log-probabilities and their versions; its context's is over the tokens that the model read
+before.
 """
 
 from __future__ import annotations
@@ -42,47 +42,46 @@ from paceline.wire import (
 
 @dataclass
 class Arrived:
-    """A request with its payload frames; a result with bulk also has the results of `validate_upload` and `store`."""
+    """A request with its payload frames and, if it has arrays to store, the results of `validate_upload` and `store`."""
 
     request: pb.ExchangeRequest
     frames: Sequence[Buffer] = field(default_factory=list)
     limits: Limits | None = None
-    """Limits of the run; None when there is no run."""
+    """Limits of the run; None without a run."""
     kind: str = field(init=False)
     """Name of the request's body; empty without one."""
     group: Group | None = None
-    """The group, or the prefix of one, without its texts, if its bytes are valid; its arrays are views into the
-    frame."""
+    """The group or prefix without its texts, if its bytes are valid; its arrays are views into the frame."""
     turns: list[GroupTurn] = field(default_factory=list)
     """Turns of a group with rows."""
     turn: UploadedTurn | None = None
-    """What the ledger keeps of an episode's turn, if its bytes are valid."""
+    """Validated turn of an episode, for the ledger."""
     max_id: int = 0
     """Largest token id of the group or turn."""
     reference: FloatArray | None = None
     """[ΣT] log-probabilities of the reference that came with a score, if its bytes are valid."""
     record: Record | None = None
-    """Its bytes in the ledger's form."""
+    """Its bytes as a segment record."""
     location: Location | None = None
     """Its location on the disk."""
     fault: str = ""
-    """Reason why it can never be accepted; empty while there is none."""
+    """Reason why it is invalid in every state of the ledger; empty if it is not."""
     is_decided: bool = False
-    """True when it was sent again and is decided in the ledger: its frames were not kept."""
+    """True if it was sent again and the ledger has decided it; then its frames are not kept."""
 
     def __post_init__(self) -> None:
         self.kind = self.request.WhichOneof("body") or ""
 
     @property
     def has_bulk(self) -> bool:
-        """Return whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
+        """Return whether it has arrays to be stored before its transaction."""
         if self.is_decided:
             return False
         return self.kind in ("group", "turn") or (self.kind in ("score", "lease_return") and bool(self.frames))
 
 
 def validate_upload(arrived: Arrived) -> None:
-    """Decode and check a result with bulk; `fault` says what no state of the ledger could make acceptable."""
+    """Decode and check a result with arrays; set `fault` if it is invalid in every state of the ledger."""
     try:
         if arrived.kind == "group":
             arrived.group = _decode(arrived)
@@ -108,13 +107,13 @@ def validate_upload(arrived: Arrived) -> None:
             arrived.record = Record.of(b"", arrived.frames[0])
     except WireError as error:
         arrived.fault = str(error)
-    except Exception as error:  # whatever bytes come, the other groups are stored
+    except Exception as error:  # whatever arrives, the other groups are stored
         logged = unforeseen.note(f"the check of a {arrived.kind}", error)
         arrived.fault = f"the coordinator failed on it: {logged}"
 
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
-    """Store the valid ones of the uploads that were checked; they are durable when it returns. Raises LedgerFault."""
+    """Store the uploads that were validated; they are durable on return. Raises LedgerFault."""
     good = [(arrived, arrived.record) for arrived in results if arrived.record is not None]
     if good:
         locations = payloads.append([record for _, record in good])
@@ -123,7 +122,7 @@ def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
 
 
 def _decode(arrived: Arrived) -> Group:
-    """Return the group of a result. Raises WireError for what no state of the ledger could make acceptable."""
+    """Return the group of a result. Raises WireError if it is invalid in every state of the ledger."""
     result, frames = arrived.request.group, arrived.frames
     if len(frames) != 2:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
@@ -160,25 +159,24 @@ def _decode_begun(arrived: Arrived) -> Group:
 
 
 FINISHED, ABORTED = ("stop", "length"), ("abort",)
-"""Finish reasons of a completion; an aborted one is to be continued."""
+"""Finish reasons of a completion; an aborted one is continued later."""
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability: 0, but for rounding."""
 
 MIN_LOGPROB = -1e5
-"""Smallest log-probability, far below that of any token that a sampler draws: a probability of 1e-45 is the least that
-float32 holds."""
+"""Smallest log-probability, far below that of any sampled token: float32 holds no probability below 1e-45."""
 
 MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
 
 MAX_ID = 2**31 - 1
 
 MAX_TEXT_BYTES = 1024
-"""Largest text of a token; the longest of known vocabularies have some hundred bytes."""
+"""Most bytes of a token's text; the longest in known vocabularies have some hundred."""
 
 
 class Limits(NamedTuple):
-    """Limits of a group by the spec."""
+    """Limits that the spec sets for a group."""
 
     max_new_tokens: int
     max_total_tokens: int
@@ -190,7 +188,7 @@ class Limits(NamedTuple):
 
 
 def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
-    """Check every number of a group, but the sizes of rows; return its largest token id. Raises WireError."""
+    """Check every number of a group except the sizes of rows; return its largest token id. Raises WireError."""
     num_prompt = len(arrays.prompt_ids)
     if num_prompt == 0:
         raise WireError("prompt_ids is empty, but a prompt has at least one token")
@@ -205,9 +203,9 @@ def check_ids(name: str, ids: IntArray) -> int:
     """Return the largest token id; 0 without any. Raises WireError."""
     if not len(ids):
         return 0
-    highest = int(np.maximum.reduce(ids.view(np.uint32)))  # a negative one is huge
+    highest = int(np.maximum.reduce(ids.view(np.uint32)))  # negative ids become huge
     if highest > MAX_ID:
-        raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
+        raise WireError(f"{name} contains {ids.min()}, but ids begin at 0")
     return highest
 
 
@@ -227,16 +225,16 @@ def check_logprobs(name: str, values: FloatArray) -> None:
     """Check log-probabilities of a sampler or of a reference. Raises WireError."""
     if len(values) and not _are_logprobs(values):
         least, most = np.minimum.reduce(values), np.maximum.reduce(values)
-        raise WireError(f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}")
+        raise WireError(f"{name} ranges from {least} to {most}, but must be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}")
 
 
 def _are_logprobs(values: FloatArray) -> bool:
-    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, as this is done with every
-    token.
+    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, because every token passes
+    here.
 
-    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and NaN. Taken as
-    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest
-    size."""
+    The bits of IEEE 754 floats of one sign are ordered as integers by magnitude, followed by infinity and NaN. As
+    signed integers, negative floats are below positive ones, and the greatest negative one has the largest magnitude.
+    """
     greatest = int(np.maximum.reduce(values.view(np.int32)))
     if greatest < 0:
         return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
@@ -250,21 +248,21 @@ def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allo
     check_text_size(size_bytes, num_tokens, len(reasons))
     for reason in reasons:
         if reason not in allowed:
-            raise WireError(f"a finish_reason is {reason[:64]!r}, but has to be one of {', '.join(allowed)}")
+            raise WireError(f"a finish_reason is {reason[:64]!r}, but must be one of {', '.join(allowed)}")
 
 
 def check_text_size(size_bytes: int, num_tokens: int, num_texts: int) -> None:
-    """Raises WireError for texts that are longer than any of so many tokens."""
+    """Raise WireError if the texts are longer than those of so many tokens can be."""
     most = MAX_TEXT_BYTES * (num_tokens + num_texts + 1)
     if size_bytes > most:
-        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are the most")
+        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are allowed")
 
 
 ENDINGS = ("done", "truncated")
-"""How a finished sample can end. One that is given up has no last turn."""
+"""Endings of a finished sample. One that is given up has no last turn."""
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Bytes of a sample's texts beside those of its tokens: schemas of tools, what a program wrote into its messages."""
+"""Most bytes of a sample's texts besides those of its tokens: tool schemas and text of programs in its messages."""
 
 
 class UploadedTurn(NamedTuple):
@@ -279,7 +277,7 @@ class UploadedTurn(NamedTuple):
     digest: str
     context_digest: str
     left_out: tuple[int, ...]
-    """Of the last turn of a sample."""
+    """Left-out turns, only in the last turn of a sample."""
 
     @property
     def oldest_step(self) -> int:
@@ -287,7 +285,7 @@ class UploadedTurn(NamedTuple):
 
 
 class GroupTurn(NamedTuple):
-    """A turn of a whole group, as its rows have it."""
+    """A turn of a whole group, taken from its rows."""
 
     sample: int
     row_index: int
@@ -297,12 +295,12 @@ class GroupTurn(NamedTuple):
 
 
 def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | None) -> UploadedTurn:
-    """Return what the ledger keeps of a turn. Raises WireError."""
+    """Return the parts of a turn that the ledger keeps. Raises WireError."""
     if len(frames) != 2:
         raise WireError(f"a turn has two payload frames, not {len(frames)}")
     if len(frames[1]) > MAX_NOTE_BYTES:
         raise WireError(
-            f"the note of a turn has {len(frames[1])} bytes, {MAX_NOTE_BYTES} are the most; a large part of it may be the "
+            f"the note of a turn has {len(frames[1])} bytes, {MAX_NOTE_BYTES} are allowed; a large part of it may be the "
             "state that the environment's `save` returns"
         )
     arrays, note = TurnArrays.decode(frames[0]), parse_message(pb.TurnNote, frames[1])
@@ -314,7 +312,7 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
             f"{limits.max_new_tokens}"
         )
     if note.finish_reason not in FINISHED:
-        raise WireError(f"finish_reason is {note.finish_reason[:64]!r}, but has to be one of {', '.join(FINISHED)}")
+        raise WireError(f"finish_reason is {note.finish_reason[:64]!r}, but must be one of {', '.join(FINISHED)}")
     _check_number("reward", note.reward)
     _check_sample(turn, note)
     return UploadedTurn(
@@ -330,26 +328,28 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
 
 
 def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:
-    """Check what belongs to the last turn alone. Raises WireError."""
+    """Check the fields that only the last turn may set. Raises WireError."""
     if note.HasField("sample") != turn.last:
-        raise WireError("the last turn of a sample, and no other, tells in `sample` how the sample ended")
+        raise WireError("only the last turn of a sample, and always that one, sets `sample`")
     if not turn.last:
         if note.left_out:
             raise WireError("only the last turn of a sample names turns in `left_out`")
         return
     if note.sample.ending not in ENDINGS:
-        raise WireError(f"ending is {note.sample.ending[:64]!r}, but has to be one of {', '.join(ENDINGS)}")
+        raise WireError(f"ending is {note.sample.ending[:64]!r}, but must be one of {', '.join(ENDINGS)}")
     _check_number("sample.reward", note.sample.reward)
     _check_number("sample.turn_rewards", note.sample.turn_rewards)
     if len(set(note.left_out)) != len(note.left_out) or max(note.left_out, default=0) > turn.index:
-        raise WireError(f"left_out is {list(note.left_out[:16])}, but names each of turns 0 to {turn.index} once")
+        raise WireError(
+            f"left_out is {list(note.left_out[:16])}, but must name turns from 0 to {turn.index}, each once"
+        )
     if len(note.left_out) > turn.index:
         raise WireError(f"left_out names all {turn.index + 1} turns, but a finished sample has one that trains")
 
 
 def _check_number(name: str, value: float) -> None:
     if not math.isfinite(value):
-        raise WireError(f"{name} is {value}, but has to be a number; leave it unset where there is none")
+        raise WireError(f"{name} is {value}, but must be finite; leave it unset if there is none")
 
 
 def check_rows(rows: RowArrays, lengths: Sequence[int], num_prompt: int, limits: Limits | None) -> None:
@@ -377,19 +377,19 @@ def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes
     check_text_size(size_bytes - num_samples * MAX_SAMPLE_BYTES, num_tokens, len(texts.finish_reasons))
     for sample in texts.samples:
         if sample.ending not in (*ENDINGS, "failed"):
-            raise WireError(f"ending is {sample.ending[:64]!r}, but has to be one of {', '.join((*ENDINGS, 'failed'))}")
+            raise WireError(f"ending is {sample.ending[:64]!r}, but must be one of {', '.join((*ENDINGS, 'failed'))}")
         _check_number("sample.reward", sample.reward)
         _check_number("sample.turn_rewards", sample.turn_rewards)
 
 
 def turns_of(group: Group) -> list[GroupTurn]:
-    """Return the turns of a group with rows, in the order of its samples, rows and tokens. Raises WireError for tokens that
-    belong to no turn."""
+    """Return the turns of a group with rows, in the order of its samples, rows and tokens. Raises WireError if a token
+    belongs to no turn."""
     assert group.rows is not None
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
     ends = [0] * len(samples)
-    """End of the last turn of each row so far."""
+    """End of the last turn of each row until now."""
     for row, start, end, _ in group.rows.turns:
         completion = group.completions[row]
         context_ids = completion.token_ids[ends[row] : start]
@@ -429,5 +429,5 @@ def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[Versi
 
 
 def context_digest(context_ids: IntArray) -> str:
-    """Return XXH3-128 over the tokens that a turn reads."""
+    """Return XXH3-128 over the tokens that the model reads before a turn."""
     return xxhash.xxh3_128(np.ascontiguousarray(context_ids, "<i4").tobytes()).hexdigest()

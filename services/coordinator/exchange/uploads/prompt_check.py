@@ -1,13 +1,13 @@
-"""Check that a submitted group is about its lease's prompt: the prompt is encoded once more and compared.
+"""Checks that a submitted group has its lease's prompt, by encoding the prompt again and comparing.
 
-The coordinator has no tokenizer; a child process (prompt_encoder.py) has it, and loads it when a run starts. Where it
-cannot be loaded from this machine's disk (the model is only on the workers') or the template writes the date, prompts
-are not compared, and `unavailable` has the reason; every other failure is a warning in the run's events. Used by the
-exchange's check thread; only `begin` and `close` are called from elsewhere.
+The coordinator has no tokenizer; a child process (prompt_encoder.py) loads one when a run starts. If it cannot be loaded
+from this machine's disk (only the workers have the model) or the template writes the date, prompts are not compared, and
+`unavailable` has the reason; every other failure is a warning in the run's events. Used by the exchange's check thread;
+only `begin` and `close` are called from elsewhere.
 
-The child gets the environment variables of user code (`paceline/user_code/surroundings.py`), because the chat template is user code and
-a tokenizer is read from plain files: neither needs the storage key or a token.
-A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
+The child gets only the environment variables of user code (`paceline/user_code/surroundings.py`), because the chat
+template is user code; it needs neither the storage key nor a token. A child that does not answer within ANSWER_S is
+killed, and prompts are not compared until the next run begins.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
 LOAD_S = 60.0
-"""Seconds in which a tokenizer has to load; groups that arrive meanwhile wait for it."""
+"""Time-out for loading a tokenizer; groups that arrive meanwhile wait for it."""
 
 ANSWER_S = 10.0
-"""Seconds in which the child has to answer."""
+"""Time-out for the child's answer."""
 
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"
@@ -50,12 +50,11 @@ log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The child cannot encode the run's prompts, for the reason that it gives."""
+    """The child cannot encode the run's prompts; the message has its reason."""
 
 
 class PromptCheck:
-    """Comparison of the prompts of one run at a time. `ledger` is the file that has the prompts of its groups, encrypted with
-    `key`."""
+    """Compares the prompts of one run at a time. `ledger` is the file with the prompts, encrypted with `key`."""
 
     def __init__(self, ledger: Path, key: StorageKey | None = None):
         self.unavailable = ""
@@ -63,16 +62,16 @@ class PromptCheck:
         self._path, self._key = ledger, key
         self._reader: sqlite3.Connection | None = None
         """Connection of the check thread."""
-        self._encoder: Encoder | None = None
-        """Encoder of the run; None: prompts are not compared."""
+        self.encoder: Encoder | None = None
+        """Encoder of the run; None if prompts are not compared."""
         self._warnings: list[str] = []
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
-        """Start to load the run's tokenizer, without waiting for it. A check of an earlier run's group ends at once."""
-        before, self._encoder, self.unavailable = self._encoder, None, ""
+        """Start loading the run's tokenizer, without waiting for it. A check of an earlier run's group ends at once."""
+        before, self.encoder, self.unavailable = self.encoder, None, ""
         if before is not None:
             before.end()
-        if spec.environment.is_used:  # its prompts have tools, and what `reset` returns
+        if spec.environment.is_used:  # its prompts contain tools and the messages of `reset`
             self.unavailable = "its prompts are made by its environment"
             return
         if not _is_here(spec.policy):
@@ -80,37 +79,37 @@ class PromptCheck:
             log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)
             return
         try:
-            self._encoder = Encoder(run_id, spec)
+            self.encoder = Encoder(run_id, spec)
         except OSError as error:
             self._give_up(f"its process cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
-        """Return why these are not the tokens of the group's prompt; empty when they are, or cannot be compared."""
-        encoder = self._encoder
+        """Return why these are not the tokens of the group's prompt; empty if they are, or cannot be compared."""
+        encoder = self.encoder
         if encoder is None or encoder.run_id != run_id or not (recorded := self._prompt_of(run_id, group_id)):
             return ""
         prompt, columns = map(json.loads, recorded)
         try:
             answer = encoder.encode(prompt, tools_of_prompt(prompt, columns))
         except (OSError, ValueError, Refused) as error:
-            if self._encoder is encoder:  # else another run has begun
-                self._encoder = None
+            if self.encoder is encoder:  # else another run has begun
+                self.encoder = None
                 refused = isinstance(error, Refused)
                 self._give_up(str(error) if refused else f"its process does not answer: {error}")
             encoder.end()
             return ""
         if "refused" in answer:
-            return f"the prompt of group {group_id} cannot be encoded, so no tokens are its own: {answer['refused']}"
+            return f"the prompt of group {group_id} cannot be encoded, so it can have no tokens: {answer['refused']}"
         if answer["digest"] != prompt_digest(prompt_ids):
             return (
                 f"group {group_id} came with {len(prompt_ids)} prompt tokens that are not those of its lease's prompt, which "
-                f"has {answer['tokens']}; do worker and coordinator have the same tokenizer and version of transformers?"
+                f"has {answer['tokens']}; install the same tokenizer and version of transformers on worker and coordinator"
             )
         return ""
 
     def validate_upload(self, arrived: Arrived) -> None:
-        """Set the fault of an upload whose prompt is not its lease's. An unforeseen error is logged, and the prompt
-        passes uncompared, because every other group waits for this thread."""
+        """Set the fault of an upload whose prompt is not its lease's. An unforeseen error is logged and the prompt
+        accepted uncompared, because every other group waits for this thread."""
         if arrived.group is None:
             return
         try:
@@ -126,15 +125,15 @@ class PromptCheck:
         return warnings
 
     def close(self) -> None:
-        if self._encoder is not None:
-            self._encoder.end()
-            self._encoder = None
+        if self.encoder is not None:
+            self.encoder.end()
+            self.encoder = None
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
     def _prompt_of(self, run_id: str, group_id: int) -> tuple[str, str] | None:
-        """Return the prompt and the other columns on record; None for a group that does not exist, which the handler refuses."""
+        """Return the prompt and the other columns of a group; None for an unknown group, which the handler refuses."""
         if group_id > MAX_GROUP_ID:
             return None
         if self._reader is None:
@@ -149,10 +148,10 @@ class PromptCheck:
 
 
 class Encoder:
-    """The child process of one run, and the lines to and from it."""
+    """The child process of one run, and its pipes."""
 
     def __init__(self, run_id: str, spec: RunSpec):
-        """Start the child, which loads the tokenizer by itself. Raises OSError."""
+        """Start the child, which then loads the tokenizer. Raises OSError."""
         self.run_id = run_id
         self._buffer, self._loaded = b"", False
         self._socket, theirs = socket.socketpair()
@@ -173,13 +172,13 @@ class Encoder:
             )
         except OSError:
             self._socket.close()
-            if hasattr(self, "process"):  # it was started, and does not read
+            if hasattr(self, "process"):  # it runs, but does not read
                 self.process.kill()
                 self.process.wait()
             raise
 
     def encode(self, prompt: Any, tools: list[Any] | None) -> dict[str, Any]:
-        """Return the child's answer for a prompt with tools. Raises OSError or ValueError when it does not answer."""
+        """Return the child's answer for a prompt with tools. Raises OSError or ValueError if it does not answer."""
         if not self._loaded:
             ready = self._hear(LOAD_S)
             if "refused" in ready:
@@ -189,10 +188,10 @@ class Encoder:
         return self._hear(ANSWER_S)
 
     def end(self) -> None:
-        """Kill the child; a thread that waits for its answer goes on. From any thread."""
+        """Kill the child; a thread that waits for its answer continues. From any thread."""
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):  # it was ended before
+        with contextlib.suppress(OSError):  # already ended
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -201,12 +200,12 @@ class Encoder:
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
-        """Return the next line. Raises OSError when the child is gone or silent, ValueError for a malformed answer."""
+        """Return the next line. Raises OSError if the child is gone or silent, ValueError if the answer is malformed."""
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
             content = self._socket.recv(1 << 16)
             if not content:
-                raise ConnectionError("it has ended, and the log may say why")
+                raise ConnectionError("it has ended, its log may have the reason")
             self._buffer += content
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -214,7 +213,7 @@ class Encoder:
 
 
 def _is_here(policy: PolicySection) -> bool:
-    """Return whether the tokenizer is on this machine's disk: a folder, or a model of the hub that is in its cache."""
+    """Return whether the tokenizer is on this machine's disk: a folder, or a model in the hub's cache."""
     name = policy.tokenizer_name or policy.model_name
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()

@@ -1,4 +1,4 @@
-"""The child process of `PromptCheck`: encodes prompts as the rollout workers should, one JSON line in, one out.
+"""Encodes prompts as rollout workers do, in the child process of `PromptCheck`: one JSON line in, one out.
 
     {"policy": {...}, "template": "auto", "template_kwargs": {}}
                                              loads a tokenizer; {"ready": true} or {"refused": "why"}
@@ -33,16 +33,16 @@ def prompt_digest(prompt_ids: IntArray) -> str:
 
 
 def load_encoder(request: dict[str, Any]) -> Callable[[Any, Any], IntArray]:
-    """Return the function that encodes a prompt with tools. Raises InvalidInput where it is not the same every day."""
+    """Return the function that encodes a prompt with tools. Raises InvalidInput if the template writes the date."""
     tokenizer: Any = load_tokenizer(PolicySection.model_validate(request["policy"]))
     if CHANGES_WITH_TIME in str(tokenizer.chat_template):
-        raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
+        raise InvalidInput("the chat template writes the date, so a prompt is not the same on two days")
     template, kwargs = request["template"], request.get("template_kwargs", {})
     return lambda prompt, tools: encode_prompt(tokenizer, prompt, template, kwargs, tools)
 
 
 class WithoutTorch(PathFinder):
-    """Finder of modules that leaves torch out: tokenizers need none, and its import takes longer than all else here."""
+    """Finder of modules that hides torch: tokenizers do not need it, and its import takes longer than all else here."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -54,7 +54,7 @@ def main() -> None:
     sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
-    os.nice(10)  # services and engine come first
+    os.nice(10)  # gives way to services and the engine
     encode: Callable[[Any, Any], IntArray] | None = None
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,1 +1,1 @@
-"""Tables of the ledger beside `groups`: one module each, with every statement that the exchange runs on it."""
+"""Tables of the ledger besides `groups`: one module each, with all its statements."""

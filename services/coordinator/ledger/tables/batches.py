@@ -1,7 +1,8 @@
-"""Fixed batches, those that were fixed anew, the ranks' receipts of them and the ends of sessions; digest, chain and split of a batch.
+"""Stores fixed and replaced batches, the ranks' receipts and the ends of sessions; computes digest, chain and split of
+a batch.
 
-Digest and chain name a batch and everything that was trained before it: the coordinator, `ledger verify` and every rank compute
-them from their own records. The split over the ranks is the same for every rank that asks.
+Digest and chain identify a batch and everything trained before it: the coordinator, `ledger verify` and every rank
+compute them from their own records. The split over the ranks is the same for every rank that asks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 class NewBatch(NamedTuple):
-    """A batch that is fixed."""
+    """Columns of a newly fixed batch."""
 
     digest: str
     """Digest over the digests of its groups, in order."""
@@ -32,14 +33,14 @@ class NewBatch(NamedTuple):
 
 
 class Batches(Queries):
-    """Key by run and step. Methods that write run inside a transaction of the ledger."""
+    """Keys: run and step. Methods that write run inside a transaction of the ledger."""
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
-        """Return the fixed batch of a step; None also for a run without batches."""
+        """Return the fixed batch of a step; None without one, also for a run without batches."""
         return self.row("SELECT * FROM batches WHERE run_id = ? AND step = ?", (run_id, step))
 
     def add(self, run_id: str, step: int, batch: NewBatch) -> None:
-        """Record the batch of a step that has none."""
+        """Record the batch of a step without one."""
         self.db.execute(
             "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
             " VALUES (?, ?, ?, ?, ?, ?, 1)",
@@ -50,7 +51,7 @@ class Batches(Queries):
         self.db.execute("UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run_id, step))
 
     def replace(self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str) -> None:
-        """Move a batch to the replaced ones. `group_ids` are in its order, `dropped_ids` those that the next one lacks."""
+        """Move a batch with `group_ids` to the replaced ones; its next revision lacks `dropped_ids`."""
         key, of_groups = (
             (batch["run_id"], batch["step"]),
             (json.dumps(group_ids), json.dumps(sorted(dropped_ids))),
@@ -63,7 +64,7 @@ class Batches(Queries):
         self.db.execute("DELETE FROM batches WHERE run_id = ? AND step = ?", key)
 
     def last_replaced(self, run_id: str, step: int) -> sqlite3.Row | None:
-        """Return revision and chain of the newest batch of the step that was replaced."""
+        """Return revision and chain of the newest replaced batch of the step."""
         return self.row(
             "SELECT revision, chain FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision DESC LIMIT 1",
             (run_id, step),
@@ -71,8 +72,7 @@ class Batches(Queries):
 
 
 def batch_digest(groups: Sequence[sqlite3.Row]) -> str:
-    """Return SHA-256 over a batch's groups in their order: id, digest and digest of the scores of each. `groups` are rows of
-    the table `groups`."""
+    """Return SHA-256 over id, digest and scores digest of a batch's groups in order; `groups` are their rows."""
     content = [[group["group_id"], group["digest"], group["scores_digest"]] for group in groups]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -83,7 +83,7 @@ def extend_chain(chain: str, step: int, digest: str) -> str:
 
 
 MAX_SPLITS = 8
-"""Splits in the cache: of the step that is trained, and of some that a later session trains again."""
+"""Most splits in the cache: that of the current step, and some that a later session trains again."""
 
 Split = list[list[sqlite3.Row]]
 
@@ -98,24 +98,22 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 
 class Splits:
-    """Cache of the newest splits. The key is a link of the chain, which names one batch for good, whatever is fixed
-    anew or rolled back."""
+    """Cache of the newest splits by link of the chain, which identifies one batch despite revisions and rollbacks."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._batches = Batches(db)
         self._split = functools.lru_cache(MAX_SPLITS)(lambda chain, *of_step: split_batch(db, *of_step))
 
     def get(self, run_id: str, step: int, world_size: int) -> Split:
-        """Return `split_batch` from the cache."""
         batch = self._batches.get(run_id, step)
         return [] if batch is None else self._split(batch["chain"], run_id, step, world_size)
 
 
 def balance(tokens: list[int], world_size: int) -> list[list[int]]:
-    """Indices of `tokens` for each of `world_size` ranks, each list ascending.
+    """Return the indices of `tokens` for each of `world_size` ranks, each list ascending.
 
-    Longest processing time first (Graham, 1969): the next longest goes to the rank with the fewest tokens, ties to
-    the lower rank, so the same input always gives the same split. At most 4/3 - 1/(3·ranks) of the best split.
+    Longest processing time first (Graham, 1969): the next longest goes to the rank with the fewest tokens, ties to the
+    lower rank, so the same input always gives the same split. At most 4/3 - 1/(3·ranks) of the best split.
     """
     loads = [(0, rank) for rank in range(world_size)]
     parts: list[list[int]] = [[] for _ in range(world_size)]
@@ -127,10 +125,10 @@ def balance(tokens: list[int], world_size: int) -> list[list[int]]:
 
 
 class Receipts(Queries):
-    """Key by run, session, step and rank. Methods that write run inside a transaction of the ledger."""
+    """Keys: run, session, step and rank. Methods that write run inside a transaction of the ledger."""
 
     def add(self, run_id: str, session: int, receipt: pb.Receipt) -> None:
-        """Record a receipt, in the place of an earlier one of the same rank."""
+        """Record a receipt; replaces an earlier one of the same rank."""
         self.db.execute(
             "INSERT OR REPLACE INTO receipts"
             " (run_id, session, step, rank, world_size, group_ids, digests, tokens, scores_digests)"
@@ -149,7 +147,7 @@ class Receipts(Queries):
         )
 
     def count(self, run_id: str, session: int, step: int, world_size: int) -> int:
-        """Return the number of ranks, of `world_size`, that have a receipt of the step in the session."""
+        """Return the number of ranks, out of `world_size`, with a receipt of the step in the session."""
         return int(
             self.value(
                 "SELECT COUNT(*) AS n FROM receipts WHERE run_id = ? AND session = ? AND step = ? AND world_size = ?",
@@ -180,7 +178,7 @@ class Receipts(Queries):
 
 
 IN_HAND = "in hand"
-"""Kind of a row that is no fault (yet): the session was given its part of the step, the message is its number of ranks."""
+"""Kind of a row without a fault: the session was served its part of the step. The message is its number of ranks."""
 
 
 class SessionFault(NamedTuple):
@@ -189,12 +187,12 @@ class SessionFault(NamedTuple):
     session: int
     step: int
     kind: str
-    """Type of the exception, or a kind of `exchange/batches/session_faults.py`."""
+    """Type of the exception, or a kind from `exchange/batches/session_faults.py`."""
     message: str
 
 
 class SessionFaults(Queries):
-    """Key by run and session. Methods that write run inside a transaction of the ledger."""
+    """Keys: run and session. Methods that write run inside a transaction of the ledger."""
 
     def set_in_hand(self, run_id: str, session: int, step: int, world_size: int) -> None:
         """Record the step that a session trains, unless the session has a fault."""
@@ -205,7 +203,7 @@ class SessionFaults(Queries):
         )
 
     def in_hand(self, run_id: str) -> tuple[int, int, int] | None:
-        """Return session, step and number of ranks of the newest session that has a step in hand."""
+        """Return session, step and number of ranks of the newest session that is training a step."""
         row = self.row(
             "SELECT session, step, message FROM session_faults WHERE run_id = ? AND kind = ? ORDER BY session DESC LIMIT 1",
             (run_id, IN_HAND),
@@ -213,7 +211,7 @@ class SessionFaults(Queries):
         return None if row is None else (row["session"], row["step"], int(row["message"]))
 
     def add(self, run_id: str, fault: SessionFault, *, outranks: str) -> bool:
-        """Record a fault. Return False when the session has an earlier one, which a fault of the kind `outranks` replaces."""
+        """Record a fault; return whether it was added. An earlier one stays, unless this one's kind is `outranks`."""
         added = self.db.execute(
             "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"
@@ -223,7 +221,7 @@ class SessionFaults(Queries):
         return added > 0
 
     def newest(self, run_id: str, limit: int) -> list[SessionFault]:
-        """Return the newest faults, the newest first."""
+        """Return the newest faults, newest first."""
         rows = self.rows(
             "SELECT session, step, kind, message FROM session_faults WHERE run_id = ? AND kind != ?"
             " ORDER BY session DESC LIMIT ?",
@@ -235,7 +233,7 @@ class SessionFaults(Queries):
         self.db.execute("DELETE FROM session_faults WHERE run_id = ? AND step = ?", (run_id, step))
 
     def remove_in_hand(self, run_id: str, session: int) -> None:
-        """Remove the step that a session has in hand, because the session ended in good order."""
+        """Remove the step that a session was training, because the session left normally."""
         self.db.execute(
             "DELETE FROM session_faults WHERE run_id = ? AND session = ? AND kind = ?",
             (run_id, session, IN_HAND),

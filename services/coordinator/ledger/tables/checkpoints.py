@@ -1,7 +1,7 @@
-"""Complete checkpoints: the table `checkpoints`; and how the ledger keeps paths.
+"""Stores complete checkpoints in the table `checkpoints`, and converts paths between the ledger and the machine.
 
-Paths are kept relative to the ledger's own folder, so that the whole folder can be moved. Those outside of it are kept as
-`file://` URLs, which are not moved; other URLs are kept as they are. A copy therefore never reads the original's files.
+Paths are stored relative to the ledger's folder, so that the whole folder can be moved. Paths outside of it are stored as
+`file://` URLs, which do not move; other URLs are stored unchanged. A copy therefore never reads the original's files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE_SCHEME = "file://"
 
 
 def stored(base: Path, path: str) -> str:
-    """Return `path` as the ledger keeps it; `base` is the ledger's folder."""
+    """Return `path` in the ledger's form; `base` is the ledger's folder."""
     if is_url(path) or not os.path.isabs(path):
         return path
     inside = os.path.relpath(path, base)
@@ -30,14 +30,14 @@ def stored(base: Path, path: str) -> str:
 
 
 def resolved(base: Path, path: str) -> str:
-    """Return the path as of now: an absolute path or a URL; empty for none."""
+    """Return the current path: an absolute path or a URL; empty for none."""
     if not path or is_url(path):
         return path.removeprefix(FILE_SCHEME)
     return str(base / path)
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint on record."""
+    """A complete, registered checkpoint."""
 
     session: int
     step: int
@@ -47,18 +47,18 @@ class Checkpoint(NamedTuple):
     """SHA-256 of its manifest."""
     chain: str
     damaged: str
-    """Reason why no session could load it; empty: it can be loaded."""
+    """Reason why it cannot be loaded; empty if it can."""
 
 
 class Checkpoints(Queries):
-    """Key by run, session and step. Methods that write run inside a transaction of the ledger."""
+    """Keys: run, session and step. Methods that write run inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)
         self._folder = folder
 
     def add(self, report: CheckpointReport) -> bool:
-        """Register a complete checkpoint; return False for one that was registered before."""
+        """Register a complete checkpoint; return False if it was registered before."""
         registered = self.row(
             "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
             (report.run_id, report.session, report.step, report.sha256),
@@ -73,17 +73,17 @@ class Checkpoints(Queries):
         return True
 
     def kept(self, run_id: str) -> list[Checkpoint]:
-        """Return those of a run that are not removed, by session and step; also the damaged ones."""
+        """Return the checkpoints of a run that are not removed, by session and step; damaged ones included."""
         rows = self.db.execute(
             "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
         )
         return [self.from_row(row) for row in rows]
 
     def newest(self, run_id: str) -> Checkpoint | None:
-        """Return the complete checkpoint of the highest trained step whose chain is the ledger's own, of those that can be
-        loaded.
+        """Return the loadable checkpoint of the highest trained step whose chain agrees with the ledger's; None without
+        one.
 
-        A checkpoint that is ahead of the receipts is left out for now: the step before it would never get any.
+        A checkpoint that is ahead of the receipts is skipped: the step before it would never get any.
         """
         row = self.row(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
@@ -96,7 +96,7 @@ class Checkpoints(Queries):
         return None if row is None else self.from_row(row)
 
     def oldest_step(self, run_id: str) -> int:
-        """Return the number of steps behind the oldest kept checkpoint that can be loaded; 0 without one."""
+        """Return the number of steps before the oldest kept, loadable checkpoint; 0 without one."""
         return int(
             self.value(
                 "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
@@ -105,7 +105,7 @@ class Checkpoints(Queries):
         )
 
     def paths(self, run_id: str) -> set[str]:
-        """Return the paths of all checkpoints of a run that were ever registered, also of removed ones."""
+        """Return the paths of all checkpoints ever registered for a run, removed ones included."""
         rows = self.db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
         return {self.from_row(row).path for row in rows}
 
@@ -117,7 +117,6 @@ class Checkpoints(Queries):
         )
 
     def mark_damaged(self, run_id: str, checkpoints: Iterable[Checkpoint], reason: str) -> None:
-        """Record why checkpoints cannot be loaded."""
         self.db.executemany(
             "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND session = ? AND step = ?",
             [(reason, run_id, each.session, each.step) for each in checkpoints],
@@ -127,6 +126,6 @@ class Checkpoints(Queries):
         self.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
 
     def from_row(self, row: sqlite3.Row) -> Checkpoint:
-        """Return the checkpoint of a row of the table, with its path as of now."""
+        """Return the checkpoint in a row of the table, with its current path."""
         path = resolved(self._folder, row["path"])
         return Checkpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])

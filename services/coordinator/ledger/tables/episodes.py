@@ -1,8 +1,10 @@
-"""Journal of runs with an environment: finished turns of open groups, and lives of samples that were not trained.
+"""Stores the turn logs of runs with an environment: finished turns of open groups, and lives of samples that were not
+trained.
 
-A sample has one life at a time. It journals its turns in the table `episodes`; when it ends without being trained, its turns
-are removed and a row in the table `restarts` keeps what they cost. The turns of a group are removed with its result, which
-has their tokens; its rows in `restarts` stay, because the token accounting is computed from them again.
+A sample has one life at a time. Its turns are in the table `episodes`; if the life ends without being trained, they are
+removed and a row in the table `restarts` keeps their cost. The turns of a group are removed when its result is
+committed, because that has their tokens; its rows in `restarts` stay, because the token accounting is recomputed from
+them.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"
-"""Reason of turns that were no part of a trained sample."""
+"""Reason of turns that are not part of a trained sample."""
 
 FAILED = "environment_failed"
 """Reason of a life that ended by a fault of the user's code."""
 
 RESTARTED = "restarted"
-"""Reason of a life that was lost with a process."""
+"""Reason of a life that was lost with its process."""
 
 OF_SAMPLE = "run_id = ? AND group_id = ? AND sample = ? AND life = ?"
 
 
-class JournaledTurn(NamedTuple):
-    """A finished turn: the columns of its row."""
+class FinishedTurn(NamedTuple):
+    """Columns of a finished turn."""
 
     run_id: str
     group_id: int
@@ -38,7 +40,7 @@ class JournaledTurn(NamedTuple):
     turn: int
     last: bool
     left_out: str
-    """JSON list; of the last turn."""
+    """JSON list, set in the last turn."""
     row_index: int
     num_rows: int
     row_tokens: int
@@ -49,7 +51,7 @@ class JournaledTurn(NamedTuple):
 
 
 class EndedLife(NamedTuple):
-    """A life of a sample, or a part of one, that was not trained: the columns of its row."""
+    """Columns of a life of a sample, or a part of one, that was not trained."""
 
     run_id: str
     group_id: int
@@ -64,17 +66,17 @@ class EndedLife(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """The lives of one sample."""
+    """Summary of a sample's lives."""
 
     current: int
     """Number of the current life, from 1."""
     failures: int
-    """Lives that ended by a fault of the environment and count against the budget."""
+    """Lives that ended by a fault of the environment and count against the limit."""
     given_up: bool
 
 
 class Total(NamedTuple):
-    """The journaled turns of a group."""
+    """Totals of a group's turns."""
 
     tokens: int
     oldest_step: int | None
@@ -82,7 +84,7 @@ class Total(NamedTuple):
 
 
 class Episodes(Queries):
-    """Key by run, group, sample, life and turn. Methods that write run inside a transaction of the ledger."""
+    """Keys: run, group, sample, life and turn. Methods that write run inside a transaction of the ledger."""
 
     # Turns
 
@@ -93,15 +95,15 @@ class Episodes(Queries):
         )
 
     def row_tokens(self, run_id: str, group_id: int, sample: int, life: int, row_index: int) -> int:
-        """Return the length of a row of a sample; 0 for a new one."""
-        found = self.row(
+        """Return the number of tokens in a row of a sample; 0 for a new one."""
+        row = self.row(
             f"SELECT row_tokens FROM episodes WHERE {OF_SAMPLE} AND row_index = ? ORDER BY turn DESC LIMIT 1",
             (run_id, group_id, sample, life, row_index),
         )
-        return 0 if found is None else int(found[0])
+        return 0 if row is None else int(row[0])
 
-    def add(self, turn: JournaledTurn, location: Location) -> None:
-        """Record a turn and the location of its bytes. It is sealed here, because a trigger would cost as much again."""
+    def add(self, turn: FinishedTurn, location: Location) -> None:
+        """Record a turn and the location of its bytes. Sealed here, because a trigger would cost as much again."""
         row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
         self.db.execute(
             f"INSERT INTO episodes ({', '.join(row)}, seal) VALUES ({', '.join('?' * len(row))}, ?)",
@@ -109,7 +111,7 @@ class Episodes(Queries):
         )
 
     def of_group(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
-        """Return the turns of a group, sample by sample, in their order."""
+        """Return the turns of a group, by sample, life and turn."""
         return self.rows(
             "SELECT * FROM episodes WHERE run_id = ? AND group_id = ? ORDER BY sample, life, turn",
             (run_id, group_id),
@@ -141,7 +143,7 @@ class Episodes(Queries):
         return self.lives_of_group(run_id, group_id).get(sample, Lives(1, 0, False))
 
     def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
-        """Return the lives of each sample of a group that has an ended one."""
+        """Return the lives of each sample of a group that has ended ones."""
         rows = self.rows(
             "SELECT sample, MAX(life) + 1, SUM(counts), MAX(given_up) FROM restarts WHERE run_id = ? AND group_id = ?"
             " GROUP BY sample ORDER BY sample",
@@ -150,7 +152,7 @@ class Episodes(Queries):
         return {row[0]: Lives(row[1], row[2], bool(row[3])) for row in rows}
 
     def ended(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
-        """Return the ended lives of a group's samples, in their order."""
+        """Return the ended lives of a group's samples, in order."""
         return self.rows(
             "SELECT * FROM restarts WHERE run_id = ? AND group_id = ? ORDER BY sample, life",
             (run_id, group_id),
@@ -171,12 +173,12 @@ class Episodes(Queries):
         )
 
     def remove_ended(self, run_id: str, group_id: int) -> None:
-        """Remove the ended lives of a group that is only measured, because it begins anew."""
+        """Remove the ended lives of an evaluation's group, because the group is generated again."""
         self.db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def clear_failures(self, run_id: str) -> None:
-        """Let no failure count against samples of groups that nobody holds, because a person has removed the cause: samples
-        that were given up begin again."""
+        """Reset the failures of samples in groups that are not leased, because a person has removed the cause: given-up
+        samples begin again."""
         self.db.execute(
             "UPDATE restarts SET counts = 0, given_up = 0 WHERE run_id = ? AND counts + given_up > 0 AND group_id IN"
             " (SELECT group_id FROM groups WHERE run_id = ? AND state = 'admitted')",
@@ -184,7 +186,7 @@ class Episodes(Queries):
         )
 
     def remove_class(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
-        """Remove turns and ended lives of the groups of an evaluation. Return (segment, start) of the turns."""
+        """Remove turns and ended lives of an evaluation's groups. Return (segment, start) of the turns."""
         in_class = "SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
         self.db.execute(
             f"DELETE FROM restarts WHERE run_id = ? AND group_id IN ({in_class})",
@@ -206,5 +208,5 @@ class Episodes(Queries):
 
 
 def left_out_of(row: sqlite3.Row) -> frozenset[int]:
-    """Return the turns that are no part of a sample's rows, by the row of its last turn."""
+    """Return the turns that are not part of a sample's rows, from the row of its last turn."""
     return frozenset(json.loads(row["left_out"]))

@@ -1,4 +1,4 @@
-"""Evaluations that were asked for, and their results: the table `evaluations`."""
+"""Stores requested evaluations and their results: the table `evaluations`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from paceline.services.coordinator.ledger.database import Queries
 
 
 class Evaluations(Queries):
-    """Key by run and step: the version to evaluate, at least. Methods that write run inside a transaction of the ledger."""
+    """Keys: run and step, the smallest version to evaluate. Methods that write run inside a transaction of the ledger."""
 
     def add(self, run_id: str, step: int) -> None:
-        """Add an evaluation that rollout workers make."""
+        """Add an evaluation by rollout workers."""
         self.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run_id, step))
 
     def exists(self, run_id: str, step: int) -> bool:
-        """Return whether an evaluation of the step was asked for."""
+        """Return whether an evaluation of the step was requested."""
         return self.row("SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)) is not None
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
-        """Return the evaluation of a step."""
         return self.row("SELECT * FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step))
 
-    def has_ended(self, run_id: str, kind: str) -> bool:
+    def has_ended(self, run_id: str, group_class: str) -> bool:
         """Return whether the evaluation of a class of groups has its result."""
-        row = self.get(run_id, int(kind.split(":")[1]))
+        row = self.get(run_id, int(group_class.split(":")[1]))
         return row is not None and bool(row["done"])
 
     # Pending ones
@@ -39,21 +38,20 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def pin(self, run_id: str, step: int, member_id: str, session: int, pinned_step: int) -> None:
-        """Give an evaluation to a worker, for the version that the worker has."""
+        """Pin an evaluation to a worker and its version."""
         self.db.execute(
             "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
             (member_id, session, pinned_step, run_id, step),
         )
 
     def unpin_member(self, run_id: str, member_id: str) -> None:
-        """Take the pending evaluations of a worker back."""
+        """Unpin the pending evaluations of a worker."""
         self.db.execute(
             "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
             (run_id, member_id),
         )
 
     def unpin_all(self, run_id: str) -> None:
-        """Take all pending evaluations back."""
         self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
 
     # Results
@@ -66,7 +64,7 @@ class Evaluations(Queries):
         )
 
     def add_result(self, run_id: str, step: int, result: dict[str, Any]) -> None:
-        """Record a measurement that the learner made of the version of a step."""
+        """Record a measurement by the learner of the version of a step."""
         self.db.execute(
             "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
             (run_id, step, json.dumps(result)),
@@ -80,7 +78,7 @@ class Evaluations(Queries):
         return [json.loads(row["result_json"]) for row in rows]
 
     def ended_steps(self, run_id: str) -> list[int]:
-        """Return the steps of the finished evaluations that rollout workers made, ascending."""
+        """Return the steps of finished evaluations by rollout workers, ascending."""
         rows = self.rows(
             "SELECT step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL ORDER BY step",
             (run_id,),
@@ -88,6 +86,6 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def finished_steps(self, run_id: str) -> set[int]:
-        """Return the steps that have a result: those that were asked for, and those of the versions that were measured."""
+        """Return the steps with a result: the requested ones, and those of the versions that were measured."""
         rows = self.rows("SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,))
         return {step for row in rows for step in row}

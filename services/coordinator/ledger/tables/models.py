@@ -1,4 +1,4 @@
-"""Registered models and the changes of their aliases: the tables `models` and `model_changes`."""
+"""Stores registered models and the changes of their aliases: the tables `models` and `model_changes`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 
 MAX_CHANGES = 1000
-"""Changes of a model that are read; the newest ones."""
+"""Most changes of a model that are read, newest first."""
 
 
 class ModelVersion(NamedTuple):
-    """One version of a model on record."""
+    """A version of a registered model."""
 
     name: str
     version: int
@@ -53,14 +53,14 @@ class ModelChange(NamedTuple):
 
 
 class RegisteredModels(Queries):
-    """Keys by name and version, and by name and sequence. Methods that write run inside a transaction of the ledger."""
+    """Keys: name and version, or name and sequence. Methods that write run inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)
         self._folder = folder
 
     def add(self, model: ModelVersion) -> None:
-        """Record a version that is not on record."""
+        """Record a new version."""
         values = model._asdict() | {
             "path": stored(self._folder, model.path),
             "evaluations": json.dumps(model.evaluations),
@@ -72,7 +72,7 @@ class RegisteredModels(Queries):
         )
 
     def get(self, name: str, version: int) -> ModelVersion | None:
-        """Return a version; None where there is none."""
+        """Return a version; None if there is none."""
         row = self.row("SELECT * FROM models WHERE name = ? AND version = ?", (name, version))
         return None if row is None else self.from_row(row)
 
@@ -81,7 +81,7 @@ class RegisteredModels(Queries):
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions that follow one in the order of names, of a name the newest first; with `only` of one model."""
+        """Return the versions after one, by name and with a name's newest first; with `only`, of one model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",
@@ -133,7 +133,7 @@ class RegisteredModels(Queries):
         return None if row is None else ModelChange(*row)
 
     def add_change(self, name: str, change: ModelChange) -> None:
-        """Record a change; its sequence number is the next one, whatever it says."""
+        """Record a change; it gets the next sequence number, its own is ignored."""
         self.db.execute(
             "INSERT INTO model_changes (name, sequence, kind, alias, version, previous, reason, caller, changed_s)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM model_changes WHERE name = ?",
@@ -141,7 +141,7 @@ class RegisteredModels(Queries):
         )
 
     def from_row(self, row: sqlite3.Row) -> ModelVersion:
-        """Return the version of a row of the table, with its path as of now."""
+        """Return the version in a row of the table, with its current path."""
         values = {field: row[field] for field in ModelVersion._fields}
         values["path"] = resolved(self._folder, row["path"])
         values |= {field: json.loads(row[field]) for field in ("evaluations", "verdicts")}

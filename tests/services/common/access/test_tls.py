@@ -189,7 +189,7 @@ def test_only_a_workers_certificate_begins_a_control_stream(
         check_certificate(context)
         assert identity_of_call(context) == Identity("worker", "worker")
         return
-    with pytest.raises(Exception, match=r"a worker (connects with its certificate|needs the role worker)"):
+    with pytest.raises(Exception, match=r"a worker (must connect with its certificate|needs the role worker)"):
         check_certificate(context)
 
 

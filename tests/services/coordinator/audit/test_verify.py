@@ -29,7 +29,7 @@ def trained(make_world: MakeWorld, tmp_path: Path) -> World:
     """Three steps by two ranks and two sessions, the batch of the fourth fixed, a checkpoint, a dropped group."""
     world = make_world(check=False, grpo={"max_num_steps": 5})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
-    rollout.hand_back(rollout.lease(2)[0], error="bad")
+    rollout.return_lease(rollout.lease(2)[0], error="bad")
     for step in range(3):
         rollout.hold(step)
         fill(rollout, reward, 4)
@@ -335,7 +335,7 @@ def test_a_row_that_the_disk_has_changed_is_named(trained: World) -> None:
         "table prompts, row run_id 'test-1', group_id 1",
         "table groups, row run_id 'test-1', group_id 2",
     ):
-        assert f"{row}: it does not give the checksum" in problems
+        assert f"{row}: it does not match its checksum" in problems
 
 
 def test_a_file_whose_tables_are_damaged_is_described(trained: World, tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
     directory = tmp_path_factory.mktemp("whole")
     world = World(directory, make_spec(directory, grpo={"max_num_steps": 5, "val_period": 2}))
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
-    rollout.hand_back(rollout.lease(2)[0], error="bad prompt")
+    rollout.return_lease(rollout.lease(2)[0], error="bad prompt")
     for step in range(4):
         rollout.hold(step)
         fill(rollout, reward, 8)

@@ -53,9 +53,9 @@ def test_may_lease_up_to_eta_behind(version: int, step: int, max_age: int, expec
         ([5], 5, 1, False),  # age 1 at step 6
         ([4], 5, 1, True),  # age 2 at step 6
         ([5, 4], 5, 1, True),
-        ([3], 5, 1, False),  # age 2 already: waiting does not help
+        ([3], 5, 1, False),  # already age 2: waiting does not help
         ([4], 5, 2, False),
-        ([5], 5, 0, True),  # synchronous: whatever is left out would be too old
+        ([5], 5, 0, True),  # synchronous: a group that is left out would be too old
     ],
 )
 def test_a_batch_waits_for_what_grows_too_old_at_this_very_step(

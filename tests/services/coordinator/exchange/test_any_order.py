@@ -1,7 +1,9 @@
-"""Whatever happens in whatever order, the books balance, every step has its batch, and no answer breaks the promise.
+"""Random orders of events: the token accounting balances, every step has its batch, and answers never contradict each
+other.
 
-Actions drawn by hypothesis drive the real exchange and ledger; messages are lost, delayed, delivered twice and out of order,
-the coordinator restarts in between. `Reference` knows nothing of the ledger: it holds every answer against those before it.
+Hypothesis draws actions that drive the real exchange and ledger; messages are lost, delayed, delivered twice and out of
+order, and the coordinator restarts in between. `Reference` does not use the ledger: it compares every answer with
+earlier ones.
 """
 
 from __future__ import annotations
@@ -53,19 +55,19 @@ ACTIONS = (
 )
 
 EPISODE_EVENTS = 150
-"""Events of a walk with environments."""
+"""Events of one walk with environments."""
 
 
 class Reference:
-    """Answers to the workers, over all starts of the coordinator."""
+    """All answers to the workers, over all starts of the coordinator."""
 
     def __init__(self) -> None:
         self.attempt: dict[int, int] = {}
         self.digest: dict[int, str] = {}
-        """Of groups whose result was acknowledged."""
+        """Groups whose result was acknowledged."""
         self.scored: set[int] = set()
         self.step: dict[int, int] = {}
-        """Of groups that a rank was given to train."""
+        """Groups that a rank was served."""
         self.parts: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
         self.turns: dict[tuple[int, int], tuple[int, int]] = {}
         """Current life and number of acknowledged turns, by group and sample."""
@@ -111,7 +113,7 @@ class Reference:
                 assert self.step.setdefault(group_id, asked.step) == asked.step, "a group is in two steps"
 
     def _note_journal(self, lease: pb.Lease) -> None:
-        """Compares a lease's journal with the turns that were acknowledged: none is lost."""
+        """Compare a lease's turn log with the acknowledged turns: none is lost."""
         journal = {entry.sample: (entry.life, len(entry.arrays_frames)) for entry in lease.journal}
         for (group_id, sample), acknowledged in self.turns.items():
             if group_id == lease.group_id:
@@ -119,7 +121,7 @@ class Reference:
 
 
 class WatchedWorld(World):
-    """A world whose every answer the reference sees."""
+    """A world that passes every answer to the reference."""
 
     def __init__(self, directory: Path, spec: RunSpec):
         self.reference = Reference()
@@ -138,7 +140,7 @@ class WatchedWorld(World):
     max_age=st.integers(0, 2),
     dynamic=st.booleans(),
 )
-@patch.object(failure_causes, "MIN_OF_ONE_CAUSE", 1 << 60)  # pauses are no subject here
+@patch.object(failure_causes, "MIN_OF_ONE_CAUSE", 1 << 60)  # pauses are tested elsewhere
 def test_any_order_of_events_keeps_the_promise(
     actions: list[tuple[str, int]], order: str, max_age: int, dynamic: bool
 ) -> None:
@@ -155,7 +157,7 @@ def test_any_order_of_events_keeps_the_promise(
                 life.act(action, number)
                 check(world)
             life.finish()
-            for index in range(len(life.network)):  # what comes when all is over changes nothing
+            for index in range(len(life.network)):  # messages after the end change nothing
                 life._deliver(index, keep=True)
             world.end()
             check(world)
@@ -189,7 +191,7 @@ def test_any_order_of_events_keeps_the_promise_of_episodes(tmp_path: Path, seed:
             if place % 10 == 0:
                 check(world)
         life.finish()
-        for index in range(len(life.network)):  # what comes when all is over changes nothing
+        for index in range(len(life.network)):  # messages after the end change nothing
             life.deliver(index, keep=True)
         world.end()
         check(world)
@@ -206,7 +208,7 @@ def check_books(world: World) -> None:
 
 
 def check(world: World) -> None:
-    """Books balance, admission holds, no batch of another size, and verify finds nothing."""
+    """Check token accounting, admission and batch sizes, and that `verify` finds no problem."""
     check_books(world)
     assert (
         sum(world.ledger.group_queries.num_open(world.run_id).values())

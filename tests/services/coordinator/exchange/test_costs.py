@@ -1,4 +1,4 @@
-"""Groups that have ended cost nothing: no request reads the groups that a run has had before, however many they are."""
+"""Ended groups cost nothing: no request reads them, however many the run has had."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ from paceline.services.coordinator.exchange.spot_check import (
 )
 
 GROUPS = 10_000
+AT_ONCE = 250
+"""Groups that are simulated together."""
 
 NOISES = {
     "short": (4, (12, 32), 0.02, 0.0005),
@@ -34,20 +36,30 @@ def observations(noise: str, number: int, rng: np.random.Generator, bias: float 
     completions, (shortest, longest), scale, shared = NOISES[noise]
     lengths_GC = rng.integers(shortest, longest + 1, (number, completions))
     common_G = shared * rng.standard_t(3, number)
-    found = []
-    for lengths_C, common in zip(lengths_GC, common_G, strict=True):
-        values = scale * rng.standard_t(3, lengths_C.sum()) / math.sqrt(3) + scale**2 / 2 + common + bias
-        values = values.clip(-1, 1)
-        mean = float(values.mean())
-        sums_C = np.add.reduceat(values - mean, np.concatenate(([0], lengths_C.cumsum()[:-1])))
-        by_completions = math.sqrt((sums_C**2).sum() * completions / (completions - 1)) / len(values)
-        error = max(by_completions, float(values.std()) / math.sqrt(len(values)))
-        found.append(Observation(mean, error, len(values)))
-    return found
+    groups: list[Observation] = []
+    for start in range(0, number, AT_ONCE):
+        lengths_SC = lengths_GC[start : start + AT_ONCE]
+        sizes_S = lengths_SC.sum(axis=1)
+        shift_S = scale**2 / 2 + common_G[start : start + AT_ONCE] + bias
+        values_T = scale * rng.standard_t(3, sizes_S.sum()) / math.sqrt(3) + np.repeat(shift_S, sizes_S)
+        values_T = values_T.clip(-1, 1)
+        means_S = np.add.reduceat(values_T, starts(sizes_S)) / sizes_S
+        values_T -= np.repeat(means_S, sizes_S)
+        sums_SC = np.add.reduceat(values_T, starts(lengths_SC.ravel())).reshape(lengths_SC.shape)
+        by_completions_S = np.sqrt((sums_SC**2).sum(axis=1) * completions / (completions - 1)) / sizes_S
+        by_tokens_S = np.sqrt(np.add.reduceat(values_T**2, starts(sizes_S))) / sizes_S
+        errors_S = np.maximum(by_completions_S, by_tokens_S)
+        groups += map(Observation, means_S.tolist(), errors_S.tolist(), sizes_S.tolist())
+    return groups
+
+
+def starts(sizes: np.ndarray) -> np.ndarray:
+    """Return the index of the first token of each part."""
+    return np.concatenate(([0], sizes.cumsum()[:-1]))
 
 
 def until_named(test: DriftTest, groups: list[Observation]) -> tuple[int, Finding]:
-    """Return after how many groups the worker is named, and the finding."""
+    """Return the number of groups after which the worker is named, and the finding."""
     for number, observation in enumerate(groups, 1):
         finding = test.observe("wrong", observation)
         if finding is not None:

@@ -29,7 +29,7 @@ def world(make_world: MakeWorld) -> World:
 
 
 def books(world: World) -> dict[str, int]:
-    """The token accounting, after a check that it balances."""
+    """Return the token accounting after checking its balance."""
     found = world.ledger.token_books(world.run_id)
     assert found["generated"] == found["trained"] + found["dropped"] + found["live"]
     return found
@@ -200,7 +200,7 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
         "ids begin",
     ),
     "reason": ({"note": pb.TurnNote(finish_reason="abort")}, "finish_reason is 'abort'"),
-    "no sample text": ({"last": True, "note": pb.TurnNote(finish_reason="stop")}, "and no other, tells in"),
+    "no sample text": ({"last": True, "note": pb.TurnNote(finish_reason="stop")}, "and always that one, sets `sample`"),
     "NaN": ({"note": pb.TurnNote(finish_reason="stop", reward=float("nan"))}, "reward is nan"),
     "all left out": ({"last": True, "left_out": [0]}, "names all 1 turns"),
     "left out early": ({"left_out": [0]}, "only the last turn"),

@@ -1,4 +1,4 @@
-"""Evaluation: pinned to one version, outside batches and books, and finished whoever dies."""
+"""Evaluations are pinned to one version, outside batches and token accounting, and finish whichever worker dies."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_evaluation_from_lease_to_result(make_world: MakeWorld) -> None:
 
 
 def evaluate(world: World, rollout: Rollout, reward: Reward, step: int) -> None:
-    """One evaluation from its beginning to its result."""
+    """Make one evaluation from its beginning to its result."""
     world.begin_evaluation(step)
     rollout.hold(step)
     for lease in rollout.lease(8):
@@ -141,11 +141,11 @@ def test_completions_of_an_evaluation_are_read_back(make_world: MakeWorld) -> No
 
 def test_kept_completions_are_verified(make_world: MakeWorld) -> None:
     world = make_world(grpo=EVAL)
-    world.check = False  # it is damaged on purpose
+    world.check = False  # damaged on purpose
     evaluate(world, Rollout(world), Reward(world), 0)
     report = verify(world.ledger, world.run_id)
     assert (report.problems, report.facts["payloads"]) == ([], 3)
-    world.restart()  # what was just written is not read from the disk
+    world.restart()  # what was just written would not be read from the disk
     world.ledger.db.execute(
         "UPDATE payloads SET arrays_crc = arrays_crc + 1 WHERE group_id = ?", (FIRST_EVALUATION_GROUP,)
     )
@@ -211,7 +211,7 @@ def test_when_the_pinned_worker_leaves_another_starts_anew(make_world: MakeWorld
     second = Rollout(world, "second", step=1)
     again = second.lease(3)
     assert [lease.pinned_version.step for lease in again] == [1, 1, 1]
-    assert first.finish(leases[2]) == STALE  # version 0 is not the one that is evaluated now
+    assert first.finish(leases[2]) == STALE  # version 0 is not under evaluation now
     assert reward.score(held, [1.0]) != COMMITTED  # nor is its text
     for lease in again:
         second.finish(lease)
@@ -261,7 +261,7 @@ def test_a_last_group_that_is_dropped_unpins_the_worker_too(make_world: MakeWorl
     first, *others = rollout.lease(3)
     for lease in others:
         rollout.finish(lease)
-    assert rollout.hand_back(first, error="too long").reply.status == COMMITTED
+    assert rollout.return_lease(first, error="too long").reply.status == COMMITTED
     assert evaluation.pinned_member(world.exchange, world.run) is None
     assert world.kinds("unpinned") == [{"member_id": "rollout"}]
 
@@ -295,7 +295,7 @@ def test_a_pinned_worker_with_a_newer_version_starts_anew(make_world: MakeWorld)
     rollout.finish(leases[0])
     rollout.hold(1)
     again = rollout.lease(3)
-    assert len(again) == 2  # the other one is in its hands until the tokens of the old version are refused
+    assert len(again) == 2  # the other one stays leased until the tokens of the old version are refused
     rollout.hold(0)
     assert rollout.finish(leases[1]) == STALE
     rollout.hold(1)
@@ -309,7 +309,7 @@ def test_failed_samples_are_counted_and_end_the_evaluation(make_world: MakeWorld
     world = make_evaluation(make_world)
     rollout, reward = Rollout(world), Reward(world)
     leases = rollout.lease(3)
-    assert rollout.hand_back(leases[0], error="too long").reply.status == COMMITTED
+    assert rollout.return_lease(leases[0], error="too long").reply.status == COMMITTED
     for lease in leases[1:]:
         rollout.finish(lease)
     good, bad = reward.tasks()
@@ -328,7 +328,7 @@ def test_evaluation_goes_on_while_paused_and_after_the_last_step(make_world: Mak
     fill(rollout, reward, 2)
     learner.train(0)
     world.begin_evaluation(1)
-    world.begin_evaluation(1)  # asked for twice, done once
+    world.begin_evaluation(1)  # requested twice, done once
     world.set_state("paused")
     rollout.hold(1)
     for lease in rollout.lease(8):
@@ -349,7 +349,7 @@ def test_the_learner_waits_for_no_part_of_an_evaluation(make_world: MakeWorld) -
         trained = fill(other, reward, world.run.batch_size)
         assert learner.train(step) == [trained]
         assert max(trained) < FIRST_EVALUATION_GROUP
-    assert not world.kinds("evaluated")  # its worker has submitted nothing so far
+    assert not world.kinds("evaluated")  # its worker has submitted nothing until now
     for lease in leases:
         assert pinned.finish(lease) == COMMITTED
     for task in reward.tasks():
@@ -401,7 +401,9 @@ def test_an_evaluation_whose_prompts_cannot_be_read_is_left_out(make_world: Make
     validation.write_bytes(b"")
     world.begin_evaluation(0)
     (notice,) = world.exchange.take_notices()
-    assert notice.content["message"].startswith("the evaluation of version 0 is left out: row 0 of ")
+    assert notice.content["message"].startswith(
+        "the evaluation of version 0 is skipped, because its prompts cannot be read: row 0 of "
+    )
     assert Rollout(world).lease(2) != []
     validation.write_bytes(rows)
     world.begin_evaluation(0)

@@ -1,4 +1,4 @@
-"""Failures by their cause: which errors are alike, when one is reported, and what a row of drops is explained by."""
+"""Failures by cause: equal errors, reports, and the messages about drops in a row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_failures_in_a_row_for_one_cause_pause() -> None:
     drops = DropsInARow()
     for number in range(7):
         drops.add(number, "reward_failed", "the same")
-        drops.add(number, "stale", "")  # says nothing about the function
+        drops.add(number, "stale", "")  # is unrelated to the function
     assert not drops.is_of_one_cause(4, nothing)
     drops.add(7, "reward_failed", "the same")
     assert drops.is_of_one_cause(4, nothing)

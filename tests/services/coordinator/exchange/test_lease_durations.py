@@ -1,10 +1,9 @@
-"""A worker that holds leases and submits nothing, while others do, loses them; one that works, or waits with all, never does."""
+"""A worker that submits nothing while others do loses its leases; one that works, or waits like all others, does not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from control_plane import Plane, rollout
 from exchange_drivers import (
     COMMITTED,
@@ -28,7 +27,6 @@ from paceline.services.coordinator.exchange.lease_durations import (
     LeaseDurations,
 )
 from paceline.services.coordinator.members.registry import Fault
-from paceline.services.coordinator.pool import pool
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 
@@ -36,16 +34,16 @@ Lease = tuple[str, int, int]
 
 
 class Time:
-    """Looks every second at leases that are out."""
+    """Checks the current leases every second."""
 
     def __init__(self) -> None:
         self.ages, self.now_s, self.held = LeaseDurations(), 100.0, dict[Lease, None]()
         self.able: set[str] = set()
-        """Workers that could take what others hold."""
+        """Workers that could take the leases of others."""
         self.found: list[str] = []
 
     def run(self, seconds: int, *busy: str, lease_s: int = 2) -> None:
-        """`busy` workers submit a group every `lease_s` seconds, one lease each."""
+        """Let `busy` workers submit a group every `lease_s` seconds, one lease each."""
         for _ in range(seconds):
             self.now_s += 1.0
             group = int(self.now_s)
@@ -96,7 +94,7 @@ def test_nobody_is_overdue_while_nobody_hands_in() -> None:
     time = Time()
     time.run(30, "busy")
     time.held["slow", 1, 1] = None
-    time.run(1000)  # so are the others, then
+    time.run(1000)  # and the others are then
     assert time.found == []
 
 
@@ -166,14 +164,14 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def take_overdue(world: World, *member_ids: str) -> None:
-    """These workers are found to be overdue."""
+    """Revoke the leases of workers as overdue."""
     found = [(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
         leases.revoke_overdue(world.exchange, world.run, found)
     world.notices += world.exchange.take_notices()
 
 
-def test_its_leases_go_to_others_and_it_gets_none_before_it_hands_one_in(world: World) -> None:
+def test_its_leases_go_to_others_and_it_gets_none_before_it_submits_one(world: World) -> None:
     idle, busy = Rollout(world, "idle"), Rollout(world, "busy")
     first, second = idle.lease(4)
     take_overdue(world, "idle")
@@ -296,10 +294,17 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
         assert leases.find_overdue(world.exchange, world.run, float(now_s)) == []
 
 
-async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(leases, "find_overdue", lambda *_: [("idle", "it has submitted nothing for 99 s")])
+class Idle(LeaseDurations):
+    """Always reports one overdue worker."""
+
+    def check(self, now_s: float, held: object, able: object = ()) -> list[tuple[str, str]]:
+        return [("idle", "it has submitted nothing for 99 s")]
+
+
+async def test_the_pool_takes_them_and_says_so(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
+    plane.coordinator.pool.overdue_check_s = 0.0
+    plane.coordinator.exchange.lease_durations = Idle()
     try:
         run = await plane.submit()
         plane.run_loops()

@@ -184,7 +184,7 @@ def test_attempts_that_were_never_leased_are_stale(world: World) -> None:
         assert rollout.finish(lease) == STALE
     lease.group_id, lease.attempt = 99, 1
     assert rollout.finish(lease) == STALE
-    assert rollout.hand_back(lease).reply.status == STALE
+    assert rollout.return_lease(lease).reply.status == STALE
     assert world.states()[0] == "leased"
 
 
@@ -193,7 +193,7 @@ def test_an_unfinished_group_goes_on_elsewhere(world: World) -> None:
     (lease,) = first.lease(2)
     done, begun = first.completions(lease)
     begun = type(begun)(begun.token_ids, begun.logprobs, begun.spans, "abort", "beg")
-    assert first.hand_back(lease, [done, begun]).reply.status == COMMITTED
+    assert first.return_lease(lease, [done, begun]).reply.status == COMMITTED
     assert world.states()[0] == "admitted"
     second = Rollout(world, "b", step=1)
     outcome = second.ask(2)
@@ -224,16 +224,16 @@ def test_a_prefix_that_does_not_fit_is_refused(world: World) -> None:
     (lease,) = rollout.lease(2)
     before = world.dump()
     one, two = rollout.completions(lease)
-    assert rollout.hand_back(lease, [one, two, one]).reply.status == INVALID
-    assert rollout.hand_back(lease, [one]).reply.status == INVALID
+    assert rollout.return_lease(lease, [one, two, one]).reply.status == INVALID
+    assert rollout.return_lease(lease, [one]).reply.status == INVALID
     assert world.dump() == before
 
 
-def test_a_lease_handed_back_empty_starts_anew(world: World) -> None:
+def test_a_lease_returned_empty_starts_again(world: World) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    assert rollout.hand_back(lease).reply.status == COMMITTED
-    assert rollout.hand_back(lease).reply.status == STALE
+    assert rollout.return_lease(lease).reply.status == COMMITTED
+    assert rollout.return_lease(lease).reply.status == STALE
     (again,) = rollout.lease(2)
     assert (again.group_id, again.attempt, again.prefix_frame) == (0, 2, 0)
 
@@ -241,7 +241,7 @@ def test_a_lease_handed_back_empty_starts_anew(world: World) -> None:
 def test_a_bad_prompt_is_dropped_and_its_replacement_inherits_the_place(world: World) -> None:
     rollout, reward = Rollout(world), Reward(world)
     leases = rollout.lease(8)
-    assert rollout.hand_back(leases[1], error="the prompt is empty").reply.status == COMMITTED
+    assert rollout.return_lease(leases[1], error="the prompt is empty").reply.status == COMMITTED
     assert world.counters["groups:dropped:bad_prompt"] == 1
     assert "the prompt is empty" in world.kinds("warning")[0]["message"]
     (replacement,) = rollout.lease(8)
@@ -261,8 +261,10 @@ def test_a_group_whose_data_fail_has_a_budget_that_lost_workers_do_not_use_up(ma
     for failures in (1, 2):
         (lease,) = rollout.lease(2)
         assert lease.group_id == 0
-        assert rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == COMMITTED
-        assert rollout.hand_back(lease, error="the template refuses it", reason="").reply.status == STALE  # sent again
+        assert rollout.return_lease(lease, error="the template refuses it", reason="").reply.status == COMMITTED
+        assert (
+            rollout.return_lease(lease, error="the template refuses it", reason="").reply.status == STALE
+        )  # sent again
         assert world.group(0)["generation_failures"] == failures
     for _ in range(5):
         (lease,) = rollout.lease(2)
@@ -270,7 +272,7 @@ def test_a_group_whose_data_fail_has_a_budget_that_lost_workers_do_not_use_up(ma
         rollout = Rollout(world)
     assert (lease.group_id, lease.attempt, world.group(0)["generation_failures"]) == (0, 7, 2)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, error="the template refuses it", reason="")
+    rollout.return_lease(lease, error="the template refuses it", reason="")
     assert world.states()[0] == "dropped"
     assert [content["message"] for content in world.kinds("warning")] == [
         "generating group 0 failed (1 of 3): the template refuses it",
@@ -284,7 +286,7 @@ def test_an_attempt_after_a_failed_one_counts(make_world: MakeWorld) -> None:
     world = make_world(grpo={"max_generation_failures": 2})
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, error="refused as not finite", reason="")
+    rollout.return_lease(lease, error="refused as not finite", reason="")
     (lease,) = rollout.lease(2)
     assert rollout.finish(lease) == COMMITTED
     assert world.states()[0] == "generated"
@@ -294,14 +296,14 @@ def test_a_prompt_that_no_attempt_can_encode_is_dropped_at_once(make_world: Make
     world = make_world(grpo={"max_generation_failures": 3})
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, error="the prompt has 3001 tokens", reason="bad_prompt")
+    rollout.return_lease(lease, error="the prompt has 3001 tokens", reason="bad_prompt")
     assert world.states()[0] == "dropped"
 
 
 def test_prompts_that_are_too_long_are_counted_apart(world: World) -> None:
     rollout = Rollout(world)
     for number, lease in enumerate(rollout.lease(8)):
-        rollout.hand_back(lease, error=f"the prompt has {3000 + number} tokens", reason="prompt_too_long")
+        rollout.return_lease(lease, error=f"the prompt has {3000 + number} tokens", reason="prompt_too_long")
     dropped = world.counters["groups:dropped:prompt_too_long"]
     assert dropped == world.counters["failures:prompt_too_long"] == 4, "one attempt each"
     assert len(world.kinds("warning")) == 1, "equal failures are one line"
@@ -314,14 +316,14 @@ def test_bad_prompts_among_good_ones_do_not_pause_the_run(world: World) -> None:
     rollout = Rollout(world)
     good, *others = rollout.lease(8)
     for lease in others:
-        rollout.hand_back(lease, error="the prompt has 3000 tokens")
-    for _ in range(3):  # bad prompts fail at once, and the good one takes its time
+        rollout.return_lease(lease, error="the prompt has 3000 tokens")
+    for _ in range(3):  # bad prompts fail at once, good ones take time
         for lease in rollout.lease(8):
-            rollout.hand_back(lease, error="the prompt has 3000 tokens")
+            rollout.return_lease(lease, error="the prompt has 3000 tokens")
     assert world.kinds("paused") == []
     rollout.finish(good)
     for lease in rollout.lease(8)[:2]:
-        rollout.hand_back(lease, error="the prompt has 3000 tokens")
+        rollout.return_lease(lease, error="the prompt has 3000 tokens")
     assert world.counters["groups:dropped:bad_prompt"] > 8
     assert world.kinds("paused") == []
 
@@ -331,7 +333,7 @@ def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(worl
     for number in range(4):  # two batches of 2
         assert world.kinds("paused") == []
         (lease,) = rollout.lease(2)
-        rollout.hand_back(lease, error=f"the prompt has {3000 + number} tokens, must have 1 to 511")
+        rollout.return_lease(lease, error=f"the prompt has {3000 + number} tokens, must have 1 to 511")
     (paused,) = world.kinds("paused")
     assert (
         "4 groups in a row were dropped as 'bad_prompt' for one cause: the prompt has 3000 tokens" in paused["message"]
@@ -341,7 +343,7 @@ def test_prompts_that_fail_for_one_cause_pause_the_run_with_the_first_error(worl
     assert rollout.lease(2) == []
 
 
-def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(world: World) -> None:
+def test_leases_of_a_silent_worker_go_to_others_and_the_first_result_wins(world: World) -> None:
     rollout, reward = Rollout(world), Reward(world)
     first, second, *_ = rollout.lease(8)
     rollout.finish(first)
@@ -351,7 +353,7 @@ def test_what_a_silent_worker_holds_is_lent_again_and_the_first_result_wins(worl
     assert world.states()[1] == "leased"
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)
-    assert reward.score(task) == COMMITTED  # it is back, and the first
+    assert reward.score(task) == COMMITTED  # it is back, and its result is the first
     with world.ledger.transaction():
         assert revoke_work(world.exchange, ["rollout"], with_leases=True) == 3
     other = Rollout(world, "other")
@@ -369,9 +371,9 @@ def test_a_member_that_is_gone_loses_leases_and_tasks(world: World) -> None:
     assert world.release("rollout") == 3
     assert world.release("reward") == 0
     assert set(world.states().values()) == {"generated", "admitted"}
-    assert rollout.ask(8).reply.status == STALE  # it is no member until it says Hello again
+    assert rollout.ask(8).reply.status == STALE  # no member before its next Hello
     world.enter("rollout")
-    assert rollout.lease(8) == []  # it acknowledged no version in this life
+    assert rollout.lease(8) == []  # it has acknowledged no version in this term
     (again,) = Reward(world, "other").tasks()
     assert (again.group_id, again.attempt) == (0, 2)
     assert reward.score(task) == COMMITTED  # the text is the same, so the first score counts
@@ -448,7 +450,7 @@ def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(make_world: M
     assert Rollout(world).lease(4)
     before = len(world.states())
     world.restart()
-    for _ in range(8):  # a request admits what has been read
+    for _ in range(8):  # a request admits the prompts that were read
         Rollout(world, "other").ask(64)
         settle()
     assert before < len(world.states()) == 8, "the run has 4 steps of 2 groups"

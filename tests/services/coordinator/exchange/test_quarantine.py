@@ -1,4 +1,4 @@
-"""Groups that kill their workers: leased alone, then dropped. Infrastructure drops nothing."""
+"""Groups that crash their workers are leased alone, then dropped. Infrastructure faults drop none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warnings(world: World) -> list[str]:
 
 
 def quarantine_groups(world: World) -> None:
-    """Groups 0 and 1 were present at two crashes; 2 and 3 are innocent."""
+    """Make groups 0 and 1 present at two crashes; 2 and 3 are at none."""
     for life in range(2):
         worker = Rollout(world, f"early-{life}")
         assert ids(worker.lease(4)) == [0, 1]
@@ -35,10 +35,10 @@ def test_quarantined_groups_are_leased_alone_and_the_innocent_one_is_trained(wor
     first, second = Rollout(world, "first"), Rollout(world, "second")
     (quarantined,) = first.lease(8)
     assert quarantined.group_id == 0
-    assert first.lease(8) == []  # nothing beside it
+    assert first.lease(8) == []  # no other lease beside it
     (other,) = second.lease(8)
     assert other.group_id == 1
-    assert second.finish(other) == COMMITTED  # it lives: the group was never to blame
+    assert second.finish(other) == COMMITTED  # the worker survives, so the group was not the cause
     assert ids(second.lease(8)) == [2, 3]
 
     crash(world, "first")
@@ -61,9 +61,9 @@ def test_a_worker_empties_its_hands_before_it_gets_a_quarantined_group(world: Wo
         assert ids(worker.lease(2)) == [1]
         crash(world, worker.member_id)
 
-    assert busy.lease(4) == []  # groups 2 and 3 could be had, but it has to finish first
+    assert busy.lease(4) == []  # groups 2 and 3 are free, but the worker has to finish first
     other = Rollout(world, "other")
-    assert ids(other.lease(4)) == [2, 3]  # the quarantined group is reserved: nobody else stops for it
+    assert ids(other.lease(4)) == [2, 3]  # the quarantined group is reserved: no other worker stops for it
     assert busy.finish(held[0]) == COMMITTED
     assert ids(busy.lease(8)) == [1]
 
@@ -81,7 +81,7 @@ def test_a_reserved_worker_that_leaves_makes_room_for_another(world: World) -> N
 
 
 def test_crashes_with_the_group_among_others_never_drop_it(world: World) -> None:
-    """Only deaths with the group alone in hand are proof, and one of each is not enough."""
+    """Only crashes with the group alone are proof, and one for each of two groups is not enough."""
     quarantine_groups(world)
     third = Rollout(world, "third")
     assert ids(third.lease(8)) == [0]
@@ -97,7 +97,7 @@ def test_silence_a_good_leave_and_a_return_are_no_crashes(world: World) -> None:
         worker = Rollout(world, f"early-{life}")
         assert 0 in ids(worker.lease(8))
         if life % 2:
-            world.release(worker.member_id)  # drained, or silent on a standing connection
+            world.release(worker.member_id)  # drained, or silent on an open connection
         else:
             crash(world, worker.member_id)
             with world.ledger.transaction():

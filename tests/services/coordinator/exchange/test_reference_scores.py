@@ -37,13 +37,13 @@ def answer(tokens: int, seed: int) -> np.ndarray:
 
 
 def send(reward: Reward, task: pb.ScoreTask, *answers: np.ndarray, **fields: Any) -> int:
-    """A score with one frame for each of the answers."""
+    """Send a score with one frame for each of the answers."""
     request = reward.message(task, **(REWARDS | fields))
     return reward.world.send(request, [encode_reference([one]) for one in answers]).reply.status
 
 
 def generated(world: World) -> list[pb.ScoreTask]:
-    """Two groups of 4 + 5 tokens that wait for their scores."""
+    """Generate two groups of 4 + 5 tokens that wait for their scores."""
     rollout = Rollout(world)
     for lease in rollout.lease(4):
         assert rollout.finish(lease) == COMMITTED
@@ -51,7 +51,7 @@ def generated(world: World) -> list[pb.ScoreTask]:
 
 
 def served(world: World, learner: Learner) -> dict[int, list[float]]:
-    """The reference's answers in step 0's only part, as the learner decodes them."""
+    """Return the reference's answers in step 0's only part, as the learner decodes them."""
     outcome = learner.ask(0)
     found = {}
     for place, group in enumerate(outcome.reply.batch.groups):

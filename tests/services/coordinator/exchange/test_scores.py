@@ -1,4 +1,4 @@
-"""Scores: weights, None, failures with a budget, groups without variance."""
+"""Scores: weights, None, failures with a limit, groups without variance."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def drop_all(world: World, rewards: list[float], number: int) -> None:
 @pytest.mark.parametrize(
     ("rewards", "explained"),
     [
-        ([1.0, 1.0], "every completion of 6 groups scored 1, so the reward tells none from another"),
+        ([1.0, 1.0], "every completion of 6 groups scored 1, so no completion is better than another"),
         ([0.0, 0.0], "no completion of 6 groups scored above 0, and no reward function failed"),
         ([math.nan, math.nan], "every reward function returned None for every completion of 6 groups"),
     ],
@@ -318,7 +318,7 @@ def test_what_could_not_be_reached_never_drops_a_group_and_uses_up_no_attempt(wo
         assert reward.send(task, error="judge: connection refused", handed_back=True).reply.status == COMMITTED
     assert world.counters["failures:unavailable"] == 9
     assert len(world.kinds("warning")) == 4, "after 1, 2, 4 and 8 of them"
-    for _ in range(2):  # the data's own budget is untouched: it has three attempts
+    for _ in range(2):  # failures of its data are counted apart: it has three attempts
         (task,) = reward.tasks()
         assert reward.fail(task) == COMMITTED
     (task,) = reward.tasks()

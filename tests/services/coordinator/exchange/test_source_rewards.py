@@ -1,4 +1,4 @@
-"""Rewards by source, by hand."""
+"""Rewards by source, with numbers worked out by hand."""
 
 import numpy as np
 import pytest

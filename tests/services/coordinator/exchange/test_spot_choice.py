@@ -1,4 +1,4 @@
-"""Which groups are compared: the first of each worker, then at least its share, of the step's own version alone."""
+"""Choice of groups to compare: the first of each worker, then at least its share, only of the step's own version."""
 
 from __future__ import annotations
 

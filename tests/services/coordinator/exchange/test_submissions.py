@@ -1,4 +1,4 @@
-"""Results count only from whoever held that attempt; what another role, rank or session says counts never."""
+"""A result counts only from the holder of its attempt; requests of another role, rank or session never count."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_a_holder_speaks_for_its_own_attempt_alone(world: World, attempt: int) -
 
 
 @pytest.mark.parametrize("error", ["", "no such prompt"])
-def test_a_lease_is_handed_back_by_its_holder_alone(world: World, error: str) -> None:
+def test_a_lease_is_returned_by_its_holder_alone(world: World, error: str) -> None:
     holder, other = Rollout(world, "holder"), Rollout(world, "other")
     (lease,) = holder.lease()
     before = world.dump()
-    assert other.hand_back(lease, error=error).reply.status == STALE
+    assert other.return_lease(lease, error=error).reply.status == STALE
     assert world.dump() == before
-    assert holder.hand_back(lease, error=error).reply.status == COMMITTED
+    assert holder.return_lease(lease, error=error).reply.status == COMMITTED
 
 
 @pytest.mark.parametrize("reason", ["run_ended", "stale", "poison", "x" * 100_000])
@@ -67,7 +67,7 @@ def test_a_worker_does_not_choose_under_which_reason_a_group_is_dropped(world: W
 def test_a_long_error_is_cut_before_it_is_written_down(world: World) -> None:
     rollout = Rollout(world)
     (lease,) = rollout.lease()
-    assert rollout.hand_back(lease, error="x" * 1_000_000).reply.status == COMMITTED
+    assert rollout.return_lease(lease, error="x" * 1_000_000).reply.status == COMMITTED
     (warning,) = world.kinds("warning")
     assert len(warning["message"]) < 5000
 

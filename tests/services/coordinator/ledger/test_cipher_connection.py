@@ -1,4 +1,4 @@
-"""A connection to an encrypted file behaves as one of the module `sqlite3`, errors included."""
+"""A connection to an encrypted file behaves like one of the module `sqlite3`, errors included."""
 
 from __future__ import annotations
 

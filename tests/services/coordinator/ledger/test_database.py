@@ -1,4 +1,4 @@
-"""Ledgers open with their own key alone, and say which one that is; without a key the library is not even imported."""
+"""A ledger opens only with its key, and refusals name that key; without a key the library is not imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))
 
 @pytest.fixture
 def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ledger that is encrypted with KEY, which the environment has no more."""
+    """A ledger encrypted with KEY, which is no longer in the environment."""
     path = tmp_path / "ledger.sqlite"
     with monkeypatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY_TEXT)
@@ -70,7 +70,7 @@ def test_another_key_and_none_are_refused_and_change_nothing(
     assert encrypted.read_bytes() == before
     assert not (folder / "copy.sqlite").exists()
     monkeypatch.setenv(KEY_VARIABLE, KEY_TEXT)
-    with contextlib.closing(Ledger(encrypted)) as ledger:  # nobody has its lock
+    with contextlib.closing(Ledger(encrypted)) as ledger:  # no process has its lock
         assert [row["run_id"] for row in ledger.runs()] == ["a-1"]
 
 

@@ -1,4 +1,4 @@
-"""An encrypted ledger keeps the promises of a plain one, and shows nothing of what is in it."""
+"""An encrypted ledger keeps the promises of a plain one, and its files show no content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYSTEM = "planted column"
 
 
 class Planting(Rollout):
-    """A worker whose completions have a text and tokens that the test looks for."""
+    """A worker whose completions contain a text and tokens that the test searches for."""
 
     def completions(self, lease: pb.Lease, length: int = 4) -> list[Completion]:
         found = super().completions(lease, len(TOKENS))
@@ -53,12 +53,12 @@ def planted(make_world: MakeWorld, tmp_path: Path) -> World:
     rollout.hold(2)
     first, second = rollout.lease(4)
     assert rollout.finish(first) == COMMITTED
-    rollout.hand_back(second, [replace(each, finish_reason="abort") for each in rollout.completions(second)])
+    rollout.return_lease(second, [replace(each, finish_reason="abort") for each in rollout.completions(second)])
     return world
 
 
 def needles() -> Iterator[tuple[str, bytes]]:
-    """What must not be found, in every form that a file could have it in."""
+    """Return what must not be found, in every form that a file could contain."""
     for text in (PROMPT, TEXT, SYSTEM):
         for name, data in (
             ("UTF-8", text.encode()),
@@ -71,7 +71,7 @@ def needles() -> Iterator[tuple[str, bytes]]:
 
 
 def found_in(folder: Path) -> dict[str, set[str]]:
-    """Files of the folder by the needle that is in them."""
+    """Return the files of the folder that contain a needle, by needle."""
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*"):
         if path.is_file():
@@ -84,10 +84,10 @@ def found_in(folder: Path) -> dict[str, set[str]]:
 
 @both_forms
 def test_no_file_shows_what_is_in_the_ledger(make_world: MakeWorld, tmp_path: Path, at_rest: str) -> None:
-    """With its log and its shared memory, a backup, and a backup that was put back."""
+    """Includes its log and shared memory, a backup, and a restored backup."""
     world = planted(make_world, tmp_path)
     folder = world.path.parent
-    found = [found_in(folder)]  # while the log is there
+    found = [found_in(folder)]  # while the log exists
     back_up(world.ledger, folder / "backup.sqlite")
     with contextlib.closing(Ledger(folder / "backup.sqlite")) as backup:
         with backup.transaction():
@@ -148,7 +148,7 @@ for number in range(1_000_000):
 @pytest.mark.parametrize("at_rest", ["encrypted"], indirect=True)
 @pytest.mark.usefixtures("at_rest")
 def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path, acknowledgements: int) -> None:
-    """The process is killed in the middle of its writes; the next one goes on from them."""
+    """The process is killed in the middle of its writes; the next one continues from them."""
     path = tmp_path / "ledger.sqlite"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -181,10 +181,10 @@ def test_a_changed_page_is_found(make_world: MakeWorld, tmp_path: Path) -> None:
     world.ledger.close()
     pages = world.path.stat().st_size // 4096
     content = bytearray(world.path.read_bytes())
-    content[(pages - 3) * 4096 + 1000] ^= 1  # of the events, which were written last
+    content[(pages - 3) * 4096 + 1000] ^= 1  # in the events, which were written last
     world.path.write_bytes(content)
     with contextlib.closing(Ledger(world.path, read_only=True)) as reader:
         assert any("malformed" in problem for problem in verify(reader, world.run_id).problems)
     with contextlib.closing(opened(world.path)) as db:
         assert db.execute("PRAGMA cipher_integrity_check").fetchall() != []
-    world.ledger = Ledger(tmp_path / "other.sqlite")  # for the end of the fixture, which closes it
+    world.ledger = Ledger(tmp_path / "other.sqlite")  # the fixture closes it at the end

@@ -1,4 +1,4 @@
-"""A damaged SQLite file is one sentence that says what helps, whoever opens it."""
+"""A damaged SQLite file gives one sentence with the remedy, whoever opens it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELP = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/oper
 
 @pytest.fixture
 def folder(make_world: MakeWorld, tmp_path: Path) -> Path:
-    """Folder with a run of one trained step; its coordinator has ended."""
+    """A folder with a run of one trained step, after its coordinator has ended."""
     world = make_world()
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 4)
@@ -41,7 +41,7 @@ def folder(make_world: MakeWorld, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, statement: str) -> None:
-    """As the disk would: no checksum follows."""
+    """Change a row without its checksum, as the disk would."""
     with contextlib.closing(opened(folder / "ledger.sqlite")) as db:
         assert db.execute(statement).rowcount > 0
 
@@ -66,7 +66,7 @@ def smash_groups(folder: Path) -> None:
 
 
 def damage_spec(folder: Path) -> None:
-    change(folder, "UPDATE runs SET spec_yaml = replace(spec_yaml, 'mixed_kl_weight', '-ixed_kl_weight')")
+    change(folder, "UPDATE runs SET spec_yaml = replace(spec_yaml, 'num_prompts_per_step', '-um_prompts_per_step')")
 
 
 def damage_text(folder: Path) -> None:
@@ -78,7 +78,7 @@ def damage_term(folder: Path) -> None:
 
 
 def damage_schema(folder: Path) -> None:
-    """SQLite's message quotes what is no text any more."""
+    """SQLite's message then quotes bytes that are not text."""
     path = folder / "ledger.sqlite"
     data = bytearray(path.read_bytes())
     data[data.index(b"run_id TEXT NOT NULL")] |= 0x80
@@ -141,7 +141,7 @@ def test_up_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path],
 
 @pytest.mark.parametrize("damage", [zero_header, damage_spec, damage_schema])
 def test_a_coordinator_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
-    """It obeys no spec that is not what was submitted."""
+    """It does not follow a spec that differs from the submitted one."""
     damage(folder)
     with pytest.raises(Conflict, match=r"damaged.*restore a backup, or what `sqlite3 .recover` can read"):
         Ledger(folder / "ledger.sqlite")
@@ -178,7 +178,7 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
     indirect=["at_rest"],
 )
 def test_a_backup_serves_after_damage(folder: Path, damage: Callable[[Path], None]) -> None:
-    """It is put back as docs/operate/operations.md says, beside the segments of the damaged ledger."""
+    """It is restored as docs/operate.md says, beside the segments of the damaged ledger."""
     path, copy = folder / "ledger.sqlite", folder / "backup.sqlite"
     assert paceline("ledger", "backup", copy, "--directory", folder).exit_code == 0
     damage(folder)

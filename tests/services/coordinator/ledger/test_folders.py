@@ -1,4 +1,4 @@
-"""Places on record: relative to the ledger, found again when the whole folder was moved."""
+"""Recorded paths are relative to the ledger, and found after the whole folder was moved."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_lock_is_the_ledgers_own_whatever_becomes_of_the_file_beside_it(tmp_
     (tmp_path / "ledger.sqlite.lock").unlink()
     with pytest.raises(Conflict, match="another coordinator has the ledger"):
         Ledger(path)
-    with ledger.transaction():  # SQLite's own locks are none of the refused one's business
+    with ledger.transaction():  # the refused process does not affect SQLite's own locks
         ledger.db.execute("INSERT INTO meta (key, value) VALUES ('x', 1)")
     ledger.close()
 
@@ -89,7 +89,7 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
     ("version", "remedy"),
     [
         (SCHEMA_VERSION - 1, "use the Paceline that wrote it"),
-        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore a backup of before"),
+        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore an older backup"),
     ],
 )
 def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int, remedy: str) -> None:
@@ -104,7 +104,7 @@ def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: in
         with pytest.raises(Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"):
             Ledger(path, read_only=read_only)
     assert path.read_bytes() == before
-    db = opened(path)  # the lock was given back with the refusal
+    db = opened(path)  # the refusal released the lock
     db.execute("PRAGMA user_version = 0")
     db.execute("DROP TABLE theirs")
     db.commit()
@@ -162,7 +162,7 @@ def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
 
 
 def test_other_tables_are_another_format() -> None:
-    """A change of a table takes the next number of the format, here and there: older ledgers lack what was added."""
+    """A change of a table increments the format here and there, because older ledgers lack the addition."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
     assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (9, "ad36d169a09676fb")
 
@@ -171,7 +171,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a ledger, but long enough to be looked at " * 20)
     for read_only in (False, True):
-        with pytest.raises(Conflict, match="is no ledger"):
+        with pytest.raises(Conflict, match="is not a ledger"):
             Ledger(path, read_only=read_only)
 
 
@@ -232,7 +232,7 @@ def test_events_that_workers_cause_are_bounded_and_the_last_one_says_so(
         found = ledger.events("a-1", 0)
         assert [event["kind"] for event in found] == ["member"] * 3 + ["state"] * 3
         assert json.loads(found[2]["json"]) == {
-            "message": "this run has 3 events of the kind 'member'; further ones are in the log alone"
+            "message": "this run has 3 events of the kind 'member'; further ones are only in the log"
         }
         assert json.loads(ledger.events("b-2", 0)[0]["json"]) == {"what": "joined"}
 
@@ -273,7 +273,7 @@ def test_the_newest_checkpoint_is_of_a_trained_step_with_the_ledgers_chain(tmp_p
     report(1, "chain0")
     report(2, "foreign")
     assert newest() == "c1chain0"
-    report(3, "chain2")  # of step 2, whose receipts have not come: the next session has to train it again
+    report(3, "chain2")  # of step 2, which has no receipts yet: the next session has to train it again
     assert newest() == "c1chain0"
     report(2, "chain1")
     assert newest() == "c2chain1"

@@ -1,8 +1,8 @@
-"""A copy of the ledger that was taken at any instant opens, verifies and resumes.
+"""A copy of the ledger at any instant opens, verifies and resumes.
 
-The copy is the file and its write-ahead log, the log cut at any byte: what a disk holds when the power goes while SQLite
-writes. What was acknowledged before the cut was synced before (`test_sync_order.py`), so it lies before the cut. Of the
-segments no byte is there beyond those that the surviving log refers to: they were synced before it.
+The copy is the file and its write-ahead log, the log cut at any byte: the state of a disk when the power goes while
+SQLite writes. Acknowledged data was synced before the cut (`test_sync_order.py`). Segments end with the last byte that
+the surviving log refers to, because those were synced before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUTS = 12
 
 
 def live(world: World) -> None:
-    """Two steps, a crash, a lease that is out, a task that is out, half the receipts of the next step."""
+    """Make two steps, a crash, a lease, a task, and half the receipts of the next step."""
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world, world_size=2)
     for step in range(2):
         rollout.hold(step)
@@ -83,7 +83,7 @@ def test_whatever_the_power_leaves_verifies_and_goes_on(tmp_path: Path, seed: in
 
 
 def leave_what_was_synced(segments: Path, ledger: Path) -> None:
-    """Copies the segments that `ledger` refers to, each up to the end of the last record."""
+    """Copy the segments that `ledger` refers to, each up to the end of the last record."""
     reader = Ledger(ledger, read_only=True)
     try:
         ends = reader.db.execute(
@@ -100,7 +100,7 @@ def leave_what_was_synced(segments: Path, ledger: Path) -> None:
 
 
 def problems(world: World) -> None:
-    """None, by a reader beside the writer."""
+    """Check by a reader beside the writer that there are no problems."""
     reader = Ledger(world.path, read_only=True)
     try:
         assert verify(reader, world.run_id).problems == []
@@ -109,5 +109,5 @@ def problems(world: World) -> None:
 
 
 def wal(path: Path) -> Path:
-    """SQLite's log of what is not in the file yet."""
+    """Return the path of SQLite's write-ahead log."""
     return path.with_name(path.name + "-wal")

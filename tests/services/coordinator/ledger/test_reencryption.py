@@ -1,4 +1,4 @@
-"""A plain ledger becomes an encrypted one with the same records, and gets another key; nothing is half done."""
+"""A plain ledger becomes an encrypted one with the same records, or gets another key, completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))
-RESULT = b"mixed_kl_weight"
+RESULT = b"num_prompts_per_step"
 """A text of the run's spec."""
 
 
@@ -38,11 +38,11 @@ def plain(make_world: MakeWorld, tmp_path: Path) -> Iterator[World]:
     fill(rollout, reward, 1)
     world.ledger.close()
     yield world
-    world.ledger = Ledger(tmp_path / "other.sqlite")  # for the end of the fixture, which closes it
+    world.ledger = Ledger(tmp_path / "other.sqlite")  # the fixture closes it at the end
 
 
 def contents(world: World) -> tuple[str, list[tuple[bytes, bytes]], int]:
-    """Chain, payloads and term; the records have to agree."""
+    """Return chain, payloads and term, after comparing the records."""
     with contextlib.closing(Ledger(world.path, read_only=True)) as ledger:
         assert verify(ledger, world.run_id).problems == []
         groups = ledger.db.execute("SELECT group_id FROM payloads WHERE kind = 'result' ORDER BY group_id")

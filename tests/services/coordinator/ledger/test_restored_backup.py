@@ -1,4 +1,4 @@
-"""A backup that was put back: nothing that lies beside it is taken for its own, and nothing is deleted."""
+"""A restored backup uses none of the files beside it, and deletes none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_ids(ledger: Ledger) -> list[str]:
 
 
 def killed(path: Path) -> None:
-    """Leaves the ledger as a kill does: its log was never emptied, and a segment is there."""
+    """Leave the ledger as a kill does: its log was never emptied, and a segment exists."""
     ledger = Ledger(path)
     with ledger.transaction():
         ledger.add_run("later-2", "{}", str(path.parent / "later-2"))
@@ -35,7 +35,7 @@ def killed(path: Path) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, at_rest: str) -> Path:
-    """A ledger that went on after its backup and was killed, and the backup in its place."""
+    """A backup in the place of its ledger, which continued after the backup and was killed."""
     path, backup = tmp_path / "ledger.sqlite", tmp_path / "backup.sqlite"
     ledger = Ledger(path)
     with ledger.transaction():
@@ -69,7 +69,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
     ledger = Ledger(path)
     with ledger.transaction():
         ledger.add_run("second-2", "{}", "second-2")
-    # As a kill at this moment would leave it: what was committed is in the log alone.
+    # As a kill at this moment would leave it: committed data is only in the log.
     assert not database.is_backup(path, storage_key())
     ledger.close()
     again = Ledger(path)
@@ -80,7 +80,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
 
 def test_a_copy_by_another_program_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[database.PLACE : database.PLACE + 4] = bytes(4)
+    content[database.APPLICATION_ID : database.APPLICATION_ID + 4] = bytes(4)
     path.write_bytes(content)
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]

@@ -1,4 +1,4 @@
-"""Seals: a row that the disk has changed is told from one that was written."""
+"""Seals distinguish a row that the disk has changed from one that was written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_changed_bit_changes_the_checksum(index: int, changed: object) -> None
 
 
 def stored(db: sqlite3.Connection, name: str) -> list[tuple[Any, int]]:
-    """Checksum of each row as it is, and its seal."""
+    """Return the current checksum of each row, and its seal."""
     columns = ", ".join(row_checksums.tables()[name].columns)
     return [(row_checksums.checksum(*row[:-1]), row[-1]) for row in db.execute(f"SELECT {columns}, seal FROM {name}")]
 

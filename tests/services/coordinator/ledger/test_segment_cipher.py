@@ -1,4 +1,4 @@
-"""Parts of an encrypted segment open at their own position, in their own segment, with their own key."""
+"""Parts of an encrypted segment open only at their own position, in their own segment, with their own key."""
 
 from __future__ import annotations
 

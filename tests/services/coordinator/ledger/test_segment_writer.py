@@ -1,4 +1,4 @@
-"""Appends past the page cache: what was given is in the file, in order, whatever the system makes of each write."""
+"""Direct appends write all parts to the file, in order, whatever the system does with each write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 7, BUFFER_BYTES, 2 *
 
 
 def append_all(writer: SegmentWriter) -> list[tuple[int, bytes]]:
-    """Appends parts of many sizes, two at a time; where each has to be."""
+    """Append parts of many sizes, two at a time; return their expected positions."""
     expected = []
     for size in SIZES:
         parts = [os.urandom(size), b"tail of %d" % size]

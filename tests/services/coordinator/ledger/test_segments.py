@@ -1,4 +1,4 @@
-"""Segments: what was appended is read back or refused, never something else; space comes back whole."""
+"""Appended records are read back or refused, never changed; unused segments are removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
 
 def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tuple[bytes, Buffer]:
-    """A record, by a row like the ledger's."""
+    """Read a record by a row like the ledger's."""
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
     names = ", ".join(f"? AS {name}" for name in Location._fields)
@@ -36,12 +36,11 @@ def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tupl
     return payload.read()
 
 
-def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path) -> None:
     start = 0 if storage_key() is None else BLOCK_BYTES
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", start + BLOCK_BYTES + 1)  # two small appends
-    monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 0)
-    monkeypatch.setattr(payloads, "MAX_OPEN_SEGMENTS", 2)
     store = PayloadStore(tmp_path / "ledger", storage_key())
+    store.max_segment_bytes = start + BLOCK_BYTES + 1  # two small appends
+    store.max_recent_bytes, store.max_open = 0, 2
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
     places = [
         place for i in range(0, 12, 2) for place in store.append([Record.of(*each) for each in records[i : i + 2]])
@@ -49,24 +48,23 @@ def test_records_come_back_from_whichever_segment_they_are_in(tmp_path: Path, mo
     assert len({place.segment for place in places}) == 3
     assert [look_up(store, place) for place in places] == records
     again = PayloadStore(tmp_path / "ledger", storage_key())
+    again.max_open = 2
     assert [look_up(again, place) for place in reversed(places)] == records[::-1]
     (after,) = again.append([Record.of(b"", b"new term")])
-    assert after.segment == 4  # never behind what another process may have torn
+    assert after.segment == 4  # never behind bytes that another process may have torn
     assert look_up(store, after) == (b"", b"new term")
     store.close()
     again.close()
 
 
-def test_the_newest_records_are_read_from_memory_until_the_last_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 20)
+def test_the_newest_records_are_read_from_memory_until_the_last_time(tmp_path: Path) -> None:
     store = PayloadStore(tmp_path / "ledger", storage_key())
+    store.max_recent_bytes = 20
     places = store.append([Record.of(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
     (path,) = store.folder.iterdir()
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(LedgerFault, match="is damaged"):
-        look_up(store, places[0])  # the third drove it out
+        look_up(store, places[0])  # evicted by the third
     assert look_up(store, places[1]) == (b"h1", b"arrays1")
     assert look_up(store, places[1], last=True) == (b"h1", b"arrays1")
     with pytest.raises(LedgerFault, match="is damaged"):
@@ -74,7 +72,9 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
     store.evict(places[2].segment, places[2].start)
     with pytest.raises(LedgerFault, match="is damaged"):
         look_up(store, places[2])
-    assert store._recent_bytes == 0
+    (whole,) = store.append([Record.of(b"h" * 10, b"a" * 10)])  # all that fits, so nothing else counts any more
+    path.write_bytes(bytes(path.stat().st_size))
+    assert look_up(store, whole) == (b"h" * 10, b"a" * 10)
     store.close()
 
 
@@ -108,9 +108,9 @@ def test_a_disk_that_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.close()
 
 
-def test_segments_go_when_nothing_refers_to_them(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", 1)  # a group each
+def test_segments_go_when_nothing_refers_to_them(make_world: MakeWorld) -> None:
     world = make_world(check=False, logger={"keep_samples": False})  # its checkpoint is only a row
+    world.ledger.payloads.max_segment_bytes = 1  # a group each
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     for step in range(3):
         rollout.hold(step)
@@ -131,7 +131,7 @@ def test_segments_go_when_nothing_refers_to_them(make_world: MakeWorld, monkeypa
     prune(world)
     remove_unused(world)
     assert segments(world) == [7, 8]
-    assert len(read_frame(held.arrays)) > 0  # who has it in hand can still read it
+    assert len(read_frame(held.arrays)) > 0  # its holder can still read it
     world.restart()
     assert segments(world) == [7, 8]
 
@@ -155,7 +155,7 @@ def test_a_reader_leaves_the_folder_alone(tmp_path: Path) -> None:
 
 
 def remove_unused(world: World) -> None:
-    """One look at the segments, with what its thread does."""
+    """Remove unused segments, and wait for the thread."""
     removed = world.ledger.remove_unused_segments()
     if removed is not None:
         removed.result()

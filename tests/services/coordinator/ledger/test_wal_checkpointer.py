@@ -1,4 +1,4 @@
-"""The ledger's log is moved into its file beside the transactions, and emptied when it is long."""
+"""The ledger's log is moved into its file beside the transactions, and restarted when it is long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from ledger_files import both_forms
 
-from paceline.services.coordinator.ledger import connection as wal_checkpointer
 from paceline.services.coordinator.ledger.connection import WalCheckpointer
 from paceline.services.coordinator.ledger.ledger import Ledger
 
@@ -16,12 +15,13 @@ pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
 
 def write(ledger: Ledger, number: int) -> None:
-    """As many transactions, of a few pages each."""
+    """Run `number` transactions of a few pages each, and one sync."""
     for index in range(number):
-        with ledger.transaction():
+        with ledger.transaction(synced=False):
             ledger.db.execute(
                 "INSERT INTO counters (run_id, name, value) VALUES ('r', ?, 1)", (f"{index} {'x' * 9000}",)
             )
+    ledger.sync()
 
 
 def log_bytes(ledger: Ledger) -> int:
@@ -39,11 +39,9 @@ async def test_a_writer_moves_nothing_by_itself_and_the_keeper_does(tmp_path: Pa
     ledger.close()
 
 
-async def test_a_long_log_is_written_from_its_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wal_checkpointer, "MAX_LOG_PAGES", 100)
-    monkeypatch.setattr(wal_checkpointer, "LOG_PERIOD_S", 0.0)
+async def test_a_long_log_is_written_from_its_start_again(tmp_path: Path) -> None:
     ledger, lock = Ledger(tmp_path / "ledger.sqlite"), asyncio.Lock()
-    keeping = asyncio.create_task(WalCheckpointer(ledger, lock).run())
+    keeping = asyncio.create_task(WalCheckpointer(ledger, lock, period_s=0.0, max_pages=100).run())
     write(ledger, 100)
     length = log_bytes(ledger)
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The queue of directives is bounded by their kinds: a burst ends no stream."""
+"""The queue of directives is bounded by their kinds, and a burst ends no stream."""
 
 from __future__ import annotations
 

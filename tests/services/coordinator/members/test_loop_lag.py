@@ -49,7 +49,7 @@ async def test_a_coordinator_that_stood_still_takes_nobody_for_gone(plane: Plane
     for member in members:  # from here to the pause nothing else runs, so that the time-out may be short
         member.last_report_s = heard_s
     plane.coordinator.members.timeout_s = 1.0
-    time.sleep(1.5)  # noqa: ASYNC251 (the loop stands still, as for a disk or a stopped process)
+    time.sleep(1.1)  # noqa: ASYNC251 (the loop stands still, as for a disk or a stopped process)
     await pool.expire_silent()
     assert plane.coordinator.members.all() == members
     assert not any(member.suspected for member in members)
@@ -67,7 +67,7 @@ async def test_a_start_that_takes_long_takes_nobody_for_gone(tmp_path: Path, mon
     plane = Plane(tmp_path, timeout_s=0.5)
 
     async def open_data() -> None:
-        time.sleep(0.8)  # noqa: ASYNC251
+        time.sleep(0.6)  # noqa: ASYNC251
 
     monkeypatch.setattr(plane.coordinator.starter, "start_next", open_data)
     await plane.start()
@@ -103,7 +103,7 @@ async def test_a_second_learner_waits_out_the_firsts_silence(tmp_path: Path) -> 
         coordinator = plane.coordinator
         member = coordinator.members.get("learner-1")
         assert member is not None
-        member.last_report_s -= 45.0  # longer than a worker whose stream broke would have
+        member.last_report_s -= 45.0  # longer than a worker would have after a broken stream
         await coordinator.pool.expire_silent()
         assert plane.ledger.run(run.run_id)["session"] == 1
         again = learner(plane, session=1, run_id=run.run_id, secret=first.secret)

@@ -1,4 +1,4 @@
-"""Senders: strangers and earlier secrets change nothing, and honest workers recover from both."""
+"""Strangers and earlier secrets change nothing, and honest workers recover from both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from control_plane import Plane, learner, rollout
 from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
 from exchange_service import FOREVER_S, Service, lease, serving
 
-from paceline.services.coordinator.exchange.transport import server
-from paceline.services.coordinator.members import registry as senders
+from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.members.registry import Member, Senders, Standing
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
@@ -18,12 +17,12 @@ from paceline.wire import PROTOCOL
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    """3 groups a step: as many are open while a batch is out."""
+    """A world with 3 groups a step, so that as many are open while a batch is served."""
     return make_world(grpo={"num_prompts_per_step": 3})
 
 
 def every_request(world: World) -> dict[str, tuple[pb.ExchangeRequest, list[bytes]]]:
-    """Yield one good request of each kind, each of another member, in a world where each would change something."""
+    """Return one valid request of each kind, each of another member, in a world where each would change something."""
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     fill(rollout, reward, 3)
     part = learner.part(0)
@@ -90,9 +89,8 @@ def test_a_secret_is_good_for_its_member_alone(world: World) -> None:
     assert world.exchange.senders.standing("one", b"") is Standing.STRANGER
 
 
-def test_secrets_of_the_past_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(senders, "MAX_EARLIER", 3)
-    known = Senders()
+def test_secrets_of_the_past_are_bounded() -> None:
+    known = Senders(max_earlier=3)
     members = [Member(f"worker-{i}", 1, "", 0, 0.0) for i in range(5)]
     for member in members:
         known.enter(member)
@@ -113,11 +111,8 @@ async def test_each_welcome_brings_another_secret(plane: Plane) -> None:
     assert standing("learner-1-rank1", rank) is Standing.MEMBER
 
 
-async def test_a_stranger_is_answered_at_once_and_ends_nobodys_wait(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "TICK_S", 3600.0)
-    async with serving(world) as service:
+async def test_a_stranger_is_answered_at_once_and_ends_nobodys_wait(world: World) -> None:
+    async with serving(world, limits=ServerLimits(tick_s=3600.0)) as service:
         worker, stranger = service.rollout("worker", step=None), service.peer("stranger")
         await worker.send(lease(FOREVER_S), number=1)
         await service.rollout("other", step=None).ask(lease())  # so the worker's request waits by now

@@ -1,4 +1,4 @@
-"""Environment workers hear of every change of the rollout workers that serve, and of nothing else."""
+"""Environment workers are sent every change of the serving rollout workers, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of hosts, and whom each one reads from."""
+"""The order of hosts, and the upstreams of each one."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_zones_are_crossed_once_and_slow_hosts_come_last_in_theirs() -> None:
         Hop("far-2", "", "far"),
         Hop("near-3", "", "near"),
     ]
-    found = [hop.agent_id for hop in ordered(given, "near")]
+    found = [hop.relay_id for hop in ordered(given, "near")]
     assert found == ["near-2", "near-3", "near-1", "far-1", "far-2"]

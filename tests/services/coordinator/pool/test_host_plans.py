@@ -1,4 +1,4 @@
-"""The plans that hosts get: in the order of the chain, when something has changed, and for nobody else."""
+"""Plans of hosts follow the order of the chain, and are sent only to hosts whose plan has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 
 class Bench:
-    """A pool whose members' directives are read from their queues."""
+    """A pool whose directives are read from the members' queues."""
 
     def __init__(self) -> None:
         self.members = Members(10.0)

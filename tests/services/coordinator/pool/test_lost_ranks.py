@@ -1,4 +1,4 @@
-"""Ranks that fall silent while others of their learner are heard."""
+"""Ranks that fall silent while others of their learner report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT_S = 15.0
 
 
 class Learner:
-    """Two ranks that join at time 0; `check` has the time of each one's last report, by rank."""
+    """Two ranks that join at time 0; `check` takes the time of each one's last report, by rank."""
 
     def __init__(self) -> None:
         self.lost = LostRanks(LIMIT_S)
@@ -43,7 +43,7 @@ def test_a_rank_that_left_in_good_order_is_not_lost() -> None:
 
 def test_ranks_that_were_all_away_have_the_whole_limit_again() -> None:
     ranks = Learner()
-    assert ranks.check(20.0, r0=1.0, r1=1.0) == []  # nobody to be told
+    assert ranks.check(20.0, r0=1.0, r1=1.0) == []  # no rank left to notify
     ranks.lost.joined("a", 20.5)
     assert ranks.check(21.0, r0=20.5, r1=1.0) == []
     assert ranks.check(36.0, r0=36.0, r1=1.0) == [("learner r1 is silent for 16 s", ["r0"])]
@@ -70,7 +70,7 @@ async def test_a_rank_hears_that_another_is_silent(plane: Plane) -> None:
     other = learner(plane, "learner-3", world_size=2, learner_id="b")
     for worker in (first, second, other):
         await worker.hear("welcome")
-    await plane.coordinator.pool.expire_silent()  # every rank is known now
+    await plane.coordinator.pool.expire_silent()  # every rank has been seen
     age_s = plane.be_silent("learner-2")
     plane.coordinator.pool._lost_ranks.ignore_silence(-age_s)  # its learner joined before that
     plane.run_loops()

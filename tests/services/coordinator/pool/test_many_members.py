@@ -1,4 +1,4 @@
-"""More members than a coordinator's soft limit of open files would let in are all served, over real connections."""
+"""More members than a coordinator's soft limit of open files allows are all served, over real connections."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_members_beyond_the_soft_limit_of_files_are_served() -> None:
     assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])
     assert (figures["served"], figures["session"]) == (MEMBERS, 1)
-    # Each rank is welcomed; rank 0 alone is told of epochs and acknowledgements, which travel together.
+    # Each rank is welcomed; only rank 0 gets epochs and acknowledgements, which travel together.
     assert figures["directives_to_ranks"] < RANKS + 3 * MEMBERS

@@ -54,7 +54,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
         (
             {"role": 7},
             grpc.StatusCode.INVALID_ARGUMENT,
-            "has the role 7, this coordinator knows 1 (ROLE_ROLLOUT)",
+            "has the role 7, this coordinator supports 1 (ROLE_ROLLOUT)",
         ),
         ({"role": -1}, grpc.StatusCode.INVALID_ARGUMENT, "has the role -1"),
         ({"learner_id": "x" * 65}, grpc.StatusCode.INVALID_ARGUMENT, "learner_id of worker rollout-1 has 65"),
@@ -262,7 +262,7 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
 
 
 async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path) -> None:
-    """Its stream is open, and its groups would wait for ever."""
+    """Its stream is open, and its groups would wait without end."""
 
     async def on_directive(_: worker_pb2.ConnectResponse) -> None:
         return
@@ -270,7 +270,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     def hello() -> worker_pb2.Hello:
         return worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="rollout-1", protocol=PROTOCOL)
 
-    plane = await Plane.started(tmp_path, timeout_s=4.0)  # an exchange without a listener
+    plane = await Plane.started(tmp_path, timeout_s=2.0)  # an exchange without a listener
     run = await plane.submit()
     plane.run_loops()
     coordinator = plane.coordinator
@@ -286,7 +286,7 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
         await plane.stop()
 
 
-async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(plane: Plane) -> None:
+async def test_leases_of_a_quiet_member_go_to_others_once_the_learner_waits(plane: Plane) -> None:
     run = await plane.run_one()
     worker = rollout(plane)
     await worker.hear("run")

@@ -1,4 +1,4 @@
-"""Rosters: a change of the workers that receive weights makes a new one, which the learner hears of."""
+"""Each change of the workers that receive weights makes a new roster, which is sent to the learner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from exchange_drivers import World
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.pool.assignments import Roster, _named
+from paceline.services.coordinator.pool.assignments import Roster, listed_names
 from paceline.v1 import common_pb2, worker_pb2
 
 
@@ -26,7 +26,7 @@ async def test_the_learner_hears_of_each_change_and_of_nothing_else(world: World
         roster.update()
     second.suspected = True
     roster.update()
-    directive = await learner.outbox.get()  # of directives that replace one another the newest
+    directive = await learner.outbox.get()  # only the newest of directives that replace each other
     assert directive is not None
     assert (directive.epoch.number, list(directive.epoch.member_ids)) == (3, ["rollout-1"])
     assert (roster.number, roster.member_ids) == (3, ["rollout-1"])
@@ -59,7 +59,7 @@ async def test_only_workers_that_are_ready_and_not_expelled_receive_weights(worl
 
 
 async def test_a_member_that_was_suspected_gets_its_host_s_plan_again(world: World) -> None:
-    # The learner has cleared what the member holds, and waits for its answer.
+    # The learner has cleared its state of the member, and waits for its answer.
     learner = member(common_pb2.ROLE_LEARNER, "learner-1")
     worker = member(common_pb2.ROLE_ROLLOUT, "rollout-1", world.run_id)
     worker.host = worker_pb2.HostAgent(agent_id="A", address="127.0.0.1:1")
@@ -84,7 +84,7 @@ async def test_a_member_that_was_suspected_gets_its_host_s_plan_again(world: Wor
 
 
 async def plans_of(worker: Member) -> list[int]:
-    """Epochs of the plans that are on their way to a worker."""
+    """Return the epochs of the plans that are queued for a worker."""
     epochs = []
     while len(worker.outbox):
         directive = await worker.outbox.get()
@@ -94,8 +94,8 @@ async def plans_of(worker: Member) -> list[int]:
 
 
 def test_a_line_of_the_log_names_some_of_thousands() -> None:
-    assert _named([]) == "nobody"
-    assert _named(["a", "b"]) == "a, b"
-    line = _named([f"rollout-{number}" for number in range(1000)])
+    assert listed_names([]) == "nobody"
+    assert listed_names(["a", "b"]) == "a, b"
+    line = listed_names([f"rollout-{number}" for number in range(1000)])
     assert line.startswith("rollout-0, rollout-1, ")
     assert line.endswith("rollout-15 and 984 more")

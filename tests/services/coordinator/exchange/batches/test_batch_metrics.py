@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def a_group(rewards: list[list[float]], tokens: int = 8, oldest_step: int = 3) -> dict[str, Any]:
-    """A row of two completions, with the mean that the exchange records."""
+    """Return a row of two completions, with the mean that the exchange records."""
     rewards_CF = np.array(rewards, "<f4")
     known = rewards_CF[~np.isnan(rewards_CF).all(axis=1)]
     mean = float(np.nansum(known, axis=1).mean()) if len(known) else None

@@ -1,4 +1,4 @@
-"""Many ranks, groups, segments and evaluations: how much of SQLite's work, and of ours, each request takes."""
+"""The cost of each request, in SQLite's work and in the exchange's, with many ranks, groups, segments and evaluations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
 from paceline.services.coordinator.exchange.state import BATCH_DUE
-from paceline.services.coordinator.ledger import ledger, segments
+from paceline.services.coordinator.ledger import segments
 from paceline.services.coordinator.ledger.tables import batches
 
 RANKS = 512
 
 
 def cost(world: World, work: Callable[[], object]) -> int:
-    """Instructions of SQLite's machine."""
+    """Return the instructions of SQLite's machine during `work`."""
     number = 0
 
     def count() -> None:
@@ -34,7 +34,7 @@ def cost(world: World, work: Callable[[], object]) -> int:
 
 
 def statements(world: World, work: Callable[[], object]) -> list[str]:
-    """Texts of the statements that are run."""
+    """Return the SQL statements that `work` runs."""
     texts: list[str] = []
     world.ledger.db.set_trace_callback(texts.append)
     work()
@@ -44,7 +44,7 @@ def statements(world: World, work: Callable[[], object]) -> list[str]:
 
 @pytest.fixture
 def large(make_world: MakeWorld) -> World:
-    """A batch of 64 groups is scored."""
+    """A world with a batch of 64 scored groups."""
     world = make_world(grpo={"num_prompts_per_step": 64})
     rollout, reward = Rollout(world), Reward(world)
     for lease in rollout.lease(128):
@@ -90,8 +90,7 @@ def test_splits_that_are_kept_are_bounded(large: World) -> None:
     assert large.exchange.splits._split.cache_info().currsize == batches.MAX_SPLITS
 
 
-def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "GROUPS_AT_ONCE", 3)
+def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld) -> None:
     world = make_world(check=False, logger={"keep_samples": False}, grpo={"num_prompts_per_step": 4})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     for step in range(3):
@@ -104,7 +103,7 @@ def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypat
             "INSERT INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, 1, 2, '/none', '', ?)",
             (world.run_id, world.ledger.db.execute("SELECT chain FROM batches WHERE step = 1").fetchone()[0]),
         )
-    assert prune(world) == 4  # 3 and 1 groups of either step
+    assert prune(world, at_once=3) == 4  # 3 and 1 groups of either step
     kept = [row[0] for row in world.ledger.db.execute("SELECT DISTINCT group_id FROM payloads ORDER BY group_id")]
     assert kept == [8, 9, 10, 11]
 
@@ -112,8 +111,8 @@ def test_a_step_is_pruned_some_groups_at_a_time(make_world: MakeWorld, monkeypat
 def test_segments_are_looked_at_a_bounded_number_at_a_time(
     tmp_path: Path, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
     world = make_world()
+    world.ledger.payloads.max_segment_bytes = 1
     fill(Rollout(world), Reward(world), 4)
     folder = world.ledger.payloads.folder
     for number in range(100, 700):
@@ -161,7 +160,7 @@ def test_an_evaluation_s_end_is_looked_for_in_the_same_time_however_large_it_is(
 @pytest.mark.parametrize("by", ["its last score", "the run's end"])
 def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world: MakeWorld, by: str) -> None:
     numbers = []
-    for samples in (3, 200):
+    for samples in (3, 80):
         grpo = {"val_at_start": True, "val_at_end": False, "max_val_samples": samples}
         world = make_world(grpo=grpo, logger={"keep_evaluations": 0})
         validation = Path(str(world.spec.data.validation))
@@ -181,7 +180,7 @@ def test_an_evaluation_ends_in_as_many_statements_however_large_it_is(make_world
 
 
 def _enlarge(world: World, number: int) -> None:
-    """More groups in the evaluation of step 0."""
+    """Add groups to the evaluation of step 0."""
     with world.ledger.transaction():
         world.ledger.db.executemany(
             "INSERT INTO groups (run_id, group_id, class, state, slot) VALUES (?, ?, 'eval:0', 'admitted', ?)",

@@ -1,4 +1,4 @@
-"""Payloads that cannot be read: the exchange goes on, what was not trained is generated again, what was is told."""
+"""Unreadable payloads: untrained groups are generated again, trained ones are reported, and the exchange continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _a_segment_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["a bit", "cut", "gone", "unreadable"])
 def damage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Damages the payload of a group on the disk, which is not in memory any more."""
+    """Damages the payload of a group on the disk that is no longer in memory."""
 
     def spoil(world: World, group_id: int, kind: str = "result") -> None:
         row = world.ledger.db.execute(
@@ -139,15 +139,15 @@ async def test_a_batch_that_a_session_has_trained_pauses_the_run_when_it_cannot_
     assert world.row["state"] == "paused"
     assert "group 0 of step 0 cannot be read, and a session has trained it already" in world.row["message"]
     assert world.states()[0] == "trained"
-    world.check = False  # what is damaged stays so
+    world.check = False  # the damage stays
 
 
 def test_what_an_earlier_worker_began_is_forgotten_when_it_cannot_be_read(world: World, damage: object) -> None:
     rollout = Rollout(world)
     lease, other = rollout.lease(4)
-    rollout.hand_back(lease, rollout.completions(lease))
+    rollout.return_lease(lease, rollout.completions(lease))
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
-    if row["segment"] is None:  # it may lie in SQLite or in a segment
+    if row["segment"] is None:  # its bytes may be in SQLite or in a segment
         (place,) = world.ledger.payloads.append([Record.of(row["header"], row["arrays"])])
         with world.ledger.transaction():
             world.ledger.db.execute(

@@ -1,4 +1,4 @@
-"""Batches and receipts: order, age, waiting for late groups, replay, and what a rank may not say."""
+"""Batches and receipts: order, age, waiting for late groups, replay, and receipts that a rank may not send."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_ready_first_takes_what_is_complete_oldest_first(world: World) -> None:
 
 
 def make_late_group(make_world: MakeWorld, **async_grpo: object) -> tuple[World, Rollout, Reward, Learner, pb.Lease]:
-    """η = 1, step 1 is due: groups 1, 2 are trained, 3, 4 are ready, 0 is still generated under version 0."""
+    """Make group 0 late: η = 1, step 1 is due, groups 1 and 2 are trained, 3 and 4 scored, and 0 is still generated
+    under version 0."""
     world = make_world(async_grpo={"max_trajectory_age_steps": 1, **async_grpo}, grpo={"max_num_steps": 9})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     leases = rollout.lease(8)
@@ -93,7 +94,7 @@ def test_a_late_group_that_comes_in_time_is_in_the_batch(make_world: MakeWorld) 
     assert learner.part(1) is None
     rollout.hold(0)
     rollout.finish(late)
-    assert learner.part(1) is None  # it has no scores yet, and is still waited for
+    assert learner.part(1) is None  # it has no scores yet, so the batch still waits for it
     score_all(reward)
     assert learner.train(1) == [[0, 3]]
 
@@ -133,7 +134,7 @@ def test_no_batch_waits_for_a_group_whose_worker_may_be_gone(make_world: MakeWor
 def test_a_group_that_never_comes_holds_up_one_step_only(make_world: MakeWorld) -> None:
     world = make_world(async_grpo={"late_wait_s": 30, "hard_max_age": 2}, grpo={"max_num_steps": 9})
     slow, rollout, reward, learner = Rollout(world, "slow"), Rollout(world), Reward(world), Learner(world)
-    (never,) = slow.lease(2)  # its worker is heard of, and never done
+    (never,) = slow.lease(2)  # its worker sends heartbeats but no result
     waits = {}
     for step in range(6):
         rollout.hold(step)
@@ -156,7 +157,7 @@ def test_beyond_the_hard_limit_a_late_group_is_dropped_as_stale(make_world: Make
     score_all(reward)
     rollout.hold(2)
     assert fill(rollout, reward, 1) == [5]
-    assert learner.part(2) is None  # group 0 had to go, so one is missing
+    assert learner.part(2) is None  # group 0 was dropped, so one is missing
     assert world.states()[0] == "dropped"
     assert world.counters["groups:dropped:stale"] == 1
     assert world.counters["tokens:dropped:stale"] == 9
@@ -174,13 +175,13 @@ def test_in_order_trains_every_group_in_its_step(make_world: MakeWorld) -> None:
         rollout.finish(lease)
     score_all(reward)
     world.now_s += 1e6
-    assert learner.part(0) is None  # three are complete, but the first place is not
-    rollout.hand_back(leases[0], error="bad")
+    assert learner.part(0) is None  # three are scored, but not the one in the first slot
+    rollout.return_lease(leases[0], error="bad")
     assert fill(rollout, reward, 1) == [4]
     assert world.group(4)["slot"] == 0
     assert learner.train(0) == [[4, 1]]
     assert learner.train(1) == [[2, 3]]
-    assert rollout.lease(8) == []  # places 4 to 7 are for steps 2 and 3: version 0 is too old
+    assert rollout.lease(8) == []  # slots 4 to 7 are for steps 2 and 3: version 0 is too old
     rollout.hold(1)
     assert [lease.step for lease in rollout.lease(8)] == [2, 2]
 
@@ -225,7 +226,7 @@ def test_a_replay_changes_nothing_until_it_is_past_the_newest_step(world: World)
         learner.train(step)
     chain, books = world.row["chain"], world.ledger.token_books(world.run_id)
     second = Learner(world)
-    assert learner.ask(2).reply.status == STALE  # the old session woke up late
+    assert learner.ask(2).reply.status == STALE  # a late request of the old session
     assert learner.receipt(1, 0, []).reply.status == STALE
     assert [second.train(0), second.train(1)] == [[[0, 1]], [[2, 3]]]
     assert (world.row["chain"], world.ledger.token_books(world.run_id)) == (chain, books)
@@ -243,12 +244,12 @@ def test_a_session_that_dies_between_the_receipts_of_its_ranks(world: World) -> 
     assert part is not None
     assert learner.receipt(0, 0, part).reply.status == COMMITTED
     assert world.row["next_step"] == 0
-    assert learner.part(1, 0) is None  # nobody gets ahead of a step that is not trained
+    assert learner.part(1, 0) is None  # no rank gets a step before the previous one is trained
     second = Learner(world, world_size=2)
     other = second.part(0, 1)
     assert other is not None
     second.receipt(0, 1, other)
-    assert world.row["next_step"] == 0  # receipts of two sessions do not add up
+    assert world.row["next_step"] == 0  # receipts of two sessions are not added up
     assert second.train(0) == [[0], [1]]
     assert world.row["next_step"] == 1
 
@@ -385,6 +386,6 @@ def test_a_supervised_run_counts_steps_only(make_world: MakeWorld) -> None:
             assert learner.receipt(step, rank, [], tokens=100 + rank).reply.status == COMMITTED
     assert world.row["next_step"] == 2
     assert learner.part(2) is None
-    # The learner dies after the last step and before its export: every step is there again.
+    # The learner dies after the last step and before its export: it gets every step again.
     assert Learner(world).part(0) == []
     assert Rollout(world).lease(8) == []

@@ -34,9 +34,9 @@ def test_the_next_scored_group_takes_the_place_at_once(world: World) -> None:
     assert replaced["chain"] == extend_chain("", 0, replaced["digest"])
     digest = batch_digest([world.group(0), world.group(2)])
     assert batch["chain"] == extend_chain(replaced["chain"], 0, digest)
-    assert "groups [1] of step 0 were dropped by request; the batch is fixed anew" in str(world.kinds("warning"))
+    assert "groups [1] of step 0 were dropped by request; the batch is fixed again" in str(world.kinds("warning"))
     world.set_state("running")
-    assert learner.receipt(0, 0, old).reply.status == INVALID  # it had the old part already
+    assert learner.receipt(0, 0, old).reply.status == INVALID  # it had the earlier part already
     assert world.row["next_step"] == 0
     assert Learner(world).train(0) == [[0, 2]]
     assert fill(rollout, reward, 1) == [4]

@@ -1,4 +1,4 @@
-"""Sessions of the learner that end at one step: three in a row pause the run, whatever ends elsewhere does not."""
+"""Learner sessions that end at one step: several in a row pause the run; ends at other steps do not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resume(world: World) -> None:
 
 @pytest.fixture
 def ready(world: World) -> World:
-    """Two batches can be made."""
+    """A world with groups for two batches."""
     fill(Rollout(world), Reward(world), 4)
     return world
 
@@ -45,7 +45,9 @@ def test_three_sessions_that_report_the_same_at_a_step_pause_the_run(ready: Worl
         learner = Learner(ready, world_size=2)
         assert [group.group_id for group in learner.part(0, 1) or []] == [1]
         report(ready, learner, 0, rank=1)
-        report(ready, learner, 0, "RuntimeError: connection closed by peer", rank=0)  # for the other's sake
+        report(
+            ready, learner, 0, "RuntimeError: connection closed by peer", rank=0
+        )  # as a consequence of the other rank's fault
         assert len(ready.kinds("warning")) == number + 1
     assert ready.row["state"] == "paused"
     assert ready.row["message"] == (
@@ -55,7 +57,7 @@ def test_three_sessions_that_report_the_same_at_a_step_pause_the_run(ready: Worl
     )
     assert len(ready.kinds("paused")) == 1
     fourth = Learner(ready)
-    assert fourth.part(0) is None  # it would only end there too
+    assert fourth.part(0) is None  # another session would only end there too
     ready.restart()
     assert fourth.part(0) is None
     resume(ready)
@@ -93,7 +95,7 @@ def test_three_sessions_that_end_without_a_word_pause_the_run(ready: World) -> N
     fourth = Learner(ready)
     assert fourth.part(0) is None
     assert ready.row["state"] == "paused"
-    assert "its process ended without a word" in ready.row["message"]
+    assert "its process ended without a report" in ready.row["message"]
     resume(ready)
     assert fourth.part(0) is not None
 
@@ -104,11 +106,11 @@ def test_sessions_that_die_together_with_the_coordinator_pause_the_run(ready: Wo
         ready.restart()
     fourth = Learner(ready)
     assert fourth.part(0) is None
-    assert "its process ended without a word" in ready.row["message"]
+    assert "its process ended without a report" in ready.row["message"]
     resume(ready)
     assert fourth.part(0) is not None
     ready.restart()
-    assert fourth.train(0) == [[0, 1]]  # it outlived the coordinator
+    assert fourth.train(0) == [[0, 1]]  # the record outlived the coordinator
     rows = ready.ledger.db.execute("SELECT session FROM session_faults").fetchall()
     assert rows == []
 
@@ -136,7 +138,7 @@ def test_kills_with_progress_in_between_never_pause(ready: World) -> None:
 
 def test_kills_at_different_steps_never_pause(ready: World) -> None:
     Learner(ready).train(0)
-    for step in (0, 1, 0, 1, 0, 1, 0, 1):  # a session that trains again is killed here and there
+    for step in (0, 1, 0, 1, 0, 1, 0, 1):  # some sessions that train again are killed
         assert Learner(ready).part(step) is not None
     assert ready.row["state"] == "running"
 
@@ -148,7 +150,7 @@ def test_sessions_that_end_before_they_train_count_for_nothing(ready: World) -> 
         learner = Learner(ready)
         learner.part(0)
         with ready.ledger.transaction():
-            session_faults.note_left(ready.exchange, ready.run, learner.session)  # in good order
+            session_faults.note_left(ready.exchange, ready.run, learner.session)  # left normally
     assert ready.row["state"] == "running"
     assert Learner(ready).train(0) == [[0, 1]]
 
@@ -185,7 +187,7 @@ def test_a_person_s_pause_is_not_forgotten(ready: World) -> None:
     learner = Learner(ready)
     learner.part(0)
     ready.set_state("paused")
-    assert learner.part(0) is not None  # what is under way ends
+    assert learner.part(0) is not None  # current work ends
     assert learner.train(0) == [[0, 1]]
 
 

@@ -52,7 +52,7 @@ def test_the_worker_that_is_off_is_named(make_world: MakeWorld) -> None:
 
 def test_nothing_is_compared_with_a_share_of_zero(make_world: MakeWorld) -> None:
     world, rollouts, reward, learner = make(make_world, share=0)
-    for step in range(3):  # the learner's comparisons are of groups that nobody marked
+    for step in range(3):  # the learner compares groups that were not marked
         assert train(world, rollouts, reward, learner, step) == []
     assert not [w for w in world.kinds("warning") if "spot_check" in w]
     assert "spot_check/groups" not in world.kinds("step")[-1]["metrics"]

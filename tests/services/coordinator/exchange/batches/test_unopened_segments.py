@@ -1,4 +1,4 @@
-"""A segment that is there and cannot be opened for a moment: its groups wait, and nothing is taken for damaged."""
+"""A segment that exists but cannot be opened for a moment: its groups wait, and none counts as damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from damage_shared import asked, client
 from exchange_drivers import COMMITTED, Learner, Reward, Rollout, World, fill
 from exchange_service import DEADLINE_S, FOREVER_S, serving
 
-from paceline.services.coordinator.exchange.transport import server
+from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.ledger import segments as payloads
 from paceline.services.coordinator.ledger.segments import PayloadStore, Record, UnopenedSegment
 from paceline.v1 import common_pb2
@@ -22,17 +22,17 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 class Segments:
-    """Stands before the system's `open` of segments."""
+    """Replaces the system's `open` for segments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.error: OSError | None = None
-        """Error that opening one for reading raises."""
+        """Error on opening a segment for reading."""
         self.refused = asyncio.Event()
-        """Set when that was tried."""
+        """Set after such an attempt."""
         self.unwritable = ""
-        """End of the paths that raise the error when they are opened in any mode."""
+        """Suffix of paths that cannot be opened in any mode."""
         self.unwritten = threading.Event()
-        """Set when that was tried, from any thread."""
+        """Set after such an attempt, from any thread."""
         self._open = os.open
         monkeypatch.setattr(payloads.os, "open", self)
 
@@ -60,11 +60,11 @@ def generated(world: World, number: int = 1) -> None:
     world.restart()
 
 
-def handed_back(world: World) -> Rollout:
-    """A group that an earlier worker began, with its arrays in a segment that is not in memory."""
+def returned_prefix(world: World) -> Rollout:
+    """Return a worker that returned a group unfinished; its arrays are in a segment that is not in memory."""
     rollout = Rollout(world)
     (lease,) = rollout.lease(2)
-    rollout.hand_back(lease, rollout.completions(lease))
+    rollout.return_lease(lease, rollout.completions(lease))
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     if row["segment"] is None:
         (place,) = world.ledger.payloads.append([Record.of(row["header"], row["arrays"])])
@@ -87,7 +87,7 @@ def test_a_task_waits_and_the_run_is_told_once(world: World, segments: Segments)
     assert "failures:damaged" not in world.counters
     (warning,) = world.kinds("warning")
     assert "cannot be opened" in warning["message"]
-    assert "it is tried again by itself" in warning["message"]
+    assert "it is tried again automatically" in warning["message"]
     segments.error = None
     (task,) = reward.tasks()
     assert reward.score(task) == COMMITTED
@@ -108,7 +108,7 @@ def test_a_batch_waits_as_it_was_fixed(world: World, segments: Segments) -> None
 
 
 def test_a_group_that_was_begun_waits_and_others_are_leased(world: World, segments: Segments) -> None:
-    rollout = handed_back(world)
+    rollout = returned_prefix(world)
     assert [lease.group_id for lease in rollout.lease(4)] == [1]
     assert world.group(0)["state"] == "admitted"
     segments.error = None
@@ -119,9 +119,9 @@ def test_a_group_that_was_begun_waits_and_others_are_leased(world: World, segmen
 
 def test_a_result_is_taken_though_its_beginning_cannot_be_compared(world: World, segments: Segments) -> None:
     error, segments.error = segments.error, None
-    rollout = handed_back(world)
+    rollout = returned_prefix(world)
     (lease,) = rollout.lease(2)
-    world.ledger.payloads._files.clear()  # others were opened since
+    world.restart()  # its segment is not open any more
     segments.error = error
     assert rollout.finish(lease) == COMMITTED
 
@@ -149,9 +149,8 @@ async def test_the_coordinator_goes_on_and_asks_again_by_itself(world: World, se
 async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "STORE_AGAIN_S", 0.01)
-    segments = Segments(monkeypatch)
-    async with serving(world) as service, asyncio.timeout(DEADLINE_S):
+    segments, limits = Segments(monkeypatch), ServerLimits(store_again_s=(0.01, 10.0))
+    async with serving(world, limits=limits) as service, asyncio.timeout(DEADLINE_S):
         worker, other, driver = service.rollout("worker"), service.rollout("other"), Rollout(world, "worker")
         (given,) = (await worker.ask(pb.ExchangeRequest(lease=pb.LeaseRequest(room=2)))).lease.leases
         segments.unwritable = ".seg"
@@ -162,16 +161,14 @@ async def test_groups_wait_for_a_segment_that_cannot_be_begun_and_leases_go_on(
         segments.unwritable = ""
         assert (await worker.receive()).status == COMMITTED
     (warning,) = [notice.content["message"] for notice in service.notices if notice.kind == "warning"]
-    assert "no segment can be begun" in warning
+    assert "no segment can be created" in warning
 
 
 async def test_a_coordinator_that_stops_does_not_wait_for_a_segment(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "STORE_AGAIN_S", 3600.0)
-    monkeypatch.setattr(server, "MAX_STORE_AGAIN_S", 3600.0)
-    segments = Segments(monkeypatch)
-    async with asyncio.timeout(DEADLINE_S), serving(world) as service:
+    segments, limits = Segments(monkeypatch), ServerLimits(store_again_s=(3600.0, 3600.0))
+    async with asyncio.timeout(DEADLINE_S), serving(world, limits=limits) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")
         (given,) = (await worker.ask(pb.ExchangeRequest(lease=pb.LeaseRequest(room=2)))).lease.leases
         segments.unwritable = ".seg"

@@ -1,4 +1,4 @@
-"""Connections that send without end, or belong to nobody, are cut off; those of members stay, whatever they send."""
+"""Connections that send without end, or that no member uses, are closed; those of members stay, whatever they send."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from paceline.services.coordinator.exchange.transport import connections, router_socket
+from paceline.services.coordinator.exchange.transport.connections import ConnectionLimits
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
@@ -36,13 +37,31 @@ class Clock:
         return self.now_s
 
 
+Listen = Callable[..., ExchangeSocket]
+
+
 @pytest.fixture
-def exchange() -> Iterator[ExchangeSocket]:
-    """The exchange's socket with nothing behind it."""
-    made = ExchangeSocket("127.0.0.1", 0)
-    made.connections._clock = Clock()
-    yield made
-    made.close()
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def listen(clock: Clock) -> Iterator[Listen]:
+    """Makes the exchange's socket without a server, with some limits changed."""
+    sockets: list[ExchangeSocket] = []
+
+    def make(**limits: int) -> ExchangeSocket:
+        sockets.append(ExchangeSocket("127.0.0.1", 0, limits=ConnectionLimits(**limits), clock=clock))
+        return sockets[0]
+
+    yield make
+    for each in sockets:
+        each.close()
+
+
+@pytest.fixture
+def exchange(listen: Listen) -> ExchangeSocket:
+    return listen()
 
 
 def until(
@@ -52,7 +71,7 @@ def until(
     member: bool = False,
     came: list[Message] | None = None,
 ) -> None:
-    """Looks at the connections, reading all that comes, until something holds."""
+    """Check the connections and read all messages until `done`."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         while (message := exchange.receive()) is not None:
@@ -67,18 +86,18 @@ def until(
 
 
 def until_it_stands(exchange: ExchangeSocket) -> None:
-    """Waits for a connection, without looking at it."""
+    """Wait for a connection without checking it."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        exchange._read_monitor()
+        exchange.read_monitor()
         if len(exchange.connections):
             return
-        exchange._monitor.poll(10)
+        select.select([], [], [], 0.01)
     raise AssertionError("nobody connected")
 
 
 def read_one(exchange: ExchangeSocket) -> Message:
-    """The next message, without a look at the connections."""
+    """Return the next message without checking the connections."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         if (message := exchange.receive()) is not None:
@@ -88,12 +107,12 @@ def read_one(exchange: ExchangeSocket) -> Message:
 
 
 def raw(exchange: ExchangeSocket) -> socket.socket:
-    """A connection that has introduced itself as ZeroMQ does, and speaks ZMTP by hand."""
+    """Return a connection that speaks ZMTP by hand, after its handshake."""
     connection = socket.create_connection(("127.0.0.1", exchange.port), timeout=DEADLINE_S)
     connection.sendall(GREETING)
     heard = connection.recv(1 << 10)
     connection.sendall(READY)
-    while b"READY" not in heard:  # ZeroMQ sometimes leaves lying what comes before it is
+    while b"READY" not in heard:  # ZeroMQ sometimes ignores bytes that arrive before its own
         heard += connection.recv(1 << 10)
     return connection
 
@@ -101,8 +120,8 @@ def raw(exchange: ExchangeSocket) -> socket.socket:
 def is_cut_off_while_it_sends(
     connection: socket.socket, pieces: bytes, number: int, exchange: ExchangeSocket, *, all_read: bool = True
 ) -> bool:
-    """Return whether the connection ends before `pieces` has gone out so many times. Sending may also hang: the other side's kernel
-    may have no more room at that moment, and then it refuses nothing until it has forgotten the connection."""
+    """Return whether the connection ends before `pieces` was sent `number` times. Sending may also hang: if the other
+    side's kernel has no room at that moment, it refuses nothing until it has dropped the connection."""
     connection.settimeout(10.0)
     for _ in range(number):
         try:
@@ -115,13 +134,8 @@ def is_cut_off_while_it_sends(
     return False
 
 
-def members(exchange: ExchangeSocket) -> int:
-    """Connections on which a member has spoken."""
-    return sum(connection.of_member for connection in exchange.connections._by_descriptor.values())
-
-
 def is_cut(connection: socket.socket) -> bool:
-    """Return whether the other side has ended it."""
+    """Return whether the other side has closed it."""
     connection.settimeout(0.01)
     try:
         while connection.recv(1 << 16):
@@ -137,25 +151,25 @@ def until_closed(exchange: ExchangeSocket, connection: socket.socket) -> None:
     """Wait until both sides have closed a connection, without reading a message."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        exchange._read_monitor()
+        exchange.read_monitor()
         if is_cut(connection) and not len(exchange.connections):
             return
     raise AssertionError("it was not closed")
 
 
-def test_a_message_without_end_is_cut_off(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_BYTES", 1 << 20)
+def test_a_message_without_end_is_cut_off(listen: Listen) -> None:
+    exchange = listen(message_bytes=1 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         frame = MORE_FRAMES + struct.pack(">Q", 64 << 10) + bytes(64 << 10)
-        assert is_cut_off_while_it_sends(connection, frame, 4000, exchange)  # 250 MB, if nobody objected
+        assert is_cut_off_while_it_sends(connection, frame, 4000, exchange)  # 250 MB, if the exchange allowed it
         until(exchange, lambda: is_cut(connection))
         assert len(exchange.connections) == 0
 
 
-def test_empty_frames_without_end_are_cut_off(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_frames_without_end_are_cut_off(listen: Listen) -> None:
     """Few bytes, but much memory."""
-    monkeypatch.setattr(connections, "MAX_GROWTH_BYTES", 32 << 20)
+    exchange = listen(growth_bytes=32 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         # 25 MB, for which ZeroMQ takes 800
@@ -163,10 +177,8 @@ def test_empty_frames_without_end_are_cut_off(exchange: ExchangeSocket, monkeypa
         until(exchange, lambda: is_cut(connection))
 
 
-def test_a_message_of_many_frames_is_not_read_at_once(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_socket, "DISCARDED_AT_ONCE", 1000)
+def test_a_message_of_many_frames_is_not_read_at_once(listen: Listen) -> None:
+    exchange = listen(discarded_at_once=1000)
     came: list[Message] = []
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -186,9 +198,9 @@ def test_a_message_of_many_frames_is_not_read_at_once(
         context.term()
 
 
-def test_the_sender_of_many_frames_is_cut_off_once(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next to connect gets the number of its connection while the rest of the message is still read."""
-    monkeypatch.setattr(router_socket, "DISCARDED_AT_ONCE", 100)
+def test_the_sender_of_many_frames_is_cut_off_once(listen: Listen) -> None:
+    """The next connection gets the same descriptor while the rest of the message is still read."""
+    exchange = listen(discarded_at_once=100)
     with raw(exchange) as connection:
         connection.sendall(EMPTY_FRAME * 5_000 + LAST_FRAME)
         long = read_one(exchange)
@@ -203,10 +215,8 @@ def test_the_sender_of_many_frames_is_cut_off_once(exchange: ExchangeSocket, mon
         assert not is_cut(honest)
 
 
-def test_a_large_whole_message_arrives_and_the_next_one_too(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "MAX_BYTES", 3 << 20)
+def test_a_large_whole_message_arrives_and_the_next_one_too(listen: Listen) -> None:
+    exchange = listen(message_bytes=3 << 20)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
@@ -223,8 +233,8 @@ def test_a_large_whole_message_arrives_and_the_next_one_too(
         context.term()
 
 
-def test_strangers_share_a_budget(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_STRANGERS_BYTES", 1 << 20)
+def test_strangers_share_a_budget(listen: Listen) -> None:
+    exchange = listen(strangers_bytes=1 << 20)
     with raw(exchange) as first, raw(exchange) as second:
         until(exchange, lambda: len(exchange.connections) == 2)
         for connection in (first, second):
@@ -233,8 +243,8 @@ def test_strangers_share_a_budget(exchange: ExchangeSocket, monkeypatch: pytest.
         assert is_cut(first) != is_cut(second), "one of them is enough"
 
 
-def test_strangers_leave_files_for_members(exchange: ExchangeSocket) -> None:
-    exchange.connections._max_strangers = 2
+def test_strangers_leave_files_for_members(listen: Listen) -> None:
+    exchange = listen(strangers=2)
     with raw(exchange) as first, raw(exchange) as second:
         until(exchange, lambda: len(exchange.connections) == 2)
         with raw(exchange) as third:
@@ -244,64 +254,60 @@ def test_strangers_leave_files_for_members(exchange: ExchangeSocket) -> None:
             assert not is_cut(third)
 
 
-def test_only_members_may_stay(exchange: ExchangeSocket) -> None:
-    clock = exchange.connections._clock
-    assert isinstance(clock, Clock)
+def test_only_members_may_stay(exchange: ExchangeSocket, clock: Clock) -> None:
+    came: list[Message] = []
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
         with raw(exchange) as stranger:
             dealer.connect(f"tcp://127.0.0.1:{exchange.port}")
             dealer.send(b"I am")
-            until(exchange, lambda: len(exchange.connections) == 2 and members(exchange) == 1, member=True)
+            until(exchange, lambda: len(exchange.connections) == 2 and bool(came), member=True, came=came)
+            assert exchange.connections.is_of_member(came[0].descriptor)
             clock.now_s = connections.STRANGER_S + 1
             until(exchange, lambda: is_cut(stranger))
             assert len(exchange.connections) == 1
             dealer.send(b"still")
-            came: list[Message] = []
-            until(exchange, lambda: bool(came), member=True, came=came)
+            until(exchange, lambda: len(came) == 2, member=True, came=came)
     finally:
         dealer.close(linger=0)
         context.term()
 
 
-def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeSocket) -> None:
+def test_a_number_that_stands_for_another_file_is_left_alone(exchange: ExchangeSocket, clock: Clock) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         exchange.connections.opened(ours.fileno())
-        exchange.connections._clock.now_s = 1e6  # type: ignore[attr-defined]
+        clock.now_s = 1e6
         assert exchange.connections.check() == []
         ours.sendall(b"x")
         assert theirs.recv(1) == b"x"
 
 
-def test_a_peer_that_sends_far_more_than_is_read_is_cut_off(
-    exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
+def test_a_peer_that_sends_far_more_than_is_read_is_cut_off(listen: Listen) -> None:
+    exchange = listen(unread_bytes=1 << 20)
     with raw(exchange) as connection:
         until(exchange, lambda: len(exchange.connections) == 1)
         message = LONG_MESSAGE + struct.pack(">Q", 64 << 10) + bytes(64 << 10)
         assert is_cut_off_while_it_sends(connection, message, 4000, exchange, all_read=False)
 
 
-def test_a_member_may_wait_long_for_being_read(exchange: ExchangeSocket) -> None:
-    clock = exchange.connections._clock
-    assert isinstance(clock, Clock)
-    exchange.connections._max_strangers = 0
+def test_a_member_may_wait_long_for_being_read(listen: Listen, clock: Clock) -> None:
+    exchange = listen(strangers=0)
     with raw(exchange) as connection:
         until_it_stands(exchange)
         clock.now_s = connections.STRANGER_S + 1
         connection.sendall(SMALL_MESSAGE)
         exchange.check_connections(all_read=False)
         assert len(exchange.connections) == 1, "what it has sent may say that it is a member"
-        exchange.note_message(read_one(exchange), of_member=True)
+        message = read_one(exchange)
+        exchange.note_message(message, of_member=True)
         exchange.check_connections()
-        assert members(exchange) == 1
+        assert exchange.connections.is_of_member(message.descriptor)
 
 
-def test_strangers_may_say_so_much_that_is_refused(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_REFUSED", 10)
+def test_strangers_may_say_so_much_that_is_refused(listen: Listen) -> None:
+    exchange = listen(refused=10)
     with raw(exchange) as connection:
         came: list[Message] = []
         connection.sendall(10 * SMALL_MESSAGE)
@@ -311,9 +317,9 @@ def test_strangers_may_say_so_much_that_is_refused(exchange: ExchangeSocket, mon
         until(exchange, lambda: is_cut(connection))
 
 
-def test_messages_that_are_read_are_not_under_way(exchange: ExchangeSocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while there are always further ones to read."""
-    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
+def test_messages_that_are_read_are_not_under_way(listen: Listen) -> None:
+    """Also while further ones are always waiting."""
+    exchange = listen(unread_bytes=1 << 20)
     with raw(exchange) as connection:
         until_it_stands(exchange)
         for _ in range(20):  # 5 MB

@@ -1,4 +1,4 @@
-"""A thread of a pipeline: everything once, in order, and whatever ends it is known."""
+"""A pipeline thread processes each item once, in order, and raises the error that ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The filter of requests at the socket: nothing useless, nothing without bound, nothing twice; and how parked requests are looked at."""
+"""The filter of requests at the socket: no useless frames, nothing unbounded, nothing twice; and the checks of parked
+requests."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from paceline.services.coordinator.exchange import scores
 from paceline.services.coordinator.exchange.state import Exchange, Outcome
 from paceline.services.coordinator.exchange.transport import receiver
 from paceline.services.coordinator.exchange.transport import server as exchange_server
+from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT
@@ -46,7 +48,7 @@ async def test_more_frames_than_a_kind_has_use_for_are_refused_and_not_parked(wo
         reply = await service.peer("sender", role).ask(request, [b"x" * 1000] * (frames + 1))
         assert reply.status == INVALID
         assert f"{frames} payload frames" in reply.message
-        assert len(service.server._parked) == 0
+        assert len(service.server.parked) == 0
 
 
 @pytest.mark.parametrize("kind", ["lease", "task"])
@@ -74,7 +76,7 @@ async def test_a_header_is_no_place_for_bulk(world: World) -> None:
 
 
 async def test_texts_come_only_with_the_samples_that_they_are_of(world: World) -> None:
-    """And then they count among the bytes that wait for the disk."""
+    """Their bytes then count among those that wait for the disk."""
     async with serving(world) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")
         (given,) = (await worker.ask(lease())).lease.leases
@@ -90,7 +92,7 @@ async def test_texts_come_only_with_the_samples_that_they_are_of(world: World) -
         await worker.send(pb.ExchangeRequest(lease_return=returned), frames)
         await worker.ask(lease_that_is_refused(), number=2)  # so it has arrived
         assert sizes[0] > 1 << 20
-        assert server._receiver.pending_bytes == sizes[0]
+        assert server.receiver.pending_bytes == sizes[0]
 
 
 async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
@@ -101,23 +103,20 @@ async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
         assert "ranks" in reply.message
 
 
-async def test_one_members_unanswered_requests_are_bounded_and_others_are_served(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiver, "MAX_UNANSWERED", 5)
-    async with serving(world) as service:
+async def test_one_members_unanswered_requests_are_bounded_and_others_are_served(world: World) -> None:
+    async with serving(world, limits=ServerLimits(unanswered=5)) as service:
         flood, other = service.rollout("flood"), service.rollout("other")
-        async with service.server._lock:  # nothing is answered meanwhile
+        async with service.lock:  # nothing is answered meanwhile
             for number in range(6):
                 await flood.send(pb.ExchangeRequest(lease_return=pb.LeaseReturn()), number=number + 1)
             reply = await flood.receive()
             assert (reply.request_id, reply.status) == (6, INVALID)
-            assert "wait for an answer" in reply.message
+            assert "are unanswered already" in reply.message
             await other.send(lease())
         assert (await other.receive()).status == OK
         assert [(await flood.receive()).request_id for _ in range(5)] == [1, 2, 3, 4, 5]
-        assert (await flood.ask(lease())).status == OK  # what is answered counts no more
-        assert not service.server._receiver.filter._unanswered
+        assert (await flood.ask(lease())).status == OK  # answered requests no longer count
+        assert not service.server.receiver.filter.unanswered
 
 
 async def test_whatever_room_is_said_the_answer_is_bounded(world: World) -> None:
@@ -142,7 +141,7 @@ def test_tasks_in_one_answer_are_bounded_by_bytes(world: World, monkeypatch: pyt
         world.send(
             reward.message(pb.ScoreTask(group_id=task, attempt=1, digest=world.group(task)["digest"]), handed_back=True)
         )
-    assert [len(reward.tasks()) for _ in range(5)] == [1, 1, 1, 1, 0]  # one group always goes out
+    assert [len(reward.tasks()) for _ in range(5)] == [1, 1, 1, 1, 0]  # an answer may always have one group
 
 
 async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
@@ -150,25 +149,25 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
         worker, again = service.rollout("worker"), service.rollout("worker")
         (given,) = (await worker.ask(lease())).lease.leases
         request, frames = Rollout(world, "worker").result(given)
-        async with service.server._lock:  # nothing is answered meanwhile
+        async with service.lock:  # nothing is answered meanwhile
             await worker.send(request, frames, number=1)
             await worker.ask(lease_that_is_refused(), number=2)  # so the first has arrived
             request.again = True
             await again.send(request, frames, number=3)
             await again.ask(lease_that_is_refused(), number=4)
-            assert len(service.server._receiver.filter._under_way) == 1
-        reply = await again.receive()  # where it was sent from last
+            assert len(service.server.receiver.filter.under_way) == 1
+        reply = await again.receive()  # to the last sender
         assert (reply.request_id, reply.status) == (3, COMMITTED)
         stored = stored_bytes(service)
         reply = await again.ask(request, frames, number=5)
         assert reply.status == DUPLICATE
         assert stored_bytes(service) == stored
-        assert service.server._receiver.pending_bytes == 0
-        assert not service.server._receiver.filter._under_way
+        assert service.server.receiver.pending_bytes == 0
+        assert not service.server.receiver.filter.under_way
 
 
 def lease_that_is_refused() -> pb.ExchangeRequest:
-    """Answered as it arrives, outside of any transaction."""
+    """Return a request that is answered on arrival, outside of any transaction."""
     return pb.ExchangeRequest(lease=pb.LeaseRequest(held=pb.Held(group_ids=range(receiver.MAX_HELD + 1))))
 
 
@@ -186,16 +185,15 @@ async def test_what_was_committed_before_a_restart_is_not_stored_again(world: Wo
 
 
 def stored_bytes(service: Service) -> int:
-    """Of the segments beside the ledger."""
+    """Return the bytes of the segments beside the ledger."""
     return sum(path.stat().st_size for path in service.world.ledger.payloads.folder.glob("*.seg"))
 
 
-async def test_handed_back_samples_count_in_backpressure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "MAX_PENDING_BYTES", 1000)
-    async with serving(world) as service:
+async def test_returned_samples_count_in_backpressure(world: World) -> None:
+    async with serving(world, limits=ServerLimits(pending_bytes=1000)) as service:
         worker, driver = service.rollout("worker"), Rollout(world, "worker")
         leases = (await worker.ask(lease(room=8))).lease.leases
-        async with service.server._lock:
+        async with service.lock:
             for number, given in enumerate(leases):
                 pair = driver.completions(given)
                 returned = pb.LeaseReturn(
@@ -208,17 +206,17 @@ async def test_handed_back_samples_count_in_backpressure(world: World, monkeypat
                 assert len(pair) == 2
                 await worker.send(pb.ExchangeRequest(lease_return=returned), frames, number=number)
             async with asyncio.timeout(DEADLINE_S):
-                await until_full(service)
-            assert service.server._receiver.pending_bytes < 2000  # the rest is not read
+                await until_full(service, 1000)
+            assert service.server.receiver.pending_bytes < 2000  # the rest is not read
         replies = [await worker.receive() for _ in leases]
         assert {reply.status for reply in replies} == {COMMITTED}
-        assert service.server._receiver.pending_bytes == 0
+        assert service.server.receiver.pending_bytes == 0
 
 
-async def until_full(service: Service) -> None:
-    """Returns when the server has stopped reading."""
+async def until_full(service: Service, pending_bytes: int) -> None:
+    """Wait until the server has stopped reading."""
     pause = asyncio.Event()
-    while service.server._receiver.pending_bytes < receiver.MAX_PENDING_BYTES:
+    while service.server.receiver.pending_bytes < pending_bytes:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pause.wait(), 0.01)
 
@@ -234,13 +232,12 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
         looks.append(len(asked))
         return handle_leases(exchange, asked)
 
-    monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)
-    async with serving(world) as service:
+    async with serving(world, limits=ServerLimits(tick_s=3600.0)) as service:
         peers: list[Peer] = [service.rollout(f"rollout-{index}", step=None) for index in range(workers)]
         for peer in peers:
             await peer.send(lease(FOREVER_S))
         other: Peer = service.rollout("other", step=None)
-        while len(service.server._parked) < workers:
+        while len(service.server.parked) < workers:
             await other.ask(lease())
         monkeypatch.setattr(exchange_server, "handle_leases", counted)
         server = service.server
@@ -252,7 +249,7 @@ async def test_of_many_parked_requests_a_few_are_looked_at_when_nothing_has_happ
                 await server._transact(set(), set())
         looks.clear()
         world.acknowledge("rollout-7", Rollout(world, "holder").version)
-        server.wake("lease")  # something has happened: everybody is looked at
+        server.wake("lease")  # after an event all are checked
         assert len((await peers[7].receive()).lease.leases) == 1
         assert sum(looks) >= workers
 

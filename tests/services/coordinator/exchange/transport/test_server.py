@@ -1,4 +1,4 @@
-"""The exchange over real sockets: whatever bytes arrive, others are served; waiting requests end."""
+"""The exchange over real sockets: whatever bytes arrive, others are served, and parked requests end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.services.coordinator.exchange import scores
 from paceline.services.coordinator.exchange.state import Notice
-from paceline.services.coordinator.exchange.transport import router_socket
-from paceline.services.coordinator.exchange.transport import server as exchange_server
+from paceline.services.coordinator.exchange.transport.receiver import ServerLimits
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1.common_pb2 import ROLE_ENVIRONMENT, ROLE_LEARNER, ROLE_REWARD
@@ -36,8 +35,12 @@ async def service(world: World) -> AsyncIterator[Service]:
         yield service
 
 
-async def test_a_group_over_the_wire(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_server, "TICK_S", 3600.0)  # whoever waits is woken by what happens
+async def test_a_group_over_the_wire(world: World) -> None:
+    async with serving(world, limits=ServerLimits(tick_s=3600.0)) as service:  # events alone wake requests
+        await send_a_group(service)
+
+
+async def send_a_group(service: Service) -> None:
     rollout, reward = service.rollout("rollout"), service.peer("reward", ROLE_REWARD)
     session = Learner(service.world).session
     learner = service.peer("learner-0", ROLE_LEARNER)
@@ -97,7 +100,7 @@ async def test_another_term_is_stale_at_once(service: Service) -> None:
 
 @pytest.fixture
 def raw(service: Service) -> Iterator[Callable[[], socket.socket]]:
-    """Plain TCP connections to the exchange's port."""
+    """Makes plain TCP connections to the exchange's port."""
     connections: list[socket.socket] = []
 
     def connect() -> socket.socket:
@@ -111,7 +114,7 @@ def raw(service: Service) -> Iterator[Callable[[], socket.socket]]:
 
 
 def read_until(connection: socket.socket, mark: bytes) -> None:
-    """Reads until `mark` has come; fails after the socket's own deadline."""
+    """Read until `mark` has arrived; fail at the socket's own deadline."""
     said = b""
     while mark not in said:
         chunk = connection.recv(65536)
@@ -120,7 +123,7 @@ def read_until(connection: socket.socket, mark: bytes) -> None:
 
 
 def shake_hands(connection: socket.socket) -> None:
-    """Becomes a DEALER by ZMTP 3.0 with the NULL mechanism."""
+    """Become a DEALER by ZMTP 3.0 with the NULL mechanism."""
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
@@ -128,7 +131,7 @@ def shake_hands(connection: socket.socket) -> None:
 
 
 def wait_until_closed(connection: socket.socket) -> None:
-    """Returns when the other side has hung up; fails after the socket's own deadline."""
+    """Wait until the other side has closed it; fail at the socket's own deadline."""
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(65536):
             pass
@@ -203,7 +206,7 @@ async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_
     service: Service,
 ) -> None:
     line = service.rollout("rollout-0")
-    async with service.server._lock:
+    async with service.lock:
         for index in range(3):
             line.member_id = f"rollout-{index}"
             service.world.enter(line.member_id)
@@ -211,7 +214,7 @@ async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_
             await line.send(lease(), number=index)
         service.world.exchange.versions["rollout-1"] = "no version"  # type: ignore[assignment]
         await line.socket.send(b"\xff")
-        assert (await line.receive()).status == INVALID  # so all that was sent before is there
+        assert (await line.receive()).status == INVALID  # so all earlier messages have arrived
     first, broken, last = sorted([await line.receive() for _ in range(3)], key=lambda reply: reply.request_id)
     assert broken.status == INVALID
     assert "the coordinator failed on it" in broken.message
@@ -232,9 +235,9 @@ async def test_a_waiting_request_is_answered_empty_at_its_end(service: Service) 
 
 
 @pytest.mark.parametrize("wait_s", [math.nan, math.inf, 1e300])
-async def test_no_request_waits_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
-    monkeypatch.setattr(router_socket, "MAX_WAIT_S", 0.05)
-    assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
+async def test_no_request_waits_for_ever(world: World, wait_s: float) -> None:
+    async with serving(world, limits=ServerLimits(wait_s=0.05)) as service:
+        assert (await service.rollout("rollout", step=None).ask(lease(wait_s))).status == OK
 
 
 @pytest.mark.parametrize("wait_s", [0.0, -1.0, -math.inf])
@@ -257,7 +260,7 @@ async def test_a_lease_comes_when_a_version_does(service: Service) -> None:
     assert (again.group_id, again.attempt) == (1, 2)
 
 
-async def test_a_request_that_waits_does_not_take_up_again_what_was_handed_back_since(
+async def test_a_request_that_waits_does_not_restore_leases_returned_since(
     service: Service,
 ) -> None:
     worker, other = service.rollout("worker"), service.rollout("other")
@@ -283,7 +286,7 @@ async def test_a_worker_on_a_new_connection_has_nothing_on_the_old(service: Serv
     service.server.wake("lease")
     assert [group.group_id for group in (await new.receive()).lease.leases] == [0]
     reply = await old.ask(pb.ExchangeRequest(task=pb.TaskRequest(room=1)), number=8)
-    assert reply.request_id == 8  # the first thing that the old connection hears
+    assert reply.request_id == 8  # the first reply on the old connection
     assert service.world.states()[1] == "admitted"
 
 
@@ -299,7 +302,7 @@ async def test_a_second_question_ends_the_wait_of_the_first(service: Service) ->
 
 
 async def test_what_was_asked_before_ends_when_the_next_question_is_answered(service: Service) -> None:
-    """Else it would say later that the worker does not hold what it was given meanwhile."""
+    """Otherwise it would report later that the worker does not hold its newer leases."""
     old, new = service.rollout("rollout", step=None), service.rollout("rollout", step=None)
     asked = lease(FOREVER_S)
     asked.lease.held.SetInParent()
@@ -361,7 +364,7 @@ async def test_a_closed_port_is_free_again(world: World) -> None:
 async def test_turns_that_wait_together_share_their_syncs(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One synced write a turn at most: of many, all that wait when a transaction begins are synced with it."""
+    """At most one synced write a turn: all turns that wait when a transaction begins are synced with it."""
     world = make_world(**ENVIRONMENT, grpo={"num_prompts_per_step": 16})
     serving_rollout(world)
     worker = EnvironmentWorker(world)

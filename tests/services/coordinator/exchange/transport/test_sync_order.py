@@ -1,7 +1,7 @@
-"""Every acknowledgement follows its syncs: shown from the system calls of a real coordinator, by strace.
+"""Every acknowledgement follows its syncs, as the system calls of a real coordinator show under strace.
 
 For each of many groups in flight at once: its bytes are written to a segment, then that is synced, then its row is
-written to the log, then that is synced, and only then does the answer go to the socket.
+written to the log, then that is synced, and only then is the answer sent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.wire import PROTOCOL
 
 DEADLINE_S = 120.0
 FIRST_REQUEST_ID = 1 << 40
-"""Of the results: seven bytes that stand nowhere else in a message."""
+"""Seven bytes that only the results contain."""
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace; .ci/run installs it")
 
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
-    """A coordinator under strace: its address, and what ends it and gives the file with the whole trace."""
+    """A coordinator under strace: its address, and a function that ends it and returns the trace's file."""
     trace, ready = tmp_path / "trace", tmp_path / "ready"
     command = [
         sys.executable,
@@ -91,15 +91,15 @@ def traced(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
 
 @dataclass
 class Result:
-    """A group that was handed in."""
+    """A submitted group."""
 
     digest: bytes
     marker: bytes
     request_id: int
 
 
-def hand_in(address: str, directory: Path) -> list[Result]:
-    """One worker leases all groups that there are, sends all results, then waits for all answers."""
+def submit_all(address: str, directory: Path) -> list[Result]:
+    """Lease all groups to one worker, send all results, then wait for all answers."""
     spec = make_spec(directory, grpo={"num_prompts_per_step": 16}, logger={"tensorboard": False})
     results = []
     with open_channel(address) as channel, zmq.Context() as context:
@@ -146,7 +146,7 @@ def hand_in(address: str, directory: Path) -> list[Result]:
 def join(
     stub: Any, role: common_pb2.Role.ValueType, member_id: str
 ) -> tuple[queue.SimpleQueue[worker_pb2.ConnectRequest], Any]:
-    """A member: where its reports go, and its directives."""
+    """Join as a member; return the queue of its reports, and its directives."""
     reports: queue.SimpleQueue[worker_pb2.ConnectRequest] = queue.SimpleQueue()
     hello = worker_pb2.Hello(role=role, member_id=member_id, protocol=PROTOCOL)
     reports.put(worker_pb2.ConnectRequest(hello=hello))
@@ -155,17 +155,17 @@ def join(
 
 @dataclass
 class Event:
-    """A write or a send that begins, or a sync that has ended."""
+    """The beginning of a write or a send, or the end of a sync."""
 
     call: str
     path: str
     content: bytes = b""
     began: int = 0
-    """Of a sync: how many events there were when it began. What is written later it need not cover."""
+    """Sync: number of events before it began. It need not cover later writes."""
 
 
 def read_trace(trace: Path) -> list[Event]:
-    """The calls in their order over all threads."""
+    """Return the calls in their order over all threads."""
     events, under_way = [], {}
     for line in trace.read_text().splitlines():
         thread, text = line.split(maxsplit=1)
@@ -186,12 +186,12 @@ def read_trace(trace: Path) -> list[Event]:
 
 
 def unquote(text: str) -> bytes:
-    """Bytes that strace wrote as hexadecimal digits; a socket's name it leaves as it is."""
+    """Return the bytes of hexadecimal digits by strace; a socket's name is unchanged."""
     return bytes.fromhex(text.replace(r"\x", "")) if text.startswith(r"\x") else text.encode()
 
 
 def find(events: list[Event], start: int, call: str, ending: str, content: bytes = b"") -> int:
-    """Index of the first such event from `start` on; a sync has to begin after `start`."""
+    """Return the index of the first such event from `start` on; a sync has to begin after `start`."""
     for index in range(start, len(events)):
         event = events[index]
         late_enough = call != "synced" or event.began > start
@@ -202,7 +202,7 @@ def find(events: list[Event], start: int, call: str, ending: str, content: bytes
 
 def test_every_acknowledgement_follows_its_syncs(traced: tuple[str, Callable[[], Path]], tmp_path: Path) -> None:
     address, kill = traced
-    results = hand_in(address, tmp_path)
+    results = submit_all(address, tmp_path)
     events = read_trace(kill())
     assert len(results) == 32
     for result in results:

@@ -39,5 +39,5 @@ EDGES = [
 def test_the_bounds_of_logprobs_hold_for_every_float(first: float, second: float) -> None:
     values = np.array([-1.0, first, -2.0, second], np.float32)
     is_within = bool(((values >= np.float32(MIN_LOGPROB)) & (values <= np.float32(MAX_LOGPROB))).all())
-    with contextlib.nullcontext() if is_within else pytest.raises(WireError, match="logprobs goes from"):
+    with contextlib.nullcontext() if is_within else pytest.raises(WireError, match="logprobs ranges from"):
         check_logprobs("logprobs", values)

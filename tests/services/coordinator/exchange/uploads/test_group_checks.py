@@ -1,4 +1,5 @@
-"""Whatever a worker could get wrong in a group is refused with the field, its value and the bound, and changes nothing."""
+"""Every fault that a worker could make in a group is refused with the field, its value and the bound, and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ GOOD = make_completion(Version(1, 0), 3, 0)
 
 
 def spans(*versions: tuple[int, int]) -> Completion:
-    """A completion of a token for each version."""
+    """Return a completion with one token for each version."""
     size = len(versions)
     return replace(
         GOOD,
@@ -45,12 +46,12 @@ def spans(*versions: tuple[int, int]) -> Completion:
 
 
 def ids(*token_ids: int) -> Completion:
-    """A completion of these tokens."""
+    """Return a completion of these tokens."""
     return replace(GOOD, token_ids=np.array(token_ids, np.int32))
 
 
 def logprobs(*values: float) -> Completion:
-    """A completion whose tokens have these log-probabilities."""
+    """Return a completion whose tokens have these log-probabilities."""
     return replace(GOOD, logprobs=np.array(values, np.float32))
 
 
@@ -112,7 +113,7 @@ def test_a_lie_in_a_group_is_refused(world: World, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_lie_in_what_is_handed_back_is_refused(world: World, what: str) -> None:
+def test_a_false_prefix_is_refused(world: World, what: str) -> None:
     change, said = LIES[what]
     rollout = Rollout(world)
     rollout.lease()
@@ -157,7 +158,7 @@ def test_tokens_of_a_version_that_is_on_its_way_count_before_it_is_acknowledged(
     rollout = Rollout(world)
     rollout.lease()
     world.exchange.offer("rollout", Version(1, 1))
-    world.exchange.offer("rollout", Version(1, 0))  # an offer that is made again takes nothing back
+    world.exchange.offer("rollout", Version(1, 0))  # a repeated offer withdraws nothing
     request, frames = group_result(0, 1, [spans((1, 0), (1, 1)), GOOD])
     request.member_id = "rollout"
     assert world.send(request, frames).reply.status == COMMITTED
@@ -168,17 +169,17 @@ DONE = make_completion(Version(1, 1), 2, 8)
 
 
 def begun_by_another(world: World) -> tuple[Rollout, pb.Lease]:
-    """A lease that came with one finished and one unfinished sample of a newer version."""
+    """Return a lease with one finished and one unfinished sample of a newer version."""
     first, second = Rollout(world, "first", step=1), Rollout(world, "second")
     (lease,) = first.lease()
-    assert first.hand_back(lease, [DONE, BEGUN]).reply.status == COMMITTED
+    assert first.return_lease(lease, [DONE, BEGUN]).reply.status == COMMITTED
     (again,) = second.lease()
     assert again.prefix_frame
     return second, again
 
 
 def longer(first_token: int | None = None, version: tuple[int, int] = (1, 1)) -> Completion:
-    """BEGUN and a token more, perhaps with something changed at its start."""
+    """Return BEGUN with one more token, and perhaps another start."""
     token_ids = np.append(BEGUN.token_ids, 9).astype(np.int32)
     if first_token is not None:
         token_ids[0] = first_token
@@ -212,7 +213,7 @@ def test_what_a_lease_came_with_stays_as_it_was(world: World, what: str) -> None
 def test_a_later_attempt_has_no_versions_that_its_worker_does_not_hold(world: World) -> None:
     first, second = Rollout(world, "first"), Rollout(world, "second")
     (lease,) = first.lease()
-    first.hand_back(lease)
+    first.return_lease(lease)
     (again,) = second.lease()
     assert again.attempt == 2
     request, frames = group_result(again.group_id, 2, [spans((1, 0), (1, 1)), GOOD])
@@ -245,12 +246,12 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     assert world.send(request, frames).reply.status == COMMITTED
 
 
-def test_an_attempt_from_before_the_hand_back_need_not_go_on_from_it(world: World) -> None:
+def test_an_attempt_from_before_the_return_need_not_continue_its_prefix(world: World) -> None:
     slow, quick = Rollout(world, "slow"), Rollout(world, "quick")
     (lease,) = slow.lease()
     world.release("slow")
     (again,) = quick.lease()
-    assert quick.hand_back(again, [GOOD, replace(GOOD, finish_reason="abort")]).reply.status == COMMITTED
+    assert quick.return_lease(again, [GOOD, replace(GOOD, finish_reason="abort")]).reply.status == COMMITTED
     assert slow.finish(lease) == COMMITTED
 
 
@@ -265,7 +266,7 @@ def test_a_beginning_that_is_damaged_by_now_refuses_no_result(world: World) -> N
     assert world.send(request, frames).reply.status == COMMITTED
 
 
-def test_what_is_handed_back_lies_in_a_segment(world: World) -> None:
+def test_a_returned_prefix_is_in_a_segment(world: World) -> None:
     begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     assert row["segment"] is not None
@@ -280,7 +281,7 @@ def test_a_number_beyond_64_bits_of_sign_is_no_group(world: World) -> None:
         assert rollout.finish(lease) == STALE
         task = pb.ScoreTask(group_id=group_id, attempt=1)
         assert reward.score(task, [0.0, 1.0]) == STALE
-        assert rollout.hand_back(lease).reply.status == STALE
+        assert rollout.return_lease(lease).reply.status == STALE
     learner = Learner(world)
     assert learner.part(2**63) is None
 

@@ -1,4 +1,4 @@
-"""Prompts that are not their lease's: found by encoding the prompt once more, in a process that may fail."""
+"""Groups with another prompt than their lease's are found by encoding it again, in a process that may fail."""
 
 from __future__ import annotations
 
@@ -54,17 +54,29 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def check(ledger: Path) -> Iterator[PromptCheck]:
-    """One that is closed."""
+    """A check that is closed at the end."""
     made = PromptCheck(ledger)
     yield made
     made.close()
 
 
+SECRETS = {
+    KEY_VARIABLE: "ab" * 32,
+    FILE_VARIABLE: "/nowhere/storage.key",
+    "AWS_SECRET_ACCESS_KEY": "planted",
+    "PACELINE_TOKEN_FILE": "planted",
+}
+
+
 @pytest.fixture(scope="module")
 def begun(ledger: Path, model: Path) -> Iterator[PromptCheck]:
-    """One whose process encodes for run a-1, for tests that leave it as it is: the process takes seconds to start."""
+    """A check whose process encodes for run a-1, begun with SECRETS in the environment. For tests that do not change it,
+    because the process takes seconds to start."""
     made = PromptCheck(ledger)
-    made.begin("a-1", spec_of(ledger.parent, str(model)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (SECRETS | {"HF_HOME": str(model)}).items():
+            patch.setenv(name, value)
+        made.begin("a-1", spec_of(ledger.parent, str(model)))
     yield made
     made.close()
 
@@ -84,26 +96,12 @@ def test_only_the_leases_own_prompt_passes(begun: PromptCheck) -> None:
     assert begun.unavailable == ""
 
 
-@pytest.mark.parametrize("variable", [KEY_VARIABLE, FILE_VARIABLE])
-def test_its_process_gets_no_secret(
-    ledger: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    value = {KEY_VARIABLE: "ab" * 32, FILE_VARIABLE: str(tmp_path / "storage.key")}[variable]
-    secrets = {variable: value, "AWS_SECRET_ACCESS_KEY": "planted", "PACELINE_TOKEN_FILE": "planted"}
-    for name, secret in secrets.items():
-        monkeypatch.setenv(name, secret)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    check = PromptCheck(ledger)
-    check.begin("a-1", spec_of(tmp_path, str(model)))
-    try:
-        assert check.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == ""
-        assert check.unavailable == ""
-        assert check._encoder is not None  # it has answered, so its program has begun
-        given = psutil.Process(check._encoder.process.pid).environ()
-        assert not secrets.keys() & given.keys()
-        assert (given["HF_HOME"], given["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
-    finally:
-        check.close()
+def test_its_process_gets_no_secret(begun: PromptCheck, model: Path) -> None:
+    assert begun.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == ""
+    assert begun.encoder is not None  # it has answered, so its program has begun
+    environment = psutil.Process(begun.encoder.process.pid).environ()
+    assert not SECRETS.keys() & environment.keys()
+    assert (environment["HF_HOME"], environment["HF_HUB_OFFLINE"]) == (str(model), "1")
 
 
 def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Pat
 
 
 def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
-    """A result of one completion, looked at as the check thread does."""
+    """Return a result of one completion after the check thread's work."""
     completion = Completion(prompt_ids[:1], np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop")
     group = Group(group_id, prompt_ids, (completion,))
     result = pb.GroupResult(group_id=group_id, attempt=1, digest=group.digest())
@@ -148,17 +146,20 @@ def test_a_number_that_no_group_has_is_left_to_the_handler(begun: PromptCheck, g
 
 
 def test_a_record_that_cannot_be_read_holds_nothing_up(
-    check: PromptCheck, model: Path, tmp_path: Path, ledger: Path
+    check: PromptCheck, begun: PromptCheck, tmp_path: Path, ledger: Path
 ) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     before = unforeseen.total
-    check._path = tmp_path / "away.sqlite"
-    made = arrived(check, 7, own[::-1])
-    assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
-    assert unforeseen.total == before + 1
-    check._path = ledger
-    assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
+    check.encoder = begun.encoder
+    try:
+        ledger.rename(tmp_path / "away.sqlite")
+        made = arrived(check, 7, own[::-1])
+        (tmp_path / "away.sqlite").rename(ledger)
+        assert (made.fault, made.group is None) == ("", False), "it passes uncompared"
+        assert unforeseen.total == before + 1
+        assert "not those of its lease's prompt" in arrived(check, 7, own[::-1]).fault
+    finally:
+        check.encoder = None  # the process stays for other tests
 
 
 def test_a_prompt_that_cannot_be_encoded_has_no_tokens(begun: PromptCheck) -> None:
@@ -186,23 +187,21 @@ def test_a_template_that_writes_the_date_is_not_compared(check: PromptCheck, mod
     assert "writes the date" in check.unavailable
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_fails_holds_nothing_up(
-    check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
-    assert check.fault("a-1", 7, own[:-1]) != "", "it works"
-    assert check._encoder is not None
-    child = check._encoder.process
-    child.send_signal(number)
-    with monkeypatch.context() as patch:
-        patch.setattr("paceline.services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
-        assert check.fault("a-1", 7, own[:-1]) == ""
-    assert "does not answer" in check.unavailable
-    assert child.returncode == -signal.SIGKILL, "nothing is left behind"
-    check.begin("a-1", spec_of(tmp_path, str(model)))
-    assert check.fault("a-1", 7, own[:-1]) != "", "the next run's works again"
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        check.begin("a-1", spec_of(tmp_path, str(model)))
+        assert check.fault("a-1", 7, own[:-1]) != "", "each run's process works, also after a failed one"
+        assert check.encoder is not None
+        child = check.encoder.process
+        child.send_signal(number)
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
+            assert check.fault("a-1", 7, own[:-1]) == ""
+        assert "does not answer" in check.unavailable
+        assert child.returncode == -signal.SIGKILL, "nothing is left behind"
 
 
 def test_the_reader_needs_no_lock(ledger: Path) -> None:

@@ -1,7 +1,8 @@
-"""The journal of a group with an environment: what its next holder gets, and the comparison of a result with it.
+"""Reads and writes the turn log of a group with an environment: the finished turns of its open samples.
 
-Every finished turn is in the ledger before the next one is sampled. So the holder of a lease has what all earlier ones have
-finished, and a result is accepted only if it consists of the journaled turns.
+Every finished turn is in the ledger before the next one is sampled. So the holder of a lease gets all turns that earlier
+holders have finished, and a result is accepted only if it consists of logged turns. Proto fields call the turn log
+`journal`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from paceline.v1 import exchange_pb2 as pb
 FIRST_LIFE = Lives(1, 0, given_up=False)
 
 
-class SampleJournal(NamedTuple):
-    """What the journal has of one sample."""
+class SampleTurns(NamedTuple):
+    """The turn log of one sample."""
 
     lives: Lives
     turns: list[sqlite3.Row]
@@ -50,15 +51,15 @@ class SampleJournal(NamedTuple):
         return [turn for turn in self.turns if turn["turn"] in left_out]
 
 
-def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, SampleJournal]:
-    """Return the journal of each sample of a group that has a record."""
+def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, SampleTurns]:
+    """Return the turn log of each sample of a group that has turns or ended lives."""
     episodes = exchange.ledger.episodes
     lives = episodes.lives_of_group(run.run_id, group_id)
     turns: dict[int, list[sqlite3.Row]] = {}
     for turn in episodes.of_group(run.run_id, group_id):
         turns.setdefault(turn["sample"], []).append(turn)
     return {
-        sample: SampleJournal(lives.get(sample, FIRST_LIFE), turns.get(sample, []))
+        sample: SampleTurns(lives.get(sample, FIRST_LIFE), turns.get(sample, []))
         for sample in sorted(lives.keys() | turns.keys())
     }
 
@@ -83,14 +84,14 @@ def add_to_lease(
     frames: dict[int, list[tuple[Frame, Frame]]],
     payloads: list[Frame],
 ) -> None:
-    """Add a group's journal to its lease, and its frames to the payloads of the reply."""
-    for sample, journal in of_group(exchange, run, lease.group_id).items():
+    """Add a group's turn log to its lease, and the frames to the payloads of the reply."""
+    for sample, turns in of_group(exchange, run, lease.group_id).items():
         entry = lease.journal.add(
             sample=sample,
-            life=journal.lives.current,
-            failures=journal.lives.failures,
-            finished=journal.is_finished,
-            given_up=journal.lives.given_up,
+            life=turns.lives.current,
+            failures=turns.lives.failures,
+            finished=turns.is_finished,
+            given_up=turns.lives.given_up,
         )
         for arrays, note in frames.get(sample, ()):
             payloads += (arrays, note)
@@ -98,29 +99,29 @@ def add_to_lease(
             entry.note_frames.append(len(payloads))
 
 
-def fault_of_result(journal: dict[int, SampleJournal], group: Group, turns: Iterable[GroupTurn]) -> str:
-    """Return why a result is not what the journal has of its group; empty where it is."""
+def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Iterable[GroupTurn]) -> str:
+    """Return how a result differs from the turn log of its group; empty if it does not."""
     assert group.rows is not None
     by_sample: dict[int, list[GroupTurn]] = {}
     for turn in turns:
         by_sample.setdefault(turn.sample, []).append(turn)
     for sample in range(group.rows.num_samples):
-        fault = _fault_of_sample(journal.get(sample), by_sample.get(sample, []))
+        fault = _fault_of_sample(turn_log.get(sample), by_sample.get(sample, []))
         if fault:
             return f"sample {sample} {fault}"
     return ""
 
 
-def _fault_of_sample(journal: SampleJournal | None, turns: list[GroupTurn]) -> str:
-    if journal is None or not (journal.is_finished or journal.lives.given_up):
+def _fault_of_sample(sample: SampleTurns | None, turns: list[GroupTurn]) -> str:
+    if sample is None or not (sample.is_finished or sample.lives.given_up):
         return "is not finished: its last turn is not in the ledger"
-    if journal.lives.given_up:
+    if sample.lives.given_up:
         return f"was given up, but has {len(turns)} turns" if turns else ""
-    expected = journal.trained_turns
+    expected = sample.trained_turns
     if len(turns) != len(expected):
-        return f"has {len(turns)} turns, in the ledger are {len(expected)}"
+        return f"has {len(turns)} turns, but {len(expected)} in the ledger"
     rows = {row: index for index, row in enumerate(sorted({turn["row_index"] for turn in expected}))}
-    after_left_out = _turns_after_left_out(journal)
+    after_left_out = _turns_after_left_out(sample)
     for turn, record in zip(turns, expected, strict=True):
         if (turn.row_index, turn.digest) != (rows[record["row_index"]], record["digest"]):
             return f"has other tokens in turn {record['turn']} than the ledger"
@@ -129,20 +130,20 @@ def _fault_of_sample(journal: SampleJournal | None, turns: list[GroupTurn]) -> s
     return ""
 
 
-def _turns_after_left_out(journal: SampleJournal) -> set[int]:
-    """Return the turns before which the row has tokens of turns that are left out: they are context there."""
-    after, left_out = set(), {turn["turn"] for turn in journal.left_out_turns}
-    for row in {turn["row_index"] for turn in journal.left_out_turns}:
+def _turns_after_left_out(sample: SampleTurns) -> set[int]:
+    """Return the turns that follow left-out turns of their row, whose tokens are context there."""
+    after, left_out = set(), {turn["turn"] for turn in sample.left_out_turns}
+    for row in {turn["row_index"] for turn in sample.left_out_turns}:
         before_is_left_out = False
-        for turn in (turn for turn in journal.turns if turn["row_index"] == row):
+        for turn in (turn for turn in sample.turns if turn["row_index"] == row):
             if before_is_left_out and turn["turn"] not in left_out:
                 after.add(turn["turn"])
             before_is_left_out = turn["turn"] in left_out
     return after
 
 
-def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, journal: dict[int, SampleJournal]) -> None:
-    """Book the tokens of the turns that a committed group does not train."""
+def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log: dict[int, SampleTurns]) -> None:
+    """Account the tokens of turns that a committed group does not train as dropped(left_out)."""
     lives = [
         EndedLife(
             run.run_id,
@@ -156,7 +157,7 @@ def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, journal: 
             given_up=False,
             counts=False,
         )
-        for sample, entry in journal.items()
+        for sample, entry in turn_log.items()
         if entry.left_out_turns
     ]
     if not lives:
@@ -194,6 +195,6 @@ def end_life(
         counts=reason == FAILED,
     )
     ledger.note_removed_records(ledger.episodes.end(ended))
-    exchange.groups.set_journal(run_id, group_id, *ledger.episodes.total(run_id, group_id))
+    exchange.groups.set_turns(run_id, group_id, *ledger.episodes.total(run_id, group_id))
     if row["class"] == "train":
         ledger.count(run_id, f"tokens:dropped:{reason}", tokens)

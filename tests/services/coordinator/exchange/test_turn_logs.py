@@ -1,4 +1,4 @@
-"""A result is its journal or nothing, and what of a journal cannot be read begins again."""
+"""A result consists of the logged turns, and a sample with an unreadable turn begins again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from episode_drivers import (
 from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, World, group_result
 
 from paceline.groups import Version, VersionSpan
-from paceline.services.coordinator.exchange import journals, leases
+from paceline.services.coordinator.exchange import leases, turn_logs
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger import segments
 from paceline.v1 import exchange_pb2 as pb
@@ -78,14 +78,14 @@ CHANGES: dict[str, tuple[Callable[[Episodes], None], str]] = {
         lambda held: changed_turn(held, context_ids=np.array([1], np.int32)),
         "has other tokens before turn 1",
     ),
-    "turn missing": (shorter, "has 2 turns, in the ledger are 3"),
+    "turn missing": (shorter, "has 2 turns, but 3 in the ledger"),
     "row": (other_row, "has other tokens in turn 1"),
-    "sample missing": (without, "has 0 turns, in the ledger are 3"),
+    "sample missing": (without, "has 0 turns, but 3 in the ledger"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_result_that_is_not_its_journal_is_invalid(
+def test_a_result_that_is_not_its_turn_log_is_invalid(
     world: World, change: Callable[[Episodes], None], message: str
 ) -> None:
     worker, held = finished(world)
@@ -120,7 +120,7 @@ def test_a_result_of_an_attempt_that_a_later_one_has_left_behind_is_stale(world:
     world.release("environment")
     other = EnvironmentWorker(world, "other")
     assert len(other.lease(2)) == 1
-    assert worker.finish(held) == COMMITTED  # the journal is the same whoever submits it
+    assert worker.finish(held) == COMMITTED  # the turn log is the same whoever submits it
     worker, other = EnvironmentWorker(world, "third"), EnvironmentWorker(world, "fourth")
     (first,) = worker.lease(2)
     worker.play(first, 0, VERSION, last=False)
@@ -188,14 +188,14 @@ def test_a_lease_comes_back_without_samples(world: World) -> None:
     _, (arrays, _) = worker.result(held)
     returned = pb.LeaseReturn(group_id=held.lease.group_id, attempt=1, finish_reasons=["stop"] * 2, texts=["", ""])
     request = pb.ExchangeRequest(member_id=worker.member_id, lease_return=returned)
-    assert "turns are journaled" in world.send(request, [arrays]).reply.message
-    assert worker.hand_back(held).reply.status == COMMITTED
+    assert "submits them turn by turn" in world.send(request, [arrays]).reply.message
+    assert worker.return_lease(held).reply.status == COMMITTED
     (again,) = EnvironmentWorker(world, "other").lease(2)
     assert again.is_finished
 
 
-def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 1)
+def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World) -> None:
+    world.ledger.payloads.max_segment_bytes = 1
     worker, held = finished(world)
     turns = world.ledger.episodes.of_group(world.run_id, 0)
     world.release("environment")
@@ -211,8 +211,8 @@ def test_a_turn_that_cannot_be_read_begins_its_sample_again(world: World, monkey
     assert worker.finish(held) == STALE
 
 
-def test_large_journals_come_one_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_JOURNAL_BYTES", 100)
+def test_large_turn_logs_come_one_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_TURN_LOG_BYTES", 100)
     serving_rollout(world)
     worker = EnvironmentWorker(world)
     for held in worker.lease(8):
@@ -220,7 +220,7 @@ def test_large_journals_come_one_at_a_time(world: World, monkeypatch: pytest.Mon
     world.release("environment")
     other = EnvironmentWorker(world, "other")
     assert [len(other.lease(8)) for _ in range(5)] == [1, 1, 1, 1, 0]
-    assert journals.size_of({}) == 0
+    assert turn_logs.size_of({}) == 0
 
 
 def test_a_group_that_is_lost_after_its_result_plays_again_in_its_next_lives(world: World) -> None:

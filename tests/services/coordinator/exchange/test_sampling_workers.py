@@ -1,6 +1,5 @@
-"""Which leases an environment worker gets: by the versions of the engines that serve, and for an evaluation by the pinned
-one.
-"""
+"""Leases of environment workers depend on the versions of the serving rollout workers, for an evaluation on the pinned
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from exchange_drivers import COMMITTED, STALE, MakeWorld, Reward, World
 
 from paceline.groups import Version
 from paceline.services.coordinator.exchange import admission, evaluation, leases
-from paceline.services.coordinator.exchange.admission import Reach
+from paceline.services.coordinator.exchange.admission import SamplableVersions
 from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 
 EVAL = {"val_period": 1, "val_samples_per_prompt": 1}
@@ -24,9 +23,9 @@ def world(make_world: MakeWorld) -> World:
 
 
 def test_a_worker_reaches_the_versions_that_are_new_enough() -> None:
-    reach = Reach((3, 5, 6))
-    assert [reach.may_lease(step, 1) for step in (4, 7, 8)] == [True, True, False]
-    assert [reach.oldest(step, 1) for step in (2, 4, 5, 7)] == [3, 3, 5, 6]
+    versions = SamplableVersions((3, 5, 6))
+    assert [versions.may_lease(step, 1) for step in (4, 7, 8)] == [True, True, False]
+    assert [versions.oldest(step, 1) for step in (2, 4, 5, 7)] == [3, 3, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -39,19 +38,19 @@ def test_a_worker_reaches_the_versions_that_are_new_enough() -> None:
         {"suspected": True},
     ],
 )
-def test_only_workers_that_serve_are_engines(world: World, changes: dict[str, Any]) -> None:
+def test_only_ready_members_sample_for_others(world: World, changes: dict[str, Any]) -> None:
     serving_rollout(world, "rollout-1")
     serving_rollout(world, "rollout-2", step=1)
-    assert [engine.member_id for engine in admission.serving(world.exchange, world.run)] == [
+    assert [sampler.member_id for sampler in admission.serving_samplers(world.exchange, world.run)] == [
         "rollout-1",
         "rollout-2",
     ]
     world.enter("rollout-1", **changes)
-    (engine,) = admission.serving(world.exchange, world.run)
-    assert engine == ("rollout-2", "rollout-2:1", Version(1, 1))
+    (sampler,) = admission.serving_samplers(world.exchange, world.run)
+    assert sampler == ("rollout-2", "rollout-2:1", Version(1, 1))
 
 
-def test_leases_wait_for_an_engine_that_is_new_enough(world: World) -> None:
+def test_leases_wait_for_a_sampling_worker_that_is_new_enough(world: World) -> None:
     worker = EnvironmentWorker(world)
     assert worker.lease(8) == []
     rollout = serving_rollout(world)
@@ -64,7 +63,7 @@ def test_leases_wait_for_an_engine_that_is_new_enough(world: World) -> None:
     assert len(worker.lease(16)) == 4
 
 
-def test_the_oldest_version_of_a_group_is_that_of_its_journal_or_of_an_engine(world: World) -> None:
+def test_the_oldest_version_of_a_group_is_that_of_its_turns_or_of_a_sampling_worker(world: World) -> None:
     serving_rollout(world, "rollout-1")
     serving_rollout(world, "rollout-2", step=1)
     worker = EnvironmentWorker(world)
@@ -87,7 +86,7 @@ def make_evaluation(make_world: MakeWorld) -> World:
     return world
 
 
-def test_an_evaluation_s_leases_name_the_pinned_engine(make_world: MakeWorld) -> None:
+def test_an_evaluation_s_leases_name_the_pinned_worker(make_world: MakeWorld) -> None:
     world = make_evaluation(make_world)
     serving_rollout(world, "rollout-1")
     serving_rollout(world, "rollout-2", step=1)
@@ -112,7 +111,7 @@ def test_an_evaluation_s_leases_name_the_pinned_engine(make_world: MakeWorld) ->
     assert "tokens:generated" not in world.counters
 
 
-def test_an_evaluation_waits_for_its_engine_and_begins_anew_when_that_is_gone(make_world: MakeWorld) -> None:
+def test_an_evaluation_waits_for_its_sampling_worker_and_begins_anew_when_that_is_gone(make_world: MakeWorld) -> None:
     world = make_evaluation(make_world)
     serving_rollout(world, "rollout-1", step=1)
     serving_rollout(world, "rollout-2")
@@ -133,7 +132,7 @@ def test_an_evaluation_waits_for_its_engine_and_begins_anew_when_that_is_gone(ma
     assert world.ledger.episodes.ended(world.run_id, FIRST_EVALUATION_GROUP + 1) == []
 
 
-def test_a_worker_that_journals_turns_is_not_overdue(world: World) -> None:
+def test_a_worker_that_submits_turns_is_not_overdue(world: World) -> None:
     serving_rollout(world)
     busy, stuck = EnvironmentWorker(world, "busy"), EnvironmentWorker(world, "stuck")
     (held,) = busy.lease(2)
