@@ -109,7 +109,7 @@ class Finding(NamedTuple):
             )
         return (
             f"{text}. All workers may be off: compare the engine's number format, attention kernels and sampling settings "
-            "with the learner's (docs/alerts.md)"
+            "with the learner's (docs/operate/alerts.md)"
         )
 
 

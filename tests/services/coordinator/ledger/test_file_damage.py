@@ -178,7 +178,7 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
     indirect=["at_rest"],
 )
 def test_a_backup_serves_after_damage(folder: Path, damage: Callable[[Path], None]) -> None:
-    """It is restored as docs/operate.md says, beside the segments of the damaged ledger."""
+    """It is restored as docs/operate/operations.md says, beside the segments of the damaged ledger."""
     path, copy = folder / "ledger.sqlite", folder / "backup.sqlite"
     assert paceline("ledger", "backup", copy, "--directory", folder).exit_code == 0
     damage(folder)
