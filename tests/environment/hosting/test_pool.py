@@ -283,18 +283,18 @@ async def test_nonsense_is_named(file: Path) -> None:
     async with running(file, "Nonsense") as code:
         for what, fault in {
             "reset": "reset returned int 3",
-            "two": "it has to be (observation, reward, done)",
+            "two": "it must return (observation, reward, done)",
             "text": "the observation int 7",
-            "nan": "reward nan, it has to be finite",
+            "nan": "reward nan; it must be finite",
             "done": "done as str 'yes'",
             "missing": "raised KeyError",
         }.items():
             assert fault in await outcome_of(code, what)
         assert [await outcome_of(code, what) for what in ("five", "dict")] == ["", ""]
         instance, _ = await code.open("", {"what": "away"}, 60, SampleDeaths())
-        with pytest.raises(ServiceAway, match="get_reward could not reach something: ConnectionRefusedError"):
+        with pytest.raises(ServiceAway, match="get_reward could not reach a service: ConnectionRefusedError"):
             await instance.reward(60)
-        with pytest.raises(EnvironmentFailed, match="reset needs what, which is no column of the data set"):
+        with pytest.raises(EnvironmentFailed, match="reset needs what, but the data set has no such column"):
             await code.open("", {"prompt": ""}, 60, SampleDeaths())
 
 
@@ -396,7 +396,7 @@ async def test_agents_and_their_choice_of_calls(file: Path) -> None:
             InvalidInput,
             "has no method 'reset', did you mean 'rest'",
         ),
-        ("A", "def A(): ...", InvalidInput, "it has to be a class"),
+        ("A", "def A(): ...", InvalidInput, "not a class"),
         (
             "A",
             "class A:\n    def reset(self): ...\n    def tool(self, x): ...",

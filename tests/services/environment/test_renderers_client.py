@@ -1,4 +1,4 @@
-"""The client of the package `renderers` on a session: it renders and reads turns itself, and its tokens train as they are."""
+"""The client of the package `renderers` on a conversation: it renders and reads turns itself, and its tokens train as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from episode_world import (
     HERMES,
-    MemoryJournal,
+    MemoryTurnLog,
     ScriptedSource,
     ids_of,
     lease,
@@ -23,7 +23,7 @@ from episode_world import (
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import TurnRequest
 from paceline.environment.setting import EpisodeSetting
-from paceline.services.environment.session_server import SessionServer
+from paceline.services.environment.conversation_server import ConversationServer
 
 pytest.importorskip("renderers", reason="the extra 'environments' is not installed")
 
@@ -64,9 +64,9 @@ async def test_tokens_of_the_renderers_client_train_as_they_are(tmp_path: Path) 
         return ids_of(CALL if number == 0 else "15", tokenizer), "stop"
 
     source = ScriptedSource(say, tokenizer)
-    async with UserCode(spec.environment, num_processes=1) as code, SessionServer("r", tokenizer) as sessions:
+    async with UserCode(spec.environment, num_processes=1) as code, ConversationServer("r", tokenizer) as conversations:
         leased = lease(user("Add 15."), 2, columns={"folder": str(tmp_path)})
-        rows = await run_group(setting, source, code, leased, MemoryJournal(), sessions)
+        rows = await run_group(setting, source, code, leased, MemoryTurnLog(), conversations)
     assert [(text.ending, text.reward) for text in rows.samples] == [("done", 15.0)] * 2
     assert len(rows.completions) == 2, "a bridge extends its row"
     for completion in rows.completions:

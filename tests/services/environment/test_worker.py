@@ -127,7 +127,7 @@ class Bench:
     async def direct(self, **directive: Any) -> None:
         await self.worker._on_directive(worker_pb2.ConnectResponse(**directive))
 
-    async def list_engines(self) -> None:
+    async def list_workers(self) -> None:
         address = f"127.0.0.1:{self.rollout.server.port}"
         engine = worker_pb2.EngineAddress(member_id="r", address=address, version={"session": 1, "step": 0})
         await self.direct(engines=worker_pb2.Engines(run_id=RUN, engines=[engine]))
@@ -154,7 +154,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
-    await bench.list_engines()  # the list may come before the run is set up
+    await bench.list_workers()  # the list may come before the run is set up
     await bench.start({"class": f"{bench.directory}/game.py:Game"})
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
@@ -168,7 +168,7 @@ async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
         (sample, index, index == 2) for sample in range(2) for index in range(3)
     ]
     assert len(bench.rollout.requests) == 6
-    assert {request.session for request in bench.rollout.requests} == {"7/0", "7/1"}
+    assert {request.conversation for request in bench.rollout.requests} == {"7/0", "7/1"}
     gauges = bench.worker._gauges()
     assert gauges["turns_per_s"] > 0
     assert (gauges["engines"], gauges["bridge_breaks"]) == (1.0, 0.0)
@@ -179,7 +179,7 @@ async def test_an_agent_sends_its_requests_to_its_session(bench: Bench) -> None:
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
         await bench.exchange.reports.get()
-        await bench.list_engines()
+        await bench.list_workers()
         _, payloads = await bench.exchange.group
     texts = parse_message(pb.Texts, payloads[1])
     assert [(each.ending, each.reward) for each in texts.samples] == [("done", 0.5)] * 2
@@ -195,7 +195,7 @@ async def test_code_that_cannot_be_loaded_is_reported_and_tried_again(bench: Ben
         (bench.directory / "later.py").write_text(GAME)
         while (await bench.exchange.reports.get()).error:
             pass
-    await bench.list_engines()
+    await bench.list_workers()
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
         result, _ = await bench.exchange.group
