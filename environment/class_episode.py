@@ -177,8 +177,7 @@ class ClassEpisode:
         )
 
     def _prompt_shown(self, messages: Sequence[Json]) -> Any:
-        """Return the prompt with the text of `reset`, as text or messages like the data set's; None if `reset` returned
-        none."""
+        """Return the prompt with the text of `reset`, in the data set's form; None without that text."""
         if not self._reset_text:
             return None
         if isinstance(self._context.lease.prompt, str):

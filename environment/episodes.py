@@ -55,8 +55,7 @@ async def run_episodes(
     code: UserCode,
     conversations: ConversationHost | None = None,
 ) -> FinishedGroup:
-    """Return the finished group of a lease. `setting` and `code` belong to the run and are started; agents need
-    `conversations`.
+    """Return the finished group of a lease. `setting` and `code` are the run's, started; agents need `conversations`.
 
     Raises InvalidInput for a row of the data set that cannot be used (PromptTooLong), LeaseLost.
     """

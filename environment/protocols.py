@@ -78,8 +78,7 @@ class TokenSource(Protocol):
 
 
 class TurnLog(Protocol):
-    """Records the turns of a leased group in the ledger. Calls of different samples overlap; those of one sample do
-    not."""
+    """Records a leased group's turns in the ledger. Calls of different samples overlap; those of one sample do not."""
 
     async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         """Record a finished turn and return when it is committed. Raises LeaseLost."""
@@ -187,8 +186,7 @@ class ConversationHost(Protocol):
     """The HTTP server of agents' requests."""
 
     def open(self, conversation: AgentConversation) -> AbstractAsyncContextManager[ConversationAddress]:
-        """Serve a conversation at its own address while the context is open. Requests that still run at its end are
-        cancelled."""
+        """Serve a conversation at its own address while the context is open, and cancel requests that run at its end."""
 
 
 class EpisodeFault(PacelineError):
@@ -209,8 +207,7 @@ class ServiceAway(EnvironmentLost):
 
 
 class CannotGoOn(EnvironmentLost):
-    """The environment of a life with turns can be neither replayed nor restored. It restarts and does not count as a
-    failure."""
+    """A life with turns can be neither replayed nor restored. It restarts and does not count as a failure."""
 
 
 class TimeIsUp(EpisodeFault):

@@ -98,9 +98,8 @@ def build_transcripts(
     *,
     truncated: bool = False,
 ) -> SampleTranscripts:
-    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. The
-    transcripts of a truncated episode end by `length`, however their last turn ended, so that the learner sees the
-    truncation.
+    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. Those of
+    a truncated episode end by `length`, so that the learner sees the truncation.
 
     A turn that is left out comes after the last one of its transcript that trains, or no turn of its transcript trains.
     """

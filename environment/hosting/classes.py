@@ -67,8 +67,7 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises InvalidInput, Unreadable; also if two tools, those of the classes in `facts`
-    included, have the same name."""
+    """Return the functions by name. Raises Unreadable, InvalidInput, also if tools share a name (with `facts`, too)."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):

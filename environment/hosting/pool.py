@@ -90,8 +90,7 @@ class UserCode:
     async def open(
         self, name: str, columns: Mapping[str, Any], time_left_s: float, deaths: SampleDeaths
     ) -> tuple[Instance, str | None]:
-        """Return a new instance of a class and the text of its `reset`. Raises EpisodeFault, InvalidInput for an
-        unknown class."""
+        """Return a new instance and the text of its `reset`. Raises EpisodeFault, InvalidInput for an unknown class."""
         instance = await self._instance(name, deaths)
         text = await self._first(instance, {"op": "open", "columns": dict(columns)}, "reset", time_left_s)
         return instance, text
@@ -145,8 +144,7 @@ class UserCode:
             raise
 
     async def _slot(self) -> Slot:
-        """Return a running slot with the fewest episodes. A slot that is retired or without a process is replaced
-        first."""
+        """Return a running slot with the fewest episodes. A retired slot or one without a process is replaced first."""
         if self._state != "running":
             raise EnvironmentLost(f"the user code is {self._state}")
         index = min(range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_episodes)
@@ -335,8 +333,8 @@ def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> Env
 
 
 PING_S = 5.0
-"""Seconds without an answer after which the whole process counts as hung: user code holds the interpreter, or it is
-stopped."""
+"""Seconds without an answer after which the process counts as hung: user code holds the interpreter, or it is stopped.
+"""
 
 
 class Slot:

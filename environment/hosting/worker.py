@@ -21,8 +21,7 @@ thread ends with the process. This module imports transformers for the schemas o
 
 Coroutines run on the event loop. Other calls run on the thread of their instance, because resources that were opened
 there (a database, a browser) often work on no other thread. The service sends one call at a time to a thread. Promises:
-an exception of user code becomes a reply, every returned value is checked before it leaves the process, and a forked
-child never answers.
+an exception of user code becomes a reply, every returned value is checked here, and a forked child never answers.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ from paceline.user_code.frames import encode, receive, receive_async
 from paceline.user_code.loading import accepted_arguments, describe_error
 
 M_ARENA_MAX = -8
-"""Parameter of glibc's mallopt. Each arena of a thread reserves 64 MiB of address space, which would count against the
-limit."""
+"""Parameter of glibc's mallopt. Each arena of a thread reserves 64 MiB of address space, which the limit would count.
+"""
 STACK_BYTES = 8 << 20
 """Address space of a thread's stack."""
 
@@ -248,8 +247,7 @@ class Lanes:
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function`: awaited, or run on the thread of a lane, or on a new thread if there is no
-        lane."""
+        """Return the result of `function`: awaited, or run on a lane's thread, or without a lane on a new thread."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:
@@ -345,8 +343,8 @@ def text_of_reset(result: Any) -> str | None:
 
 
 def step_of(result: Any) -> Step:
-    """Return the result of `step`, given as (observation, reward, done), as gym's five values, or as a dict with `observations`,
-    `reward` and `done`."""
+    """Return the result of `step`: (observation, reward, done), gym's five values, or a dict of `observations`,
+    `reward`, `done`."""
     if isinstance(result, dict) and {"observations", "reward", "done"} <= result.keys():
         observed = result["observations"]
         if isinstance(observed, list):

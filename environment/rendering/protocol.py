@@ -1,8 +1,7 @@
 """Defines renderings and the conversations that they convert.
 
 Promise of every rendering: the tokens of `bridge` are appended to the tokens that the model read and sampled, which do
-not change. If a rendering cannot prove that the result is the conversation, it returns None, and the conversation is
-rendered again.
+not change. If a rendering cannot prove that the result is the conversation, it returns None and all is rendered again.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class Rendering(Protocol):
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the [K] tokens that the `new` messages add behind a turn; None if it is not certain that
-        this is the conversation.
+        """Return the [K] tokens that the `new` messages add behind a turn; None if it is not certain.
 
         `before` is the conversation of `prompt_ids`, `answer` the message of the turn.
         """

@@ -8,8 +8,7 @@ with the answer. This is correct only if the template extends what it has writte
     B = render(history + answer + new)      begins with A up to E; what follows is the bridge
 
 E is where the template writes the token that ended the turn, behind H. A turn without an end (it reached its length or
-a stop string) is closed with the tokenizer's end of sequence, as the template does. In all other cases there is no
-bridge.
+a stop string) is closed with the tokenizer's end of sequence, as the template does. Otherwise there is no bridge.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class TemplateRendering(Rendering):
     template_kwargs: Mapping[str, Any]
     """From the spec; those of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None for the template's. With a format from the spec, the model sees the tools only if the
-    template renders them."""
+    """Format of tool calls; None for the template's. With another, the model sees tools only if the template renders
+    them."""
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -128,9 +127,8 @@ class TemplateRendering(Rendering):
         return len(opened) - len(opening)
 
     def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
-        """Return the end of the answer in `closed`, which is searched from `begin` on (-1 if it is not found), and the
-        text of the token that ended the turn if the template has written it, else an empty string: then the bridge
-        writes the end."""
+        """Return the end of the answer in `closed`, searched from `begin` on (-1 if not found), and the text of the
+        token that ended the turn if the template has written it, else an empty text: then the bridge writes the end."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))

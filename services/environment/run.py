@@ -1,16 +1,15 @@
-"""Runs an environment worker's part of one run: leases groups as there is room, runs their episodes, submits the
-results.
+"""Runs an environment worker's part of one run: leases groups, runs their episodes, submits the results.
 
 Order of waiting: the lease loop waits for room or for the exchange. The task of a group waits for its episodes (which
-wait for rollout workers, user code and the exchange's commits), then for the reply to its result. A finished group is
-kept until that reply.
+wait for rollout workers, user code and the exchange's commits), then for the reply to its result, and keeps the group
+until then.
 
 Promise: every leased group ends in a submission, in a returned lease with the reason, or in the message that another
 worker holds the lease. A fault of one group ends neither other groups nor the worker.
 
 A request is repeated until it is answered (`services/common/worker/membership.py`), also across a restart of the
-coordinator, and the exchange answers `duplicate` to what it has already. So after a call either the ledger has the
-turn, or the lease is lost.
+coordinator, and the exchange answers `duplicate` to what it has already. So a call ends with the turn in the ledger or
+the lease lost.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class EnvironmentRun:
         max_samples: int,
         counts: EpisodeCounts,
     ):
-        """`max_samples` limits concurrent episodes; a larger group runs alone. `counts` are the sums of the run's
-        episodes."""
+        """`max_samples` limits concurrent episodes; a larger group runs alone. `counts` are sums of the run's episodes."""
         self.spec, self.run_id, self.workers = spec, run_id, workers
         self._membership = membership
         self._run_group = run_group
@@ -174,8 +172,7 @@ class EnvironmentRun:
                 await self._draining.wait()
 
     async def _end_earlier(self, group_id: int) -> None:
-        """End the earlier attempt at a group that this worker has leased again, because the turn log belongs to the new
-        attempt."""
+        """End the earlier attempt at a group that is leased here again, because the turn log belongs to the new one."""
         if (task := self._groups.get(group_id)) is not None:
             log.warning(
                 "group %d is leased to this worker again: its episodes continue from the recorded turns", group_id

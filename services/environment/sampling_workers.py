@@ -143,8 +143,7 @@ GONE_S = 10.0
 returned, because only the coordinator can pin another worker."""
 
 SUSPECT_BREAKS = 2
-"""Broken answers of a turn after which only one such turn is sampled at a time, because the turn may be what ends the
-workers."""
+"""Broken answers of a turn after which only one such turn is sampled at a time, because it may be what ends workers."""
 
 MAX_BREAKS = 4
 """Broken answers after which the turn counts as the cause."""
