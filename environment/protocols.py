@@ -84,8 +84,8 @@ class TurnLog(Protocol):
         """Record a finished turn and return when it is committed. Raises LeaseLost."""
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
-        """Record that a life ends before its sample is finished, and return when it is committed. `reason` is `restarted` or
-        `environment_failed`. Raises LeaseLost."""
+        """Record that a life ends before its sample is finished, and return when it is committed. `reason` is
+        `restarted` or `environment_failed`. Raises LeaseLost."""
 
 
 @dataclass(frozen=True)

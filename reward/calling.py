@@ -105,9 +105,8 @@ def call_function(
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), or None where it does not apply.
 
     All arguments are passed by name. A function without `**` gets only those that it names. `kwargs` take precedence
-    over columns of the same name, and columns over the arguments of `view`. A built-in that names `settings` gets
-    `kwargs` there. `run` waits for an async function. Raises InvalidRewards, WrongArguments, and the function's
-    exceptions.
+    over columns, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run`
+    waits for an async function. Raises InvalidRewards, WrongArguments, and the function's exceptions.
     """
     view = view or CallView()
     given = {name: group[name] for name in ("prompts", "completions", "completion_ids")}

@@ -1,5 +1,4 @@
-"""Computes the run's reference in the reward pool: log-probabilities of sampled tokens by a teacher or the initial
-policy.
+"""Computes the run's reference in the reward pool: log-probabilities of samples by a teacher or the initial policy.
 
 Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, equal to the learner's reference up to
 rounding. Only the logits of `logprob_chunk_tokens` tokens exist at a time. `ReferenceScorer` computes one group after

@@ -18,10 +18,10 @@ class RewardFailure:
     function: str
     """The function's label."""
     kind: FailureKind
-    """`raised`: an exception; `timeout`: its time limit was exceeded; `died`: it ended its process; `invalid`: it cannot take the data set's
-    columns, or did not return a finite number or None for each completion. Two kinds are not the group's fault: `unavailable`, if a
-    service could not be reached (ConnectionError, TimeoutError, an unknown host), its file is missing, or it got no processor; and
-    `killed`, if a signal from outside or a crash ended its process."""
+    """`raised`: an exception; `timeout`: its time limit was exceeded; `died`: it ended its process; `invalid`: it
+    cannot take the data set's columns, or did not return a finite number or None for each completion. Two kinds are
+    not the group's fault: `unavailable`, a service could not be reached (ConnectionError, TimeoutError, an unknown
+    host), its file is missing, or it got no processor; and `killed`: by a signal from outside or a crash."""
     message: str
     """One line for people: event and location, with the function's name."""
 

@@ -101,8 +101,8 @@ class RewardRunner:
         """Return the rewards of one group by every function in turn, or the first failure.
 
         prompts, completions, completion_ids and every column: one value for each of the C completions. `trainer_state`:
-        see `paceline.reward.trainer_view`. Raises InvalidInput if lengths differ or a value has no JSON form, Conflict
-        if the runner does not run.
+        see `paceline.reward.trainer_view`. Raises InvalidInput for different lengths or a value without a JSON form,
+        Conflict if the runner does not run.
         """
         _check_lengths(prompts, completions, completion_ids, columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}

@@ -1,9 +1,9 @@
 """Loads a user's environment class and tools, and finds out what they offer.
 
 Two contracts are supported. TRL's: `reset(**columns)`, public methods as tools, `get_reward()`. And classes with
-`step(text) -> (observation, reward, done)`: those with a method `step` whose parameter is called `text` or `action` and that is
-not annotated to return text, because a class of TRL may have a tool called `step`. Functions may be added as tools or used without a
-class. Runs in the process of the user code.
+`step(text) -> (observation, reward, done)`: those with a method `step` whose parameter is called `text` or `action` and
+that is not annotated to return text, because a class of TRL may have a tool called `step`. Functions may be added as
+tools or used without a class. Runs in the process of the user code.
 """
 
 from __future__ import annotations

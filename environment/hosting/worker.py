@@ -343,8 +343,8 @@ def text_of_reset(result: Any) -> str | None:
 
 
 def step_of(result: Any) -> Step:
-    """Return the result of `step`: (observation, reward, done), gym's five values, or a dict of `observations`,
-    `reward`, `done`."""
+    """Return the result of `step`: (observation, reward, done), gym's five values, or a dict (`observations`, `reward`,
+    `done`)."""
     if isinstance(result, dict) and {"observations", "reward", "done"} <= result.keys():
         observed = result["observations"]
         if isinstance(observed, list):

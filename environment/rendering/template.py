@@ -1,7 +1,8 @@
 """Renders conversations with the tokenizer's chat template, and bridges turns by the difference of two renderings.
 
-The text behind a turn is the rendering of the conversation with the answer and the new messages, without the rendering that ends
-with the answer. This is correct only if the template extends what it has written, so both renderings must begin alike:
+The text behind a turn is the rendering of the conversation with the answer and the new messages, without the rendering
+that ends with the answer. This is correct only if the template extends what it has written, so both renderings must
+begin alike:
 
     H = render(history)                     what the model read, without the opening of its turn
     A = render(history + answer)            begins with H; E is the end of the answer in it
@@ -42,8 +43,8 @@ class TemplateRendering(Rendering):
     template_kwargs: Mapping[str, Any]
     """From the spec; those of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None for the template's. With another, the model sees tools only if the template renders
-    them."""
+    """Format of tool calls; None for the template's. With another, tools are shown only if the template renders them.
+    """
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property

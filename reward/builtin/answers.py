@@ -59,11 +59,10 @@ def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | 
     r"""Return the answer that `text` states, or None.
 
     Statements are `\boxed{…}` (braces balanced; also `\fbox{…}` and `\boxed 42`), `#### …` in front of a value,
-    `<answer>…</answer>`, a line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`; the last two forms end
-    with the value. The answer is the last marked statement that has a value, else the last one in prose. `holds`
-    decides what is a value: mathematics, and in marked statements also a few words. If no statement has a value, the
-    last statement counts unchanged. A reasoning (`<think>…</think>`) counts only if it is closed and no answer is
-    stated behind it.
+    `<answer>…</answer>`, a line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`; the last two end with the
+    value. The answer is the last marked statement that has a value, else the last one in prose. `holds` decides what is
+    a value: mathematics, and in marked statements also a few words. If no statement has a value, the last statement
+    counts unchanged. A reasoning (`<think>…</think>`) counts only if it is closed and no answer is stated behind it.
     """
     for part in _parts(text):
         if found := sorted(_statements(part, holds or holds_value)):

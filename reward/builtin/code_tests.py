@@ -30,8 +30,8 @@ def code_tests(
 ) -> list[float | None]:
     """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests.
 
-    `settings` are `paceline.reward.code.settings.CodeSettings`. None for a row without tests. Raises InvalidInput for unreadable
-    tests, SandboxFailed if the sandbox cannot run a program now.
+    `settings` are `paceline.reward.code.settings.CodeSettings`. None for a row without tests. Raises InvalidInput for
+    unreadable tests, SandboxFailed if the sandbox cannot run a program now.
     """
     from paceline.reward.code.grading import reward_of
 
@@ -62,7 +62,7 @@ def _sandbox(settings_json: str) -> Sandbox:
 
 
 def _work(prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings) -> tuple[list[str], Cases] | None:
-    """Return the candidate programs, of which the first that loads counts, and the tests; None without tests."""
+    """Return the candidate programs (the first that loads counts) and the tests; None without tests."""
     from paceline.reward.code.cases import Checks, names_in
     from paceline.reward.code.extraction import program_of, with_prompt
 

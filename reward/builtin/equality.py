@@ -166,8 +166,7 @@ def _pairwise(gold: Iterable[Node], answer: Iterable[Node]) -> bool:
 
 
 def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
-    """Return whether items and others can be paired one to one. The first match is taken, equality being almost
-    transitive."""
+    """Return whether items and others pair one to one. The first match is taken, equality being almost transitive."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
     left = list(answer)  # each pair is compared once, because nested sets would double the work at each level
@@ -335,8 +334,7 @@ def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
     """Return the allowed distance from a gold answer of this size if at least one of both has decimals.
 
     It is half a unit of the sixth significant digit. For numbers that are written out at most half a unit of the last
-    digit, if above 5e-7: 1234567.9 is not 1234567.5. Integers must be exact. A coefficient's six digits: two
-    millionths.
+    digit, if above 5e-7: 1234567.9 is not 1234567.5. Integers must be exact. Six digits of a coefficient: 2e-6.
     """
     mp = context()
     inexact = [each for each in (gold, answer) if has_decimals(each)]

@@ -1,8 +1,7 @@
 r"""Parses an answer in LaTeX or plain notation into a tree, without evaluating anything.
 
 Promise: the text is parsed completely or not at all (None). Only spacing, styles, known units and words behind a number
-that cannot change it are left out; the tree keeps units and words as a `quantity`. Time and memory are linear in its
-length.
+that cannot change it are left out; the tree keeps units and words as a `quantity`. Time and memory are linear.
 """
 
 from __future__ import annotations

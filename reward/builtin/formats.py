@@ -69,7 +69,7 @@ def format_regex(
 ) -> list[float | None]:
     """Return [C] 1.0 if `pattern` (Python syntax, flags inline: `(?s)`) matches the completion, else 0.0.
 
-    match: `full` for the whole text, `search` for a part. Raises re.error for a bad pattern, ValueError for another
+    match: `full` for the whole text, `search` for a part. Raises re.error for a bad pattern, ValueError for a bad
     `match`.
     """
     if match not in ("full", "search"):
@@ -120,8 +120,8 @@ def length(
 ) -> list[float | None]:
     """Return [C] max(0, 1 − |n − target_tokens| / tolerance_tokens) for n completion tokens.
 
-    1 at the target, falling linearly to 0 at a distance of `tolerance_tokens`. With target_tokens = 0, the default, shorter is better.
-    Raises ValueError for a tolerance that is not positive or a negative target.
+    1 at the target, falling linearly to 0 at a distance of `tolerance_tokens`. With target_tokens = 0, the default,
+    shorter is better. Raises ValueError for a tolerance that is not positive or a negative target.
     """
     if tolerance_tokens <= 0 or target_tokens < 0:
         raise ValueError(

@@ -29,8 +29,8 @@ async def judge(
 ) -> list[float | None]:
     """Return [C] (score - min_score) / (max_score - min_score) from a judge that reads each completion separately.
 
-    `settings` are `paceline.reward.judging.settings.ScoreSettings`. None if too few votes have a verdict. Raises EndpointUnavailable,
-    RequestRefused and NoVerdict according to the settings, InvalidInput for wrong settings.
+    `settings` are `paceline.reward.judging.settings.ScoreSettings`. None if too few votes have a verdict. Raises
+    EndpointUnavailable, RequestRefused and NoVerdict according to the settings, InvalidInput for wrong settings.
     """
     from paceline.reward.judging.settings import DATA_ONLY, SCORE_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import combined, score_verdict
@@ -64,8 +64,8 @@ async def judge_pairwise(
 ) -> list[float | None]:
     """Return [C] scores from 0 to 1, from comparisons within the group or with a reference, each pair in both orders.
 
-    `settings` are `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal texts are a
-    tie without a question. None for a completion without a comparison. Raises as `judge`.
+    `settings` are `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5;
+    equal texts are a tie without a question. None for a completion without a comparison. Raises as `judge`.
     """
     from paceline.reward.judging.verdicts import balanced_pairs, bradley_terry, win_rates
 

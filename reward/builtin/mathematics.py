@@ -34,10 +34,10 @@ def math_accuracy(
 ) -> list[float | None]:
     r"""Return [C] 1.0 if the completion's final answer equals the gold answer, else 0.0; None without a gold answer.
 
-    The completion must state its answer in a form that `paceline.reward.builtin.answers.find_answer` finds: `\boxed{…}`, `#### …`,
-    `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer in `answer_column` is stated in the same way
-    (GSM8K ends in `#### 72`), or is the whole text or a number. A null or unreadable gold answer gives None and a warning in the log.
-    Raises LookupError if there is no such column.
+    The completion must state its answer in a form that `paceline.reward.builtin.answers.find_answer` finds:
+    `\boxed{…}`, `#### …`, `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer in
+    `answer_column` is stated in the same way (GSM8K ends in `#### 72`), or is the whole text or a number. A null or
+    unreadable gold answer gives None and a warning in the log. Raises LookupError if there is no such column.
     """
     golds = column_values(columns, answer_column)
     return [_score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)]

@@ -55,7 +55,7 @@ class Calls:
     function: str
     arguments: tuple[tuple[Any, ...], ...]
     outputs: tuple[tuple[Any, ...], ...]
-    """For each call, the values of which it must return one."""
+    """Accepted values of each call."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read_cases(
 
 
 def names_in(cases: Cases) -> frozenset[str]:
-    """Return the names of which a program must define at least one, as far as the tests show them."""
+    """Return names that the tests show; a program must define at least one."""
     if isinstance(cases, Calls):
         return frozenset({"Solution", cases.function})
     if not isinstance(cases, Checks):

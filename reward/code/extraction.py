@@ -43,8 +43,8 @@ def program_of(
     The last fenced block of the answer counts, because a model may try others before. Blocks that define one of `names`
     take precedence, then those in Python (`python`). A block without a language that is not a program, such as an
     example of the output, is passed over if there are others. The text before a bare fence counts too if only this text
-    defines one of `names`, because a prompt may have opened its block. Without a block `auto` takes the whole text;
-    `none` always does.
+    defines one of `names`, because a prompt may have opened its block. `auto` takes a whole text without a block,
+    `none` always.
     """
     if extract == "none":
         return text
@@ -75,7 +75,7 @@ def _acts(code: str) -> bool:
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the content of each fenced block, without the fence's indentation. A block that is not
     closed ends with the text. As in CommonMark 0.31, section 4.5, a fence is closed by one at least as long that is
-    indented by at most three columns more. Blocks of Markdown are searched too; a block in Python ends where another
+    indented by at most three columns more. Blocks of Markdown are searched; a block in Python ends where another
     opens."""
     fence, indent, word = "", 0, ""
     lines: list[str] = []
@@ -109,7 +109,7 @@ def defined_in(code: str) -> set[str]:
 
 
 def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[str]:
-    """Return the possible programs of a completion of a prompt in code, of which the first that loads is meant.
+    """Return the possible programs of a completion of a prompt in code; the first that loads counts.
 
     A program that defines `entry_point` is put behind what the prompt has before its own definition: imports, and
     functions to be called. Any other continues the prompt, as in HumanEval, to the end of the function if the rest does

@@ -34,8 +34,8 @@ from paceline.reward.sandbox import PYTHON, Outcome, Sandbox
 State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
-"""`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the program ended before its
-test did; `not run`: an earlier test failed or used up the time; the others as in a sandbox's `Outcome.ended`."""
+"""`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
+program ended before its test did; `not run`: an earlier test failed or used up the time; others as `Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200

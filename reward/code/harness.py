@@ -1,12 +1,12 @@
 """Runs the tests of one program inside its sandbox: `python harness.py`, with the request as JSON on standard input.
 `python harness.py FILE` runs a program with its standard input and the imports that LiveCodeBench expects.
 
-Request: `word` (begins each line of the harness), `kind`, `tests` (texts, arguments, or files by name), `first` (index of the first
-test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that fails), `programs` (the first
-one that loads is tested). The first program is stored beside it as `solution.py`. After loading, the harness writes `WORD loaded
-COUNT` to standard output, COUNT being the number of tests, then for each test `WORD INDEX STATE SECONDS TEXT`. STATE is `passed`,
-`wrong`, `error`, `time`, or for calls `returned` with the value as JSON. If the tests cannot run, it writes `WORD cannot TEXT`. The
-program's own output goes to standard error.
+Request: `word` (begins each line of the harness), `kind`, `tests` (texts, arguments, or files by name), `first` (index
+of the first test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that
+fails), `programs` (the first one that loads is tested). The first program is stored beside it as `solution.py`. After
+loading, the harness writes `WORD loaded COUNT` to standard output, COUNT being the number of tests, then for each test
+`WORD INDEX STATE SECONDS TEXT`. STATE is `passed`, `wrong`, `error`, `time`, or for calls `returned` with the value as
+JSON. If the tests cannot run, it writes `WORD cannot TEXT`. The program's own output goes to standard error.
 
 A signal ends a test that hangs; if that does not help, a C thread ends the process, and the caller continues with the
 next test. The program shares this process: it cannot know the word in advance, but can find it in memory.

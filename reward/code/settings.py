@@ -23,7 +23,7 @@ class CodeSettings(Section):
     """`code_tests`."""
 
     sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
-    """What isolates the programs: auto takes the first that holds on the worker's host, else refuses the run."""
+    """Isolation of the programs: auto takes the first that holds on the worker's host, else refuses the run."""
     url: str | None = None
     """Address of `remote`."""
     readable: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class CodeSettings(Section):
     extract: Literal["auto", "block", "none"] = "auto"
     """The program in a completion: its last fenced block, without one all (auto) or nothing (block); none takes all."""
     compare: Compare = "lines"
-    """How outputs are compared: lines without white space at their ends, only the words, lines that are equal or have
+    """Comparison of outputs: lines without white space at their ends, only the words, lines that are equal or have
     equal numbers (decimals: the rule of tests with a `testtype`, if this is not set), or every byte."""
     tolerance: NonNegativeFloat = 0.0
     """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""

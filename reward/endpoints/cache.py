@@ -3,8 +3,8 @@
 Promise: an answer survives restarts, and all processes of the user share it. The file stays below its limit. A fault of
 the cache never fails a request: without a usable file every question is sent.
 
-`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` the limit (1024;
-0: none).
+`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit (1024;
+0: off).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Messages = list[dict[str, str]]
 Parse = Callable[[str], Verdict | None]
 
 REASKED_SEED = 1_000_003
-"""Added to the seed when a vote is asked again, because the same seed may give the same answer."""
+"""Added to the seed when a vote is retried, because the same seed may give the same answer."""
 _without_schema: set[tuple[str, str]] = set()
 """Services and models that refused `response_format`."""
 

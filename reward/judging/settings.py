@@ -104,7 +104,7 @@ class JudgeSettings(Section):
     max_tokens: PositiveInt = 1024
     """Limit of an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """How the JSON object is enforced: `response_format` of that type, or only by the prompt. auto takes json_schema,
+    """Way to enforce the JSON object: `response_format` of that type, or only by the prompt. auto takes json_schema,
     and none after the service has refused it."""
     answer_attempts: PositiveInt = 2
     """Attempts for one vote while the answers have no verdict."""
@@ -154,7 +154,7 @@ class ScoreSettings(JudgeSettings):
     max_score: float = 10.0
     """Best score; the reward is 1 there."""
     vote: Vote = "mean"
-    """How votes are combined."""
+    """Combination of the votes."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ScoreSettings:

@@ -19,8 +19,8 @@ class ModelSettings(Section):
     """`reward_model`: a sequence classification with one output."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder, fsspec URL, name on the hub, or a folder of exports, of which the newest step is taken. With `endpoint`
-    only its tokenizer and config.json are read."""
+    """Folder, fsspec URL, name on the hub, or a folder of exports (its newest step is used). With `endpoint` only its
+    tokenizer and config.json are read."""
     endpoint: EndpointSettings | None = None
     """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`.
     """
@@ -60,7 +60,7 @@ class ProcessModelSettings(ModelSettings):
     step_separator: Annotated[str, Field(min_length=1)] = "\n\n"
     """Text between two steps; the model scores a step at the last token of the separator behind it."""
     reduce: Literal["min", "product", "mean", "last"] = "min"
-    """How the scores of the steps are combined."""
+    """Combination of the steps' scores."""
     positive_label: Annotated[int, Field(ge=0)] = 1
     """Output whose probability is the score of a step; for a model with one output it is the sigmoid."""
 

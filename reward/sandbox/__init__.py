@@ -1,7 +1,7 @@
 """Sandboxes: run untrusted programs where they can do no harm.
 
-`make_sandbox("auto")` returns the first backend that holds on this host; `run(argv, files, limits)` returns an `Outcome`. For code
-rewards, tools of environments and anything else that executes a model's code. docs/sandbox.md has the threat model.
+`make_sandbox("auto")` returns the first backend that holds on this host; `run(argv, files, limits)` returns an
+`Outcome`. For code rewards, tools of environments and other code of a model. docs/sandbox.md has the threat model.
 """
 
 from paceline.reward.sandbox.choosing import make_sandbox

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from paceline.errors import InvalidInput, Unavailable
 
 Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "memory"]
-"""How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
+"""Ending of a program: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
 """As argv[0]: the interpreter of the caller's environment, or the remote sandbox's."""
@@ -71,7 +71,7 @@ class Outcome:
     """Number of the signal, if one ended it."""
     stdout: bytes
     stderr: bytes
-    """What was written, up to `Limits.output_bytes`."""
+    """The written bytes, up to `Limits.output_bytes`."""
     duration_s: float
     """Seconds from start to end, including those of the sandbox."""
 

@@ -171,8 +171,7 @@ class Pipes:
 
     def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
         """Take the ends of standard input, output and error. data: the program's input. output_bytes: bound of each
-        output; skip_bytes: bytes at the beginning of standard error that are the sandbox's. pid: its end ends a
-        wait."""
+        output; skip_bytes: bytes of the sandbox at the beginning of standard error. pid: its end ends waits."""
         stdin, stdout, stderr = ends
         self._rest = memoryview(data)
         self._output_bytes, self._skip_bytes = output_bytes, skip_bytes

@@ -44,8 +44,8 @@ class Workspace:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes on disk of everything below and of the deleted files that `pids` hold open; once it is certain that they exceed
-        `most_bytes`, return any larger number."""
+        """Return the bytes on disk of everything below and of the deleted files that `pids` hold open; once it is
+        certain that they exceed `most_bytes`, return any larger number."""
         try:
             folder = os.open(self.path, FOLDER)
         except OSError:

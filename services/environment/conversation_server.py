@@ -9,8 +9,7 @@ ended conversation are refused. No request ends the service.
 Order of waiting: a request waits for a turn of its conversation, which waits for a rollout worker and for the turn log.
 The end of a conversation cancels its requests.
 
-Because a turn is recorded before it is answered, a stream sends all of it in a few events, in the public endpoint's
-formats.
+A turn is recorded before it is answered, so a stream sends all of it in a few events, in the public endpoint's formats.
 """
 
 from __future__ import annotations

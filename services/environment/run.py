@@ -8,8 +8,8 @@ Promise: every leased group ends in a submission, in a returned lease with the r
 worker holds the lease. A fault of one group ends neither other groups nor the worker.
 
 A request is repeated until it is answered (`services/common/worker/membership.py`), also across a restart of the
-coordinator, and the exchange answers `duplicate` to what it has already. So a call ends with the turn in the ledger or
-the lease lost.
+coordinator, and the exchange answers `duplicate` to what it has already. So a call ends with the turn recorded or the
+lease lost.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Prepares a group's inputs of reward functions: one entry for each completion, or with an environment for each
-episode.
+"""Prepares a group's inputs of reward functions: one entry for each completion or (with an environment) episode.
 
 An episode that was given up is not scored: it has no reward, and functions do not see it.
 
@@ -50,8 +49,8 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return the inputs of a group without an environment. If the prompt begins the answer, the completion has it all,
-    as in TRL."""
+    """Return a group's inputs without an environment. If the prompt begins the answer, the completion has all, as in
+    TRL."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):
@@ -78,11 +77,11 @@ def inputs_of_episodes(
     *,
     sums_turns: bool,
 ) -> GroupInputs:
-    """Return the inputs of a group with an environment: each conversation as messages, and its sampled tokens. Further columns:
-    `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
+    """Return the inputs of a group with an environment: each conversation as messages, and its sampled tokens. Further
+    columns: `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
 
-    sums_turns: an episode without its own reward gets the sum of its turns' rewards. Raises WireError for other texts
-    than the transcripts'.
+    sums_turns: an episode without its own reward gets the sum of its turns' rewards. Raises WireError if texts and
+    transcripts differ.
     """
     if any(not 0 <= sample < len(samples) for sample in row_samples):
         raise WireError(

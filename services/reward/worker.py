@@ -1,8 +1,8 @@
 """The reward service: scores tasks of the coordinator's run.
 
-`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in separate processes
-(reward/), so they cannot stop the service. A run's reference, if the pool serves it, runs on a thread of the service. Started by
-`paceline serve reward` (also `paceline-reward`).
+`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in
+separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves it, runs on a
+thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_several_parents_of_other_tokens_are_none() -> None:
 
 def test_messages_that_are_none_are_refused() -> None:
     assert read_messages([QUESTION]) == [QUESTION]
-    with pytest.raises(InvalidInput, match="no message"):
+    with pytest.raises(InvalidInput, match="an invalid message"):
         read_messages([{"content": "without a role"}])
     with pytest.raises(InvalidInput):
         read_messages([{"role": "user", "content": None}])

@@ -145,7 +145,7 @@ async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     assert turn[2:] == ((VersionSpan(1, 4, 0, 2),), "stop", "11 12")
     (request,) = rollout.a.requests
     assert list(request.prompt_ids) == [1, 2, 3]
-    assert (request.run_id, request.conversation, request.seed) == (RUN, "7/0", 7)
+    assert (request.run_id, request.session, request.seed) == (RUN, "7/0", 7)
     assert (request.min_version.session, request.min_version.step) == (0, 3)
     assert not request.HasField("pinned_version")
     sent = request.params

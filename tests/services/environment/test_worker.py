@@ -168,7 +168,7 @@ async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
         (sample, index, index == 2) for sample in range(2) for index in range(3)
     ]
     assert len(bench.rollout.requests) == 6
-    assert {request.conversation for request in bench.rollout.requests} == {"7/0", "7/1"}
+    assert {request.session for request in bench.rollout.requests} == {"7/0", "7/1"}
     gauges = bench.worker._gauges()
     assert gauges["turns_per_s"] > 0
     assert (gauges["engines"], gauges["bridge_breaks"]) == (1.0, 0.0)
