@@ -298,7 +298,7 @@ async def test_close_ends_every_process_and_refuses_calls(make_runner: MakeRunne
             os.kill(pid or 0, 0)
     with pytest.raises(Conflict, match="closed"):
         await score_two(runner)
-    with pytest.raises(Conflict, match="make a new one"):
+    with pytest.raises(Conflict, match="create a new one"):
         await runner.start()
 
 
