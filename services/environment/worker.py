@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from paceline.bundle.imports import check_requirements
@@ -45,6 +45,7 @@ class EnvironmentWorker:
         num_processes: int = 0,
         pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
+        membership: Callable[..., Membership] = Membership,
     ):
         """`num_processes` run user code; 0 takes the run's `environment.processes`, else the number of cores."""
         self.member_id = member_id
@@ -59,7 +60,7 @@ class EnvironmentWorker:
         self._run: EnvironmentRun | None = None
         self._worker_list: worker_pb2.Engines | None = None
         """The newest list, which may arrive before the run is set up."""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
         while True:

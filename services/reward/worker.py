@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class RewardWorker:
         pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
         only: Sequence[str] = (),
+        membership: Callable[..., Membership] = Membership,
     ):
         self.member_id = member_id
         self._coordinator = coordinator
@@ -94,7 +95,7 @@ class RewardWorker:
         """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
         """Consecutive tasks that were returned through no fault of theirs."""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
         """Score for the assigned run until `stop`, then finish the running tasks."""
