@@ -207,10 +207,20 @@ log = logging.getLogger(__name__)
 class StreamedRows:
     """Rows of a stream by the number of the draw."""
 
-    def __init__(self, name: str, tables: Tables, check: Check, seed: int, *, block_rows: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        tables: Tables,
+        check: Check,
+        seed: int,
+        *,
+        block_rows: int,
+        shuffle: bool,
+        retry_s: float = RETRY_S,
+    ) -> None:
         """Read the first block. Raises DataError if it has no rows or an unusable first one; errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
-        self._block_rows, self._tables = block_rows, _Tables(tables)
+        self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"
         first = self._read(0)
         self.columns = tuple(first[0])
@@ -245,16 +255,16 @@ class StreamedRows:
 
     def _block(self, number: int) -> _Block:
         """Return a block, and keep only it and the next one. A block that could not be read is retried after a while."""
-        again_s = time.monotonic() - RETRY_S
+        again_s = time.monotonic() - self._retry_s
         self._blocks = {
             n: block
             for n, block in self._blocks.items()
             if n in (number, number + 1) and (block.fault is None or block.failed_s > again_s)
         }
-        for wanted in (number, number + 1):
-            if wanted not in self._blocks:
-                self._blocks[wanted] = _Block()
-                self._blocks[wanted].start(partial(self._read, wanted))
+        for needed in (number, number + 1):
+            if needed not in self._blocks:
+                self._blocks[needed] = _Block()
+                self._blocks[needed].start(partial(self._read, needed))
         return self._blocks[number]
 
     def _read(self, number: int) -> list[Row]:

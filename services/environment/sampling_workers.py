@@ -129,19 +129,21 @@ class WorkerList:
             self._num_conversations -= Counter([member_id])  # drops the entry at 0
 
 
-REFUSED_S = 0.5
-"""Back-off in seconds for a worker that has other weights than the list says."""
+class Pauses(NamedTuple):
+    """Waits in seconds."""
 
-BROKEN_S = 2.0
-"""Back-off in seconds for a worker that does not answer or leaves; a dead one is off the list by then."""
+    refused_s: float = 0.5
+    """Back-off for a worker that has other weights than the list says."""
+    broken_s: float = 2.0
+    """Back-off for a worker that does not answer or leaves; a dead one is off the list by then."""
+    list_s: float = 5.0
+    """Longest wait for a new list before the state is checked again."""
+    gone_s: float = 10.0
+    """Longest time that the pinned worker of an evaluation may be off the list or hold other weights. Then the lease is
+    returned, because only the coordinator can pin another worker."""
 
-LIST_S = 5.0
-"""Longest wait in seconds for a new list before the state is checked again."""
 
-GONE_S = 10.0
-"""Seconds that the pinned worker of an evaluation may be off the list or hold other weights. Then the lease is
-returned, because only the coordinator can pin another worker."""
-
+PAUSES = Pauses()
 SUSPECT_BREAKS = 2
 """Broken answers of a turn after which only one such turn is sampled at a time, because it may be what ends workers."""
 
@@ -179,8 +181,8 @@ class Answer:
 class SamplingWorkers:
     """Holds the connections to the run's rollout workers. `update` and `LeasedTokens` run on one event loop."""
 
-    def __init__(self, run_id: str):
-        self.run_id = run_id
+    def __init__(self, run_id: str, pauses: Pauses = PAUSES):
+        self.run_id, self._pauses = run_id, pauses
         self.list = WorkerList()
         self._changed = asyncio.Event()
         self._channels: dict[str, Any] = {}
@@ -218,10 +220,10 @@ class SamplingWorkers:
                     "old", "no rollout worker has weights of step %d yet; turns wait", required.oldest_step
                 )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LIST_S if pause_s is None else pause_s):
+                async with asyncio.timeout(self._pauses.list_s if pause_s is None else pause_s):
                     await self._changed.wait()
             gone_s += loop.time() - began_s
-            if required.pinned is not None and pause_s is None and gone_s >= GONE_S:
+            if required.pinned is not None and pause_s is None and gone_s >= self._pauses.gone_s:
                 raise PinLost(f"worker {required.pinned_member} does not serve {tuple(required.pinned)} any more")
         return worker
 
@@ -238,7 +240,7 @@ class SamplingWorkers:
             began = await was_accepted(call)
             answer = _read(await call)
             if answer.finish_reason == "abort":  # the worker drains
-                self.list.put_off(worker.member_id, BROKEN_S)
+                self.list.put_off(worker.member_id, self._pauses.broken_s)
             return answer
         except grpc.aio.AioRpcError as error:
             return self._failed(worker, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION)
@@ -251,7 +253,7 @@ class SamplingWorkers:
             self._trouble.warning(
                 worker.member_id, "rollout worker %s sent an invalid answer: %s", worker.member_id, error
             )
-            self.list.put_off(worker.member_id, BROKEN_S)
+            self.list.put_off(worker.member_id, self._pauses.broken_s)
             return Answer()
         finally:
             self._num_calls[worker.address] -= 1
@@ -263,9 +265,9 @@ class SamplingWorkers:
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise InvalidInput(details)
             case grpc.StatusCode.FAILED_PRECONDITION:
-                self.list.put_off(worker.member_id, REFUSED_S)
+                self.list.put_off(worker.member_id, self._pauses.refused_s)
             case _:
-                self.list.put_off(worker.member_id, BROKEN_S)
+                self.list.put_off(worker.member_id, self._pauses.broken_s)
                 self._trouble.warning(
                     worker.member_id, "rollout worker %s at %s: %s", worker.member_id, worker.address, details
                 )

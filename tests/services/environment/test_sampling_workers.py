@@ -15,10 +15,10 @@ from paceline.environment.protocols import TurnParams, TurnRequest
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
 from paceline.services.common.serving.grpc_server import ACCEPTED, GrpcServer, with_status
-from paceline.services.environment import sampling_workers as module
 from paceline.services.environment.sampling_workers import (
     MAX_BREAKS,
     LeasedTokens,
+    Pauses,
     PinLost,
     RequiredWeights,
     SamplingWorkers,
@@ -73,9 +73,9 @@ class Worker(rollout_pb2_grpc.RolloutServiceServicer):
 class Rollout:
     """Two workers, `a` and `b`, and a client of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: Pauses) -> None:
         self.a, self.b = Worker("a"), Worker("b")
-        self.workers = SamplingWorkers(RUN)
+        self.workers = SamplingWorkers(RUN, pauses)
 
     def list(self, *workers: Worker, run_id: str = RUN) -> None:
         self.workers.update(worker_pb2.Engines(run_id=run_id, engines=[worker.listed for worker in workers]))
@@ -85,11 +85,14 @@ class Rollout:
             return await LeasedTokens(self.workers, required).sample(turn)
 
 
+@pytest.fixture
+def pauses() -> Pauses:
+    return Pauses(list_s=0.02, gone_s=0.05)
+
+
 @pytest_asyncio.fixture
-async def rollout(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollout]:
-    monkeypatch.setattr(module, "GONE_S", 0.05)
-    monkeypatch.setattr(module, "LIST_S", 0.02)
-    rollout = Rollout()
+async def rollout(pauses: Pauses) -> AsyncIterator[Rollout]:
+    rollout = Rollout(pauses)
     for worker in (rollout.a, rollout.b):
         await worker.server.start()
     rollout.list(rollout.a, rollout.b)
@@ -99,11 +102,8 @@ async def rollout(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollout]:
         await worker.server.stop(0)
 
 
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which a worker that failed is asked again."""
-    for name in ("REFUSED_S", "BROKEN_S"):
-        monkeypatch.setattr(module, name, 0.05)
+brief = pytest.mark.parametrize("pauses", [Pauses(0.05, 0.05, 0.02, 0.05)])
+"""For tests in which a worker that failed is asked again."""
 
 
 async def until_cancelled(_: object, context: Any) -> rollout_pb2.GenerateResponse:
@@ -158,7 +158,7 @@ async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     assert (sent.temperature, sent.top_p) == pytest.approx((0.5, 0.9))
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_the_turn_of_a_worker_that_drains_goes_on_at_another(rollout: Rollout) -> None:
     rollout.a.script = [answers([21, 22], "abort")]
     rollout.b.script = [answers([23], "abort", step=4), answers([], "abort")]
@@ -278,7 +278,7 @@ async def test_an_evaluation_whose_worker_is_gone_goes_back(rollout: Rollout) ->
     assert rollout.b.requests == []
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_a_turn_that_ends_workers_is_the_cause_after_a_few_of_them(rollout: Rollout) -> None:
     rollout.a.script = [breaks] * MAX_BREAKS
     rollout.b.script = [breaks] * MAX_BREAKS
@@ -287,7 +287,7 @@ async def test_a_turn_that_ends_workers_is_the_cause_after_a_few_of_them(rollout
     assert len(rollout.a.requests) + len(rollout.b.requests) == MAX_BREAKS
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_suspect_turns_are_asked_for_one_at_a_time(rollout: Rollout) -> None:
     """Turns that were there when workers died wait for each other, so only the cause meets every death."""
     rollout.list(rollout.a)
