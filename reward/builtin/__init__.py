@@ -41,7 +41,7 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }
-"""Functions by their names in `RewardFunctionSection.function`."""
+"""Functions by their name in `RewardFunctionSection.function`."""
 
 SETTINGS: dict[str, Callable[[object], Any]] = {
     "code_tests": code_settings,
