@@ -1,1 +1,1 @@
-"""Episodes of several turns: the user's environments and agents, the tokens of their turns, and their journal."""
+"""Episodes of several turns: runs the user's environments and agents and records the tokens of every turn."""

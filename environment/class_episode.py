@@ -1,7 +1,8 @@
-"""An episode of a user's class: the loop of turns, each sampled, answered by the environment and recorded.
+"""Runs an episode of a user's class: sample a turn, let the environment answer, record both.
 
-A turn is recorded with what the environment answered, so a record is a point at which an episode can go on: by the recorded
-calls run again (the class is deterministic, and each answer has the recorded digest), by the saved state, or not at all.
+A turn is recorded with the environment's answer, so an episode can continue after each recorded turn. If the class is
+deterministic, the recorded calls are run again, and every answer must have the recorded digest. Otherwise the saved
+state is restored, if there is one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from paceline.environment.hosting.pool import Instance, SampleDeaths
 from paceline.environment.life import FinishedSample, Life, clean, digest, json_text, rewards_of, sample_text
 from paceline.environment.protocols import CannotGoOn, EnvironmentFailed, SampledTurn, TimeIsUp, TurnRequest
 from paceline.environment.rendering.protocol import Conversation, Parsed, Rendering
-from paceline.environment.rows import RowTokens
 from paceline.environment.setting import EpisodeSetting, GroupContext, Stopwatch, cut_to_tokens
+from paceline.environment.transcripts import TranscriptTokens
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb
 
 NAME_COLUMN = "environment"
-"""Column that names the class where the spec has several."""
+"""Column that names the class if the spec has several."""
 
 
 class ClassEpisode:
@@ -33,8 +34,8 @@ class ClassEpisode:
     def __init__(self, context: GroupContext, life: Life, deaths: SampleDeaths):
         self._context, self._setting, self._life, self._deaths = context, context.setting, life, deaths
         self._watch = Stopwatch(self._setting.environment.timeout_s)
-        self._rendering, begun = self._setting.renderings.begin(context.lease.prompt)
-        self._conversation: Conversation = begun
+        self._rendering, conversation = self._setting.renderings.begin(context.lease.prompt)
+        self._conversation: Conversation = conversation
         self._reset_text: str | None = None
         self._prompt_ids: IntArray = np.empty(0, np.int32)
         """Tokens that the model reads next."""
@@ -51,7 +52,7 @@ class ClassEpisode:
             if self._instance is not None:
                 self._instance.close()
 
-    # The beginning
+    # Begin
 
     async def _begin(self) -> Instance:
         columns = self._context.row
@@ -74,14 +75,12 @@ class ClassEpisode:
         name = self._context.lease.columns.get(NAME_COLUMN)
         if not isinstance(name, str) or name not in classes:
             raise InvalidInput(
-                f"the row's column {NAME_COLUMN!r} is {name!r:.60}, which environment.class does not have; it has "
-                f"{', '.join(map(repr, classes))}"
+                f"the column {NAME_COLUMN!r} is {name!r:.60}, but environment.class has only {', '.join(map(repr, classes))}"
             )
         return name
 
     def _show_prompt(self, instance: Instance, text: str | None) -> None:
-        """Add the text of `reset` to the last message, as TRL does, or as the user's first one; and the tools to the
-        conversation."""
+        """Append the text of `reset` to the last message, as TRL does, or add it as a user message; add the tools."""
         self._reset_text = text
         messages = list(self._conversation.messages)
         if text and messages and messages[-1]["role"] != "system":
@@ -93,14 +92,14 @@ class ClassEpisode:
     # Turns
 
     async def _take_turn(self, instance: Instance) -> bool:
-        """Sample a turn, let the environment answer, and record it; return whether it was the last one."""
+        """Sample a turn, let the environment answer, and record both; return whether it was the last turn."""
         life, setting = self._life, self._setting
-        place = life.rows.place(self._prompt_ids)
+        continuation = life.transcripts.continuation(self._prompt_ids)
         number, prompt_ids = len(life.turns), self._prompt_ids
         seed = life.seed(self._context.lease.seed, number)
         params = self._context.params(setting.room(len(prompt_ids)))
         turn = await self._context.source.sample(
-            TurnRequest(prompt_ids, params, seed, self._context.session(life.sample))
+            TurnRequest(prompt_ids, params, seed, self._context.conversation(life.sample))
         )
         parsed = self._rendering.parse(self._conversation, prompt_ids, turn)
         answer = parsed.message(f"call_{number}")
@@ -123,16 +122,16 @@ class ClassEpisode:
             note.sample.CopyFrom(self._text(note, limit, reward, instance))
         elif acted.state and not (instance.facts.deterministic or setting.environment.deterministic):
             note.state = json_text([self._reset_text, acted.state]).encode()
-        await life.add(place, turn, note, last=last)
+        await life.add(continuation, turn, note, last=last)
         return last
 
     def _limit_of(self, number: int, acted: Acted, turn: SampledTurn) -> str:
-        """Return the limit that ends the episode with this turn; empty for none."""
+        """Return the limit that ends the episode with this turn; empty if there is none."""
         environment = self._setting.environment
         if acted.done:
             steps = self._instance is not None and self._instance.facts.steps
             if turn.finish_reason == "length" and not steps:
-                return f"the last turn ended at its longest, {len(turn.token_ids)} tokens"
+                return f"the last turn reached its limit of {len(turn.token_ids)} tokens"
             return ""
         if number + 1 >= environment.max_turns:
             return f"environment.max_turns {environment.max_turns}"
@@ -141,7 +140,8 @@ class ClassEpisode:
         return ""
 
     def _extend(self, turn: SampledTurn, answer: Json, new: Sequence[Json], done: bool) -> str:
-        """Add a turn and what came of it to the conversation, and set the next prompt; return the limit that it breaks."""
+        """Add a turn and the messages that follow it to the conversation, and set the next prompt. Return the limit
+        that is exceeded, or an empty string."""
         before = self._conversation
         self._conversation = before.extended([answer, *new])
         if done:
@@ -177,19 +177,19 @@ class ClassEpisode:
         )
 
     def _prompt_shown(self, messages: Sequence[Json]) -> Any:
-        """Return the prompt with the text of `reset`, in the form of the data set's; None where `reset` gave none."""
+        """Return the prompt with the text of `reset`, in the data set's form; None without that text."""
         if not self._reset_text:
             return None
         if isinstance(self._context.lease.prompt, str):
             return messages[0]["content"] if messages else self._reset_text
         return list(messages)
 
-    # Going on
+    # Continue
 
     async def _go_on(self) -> Instance:
-        """Go on behind the recorded turns. Raises CannotGoOn."""
+        """Continue behind the recorded turns. Raises CannotGoOn."""
         facts = self._context.code.classes[self._name()]
-        why = "its class is not deterministic and has no save and load"
+        why = "its class is neither deterministic nor has it save and load"
         if facts.deterministic or self._setting.environment.deterministic:
             try:
                 instance = await self._replay()
@@ -207,22 +207,22 @@ class ClassEpisode:
         raise CannotGoOn(why)
 
     async def _replay(self) -> Instance:
-        """Run the recorded calls again. Raises EnvironmentFailed where an answer is not the recorded one."""
+        """Run the recorded calls again. Raises EnvironmentFailed if an answer differs from the recorded one."""
         _, self._conversation = self._setting.renderings.begin(self._context.lease.prompt)
         self._watch = Stopwatch(self._setting.environment.timeout_s)
         instance = await self._begin()
-        rows = RowTokens()
+        transcripts = TranscriptTokens()
         for number, (arrays, note) in enumerate(self._life.turns):
             if number == 0 and not np.array_equal(arrays.context_ids, self._prompt_ids):
-                raise EnvironmentFailed("reset gave another prompt than the recorded one")
-            self._prompt_ids = rows.prompt_of(arrays)
-            rows.add(arrays)
+                raise EnvironmentFailed("reset returned another prompt than the recorded one")
+            self._prompt_ids = transcripts.prompt_of(arrays)
+            transcripts.add(arrays)
             turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
             parsed = self._rendering.parse(self._conversation, self._prompt_ids, turn)
             answer = parsed.message(f"call_{number}")
             acted = await act(self._setting, self._rendering, instance, self._watch, parsed, answer, turn)
             if acted.digest != note.observation_digest:
-                raise EnvironmentFailed(f"turn {number} got another answer than the recorded one")
+                raise EnvironmentFailed(f"the environment answered turn {number} differently than recorded")
             self._extend(turn, answer, acted.messages, acted.done)
         return instance
 
@@ -238,10 +238,10 @@ class ClassEpisode:
             raise CannotGoOn(f"its state could not be loaded: {error}") from None
         self._instance = instance
         self._show_prompt(instance, reset_text)
-        rows = RowTokens()
+        transcripts = TranscriptTokens()
         for arrays, note in self._life.turns:
-            self._prompt_ids = rows.prompt_of(arrays)
-            rows.add(arrays)
+            self._prompt_ids = transcripts.prompt_of(arrays)
+            transcripts.add(arrays)
             answer, *new = json.loads(note.messages_json)
             turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
             self._extend(turn, answer, new, done=False)
@@ -255,11 +255,11 @@ class Acted(NamedTuple):
     done: bool
     reward: float | None = None
     state: str = ""
-    """By the class' `save`, where it has one."""
+    """Returned by `save`, if the class has it."""
 
     @property
     def digest(self) -> str:
-        """Return the digest by which a replay is compared with the record."""
+        """Return the digest that a replay is compared by."""
         return digest([list(self.messages), self.done, self.reward])
 
 
@@ -272,7 +272,7 @@ async def act(
     answer: Json,
     turn: SampledTurn,
 ) -> Acted:
-    """Give a turn to the environment: its calls to the tools, or its text to `step`. Raises EpisodeFault."""
+    """Pass a turn to the environment: its calls to the tools, or its text to `step`. Raises EpisodeFault."""
     if instance.facts.steps:
         with watch.running():
             step, state = await instance.step(turn.text, watch.left_s)
@@ -287,8 +287,8 @@ async def act(
         results, state = await instance.tools(calls, watch.left_s)
     setting.counts.tool_errors += sum(1 for result in results if result.get("raised")) + len(parsed.faults)
     messages = [
-        {**_observation("tool", result["result"], setting), "name": call.name, "tool_call_id": asked["id"]}
-        for call, asked, result in zip(parsed.calls, answer["tool_calls"], results, strict=True)
+        {**_observation("tool", result["result"], setting), "name": call.name, "tool_call_id": made["id"]}
+        for call, made, result in zip(parsed.calls, answer["tool_calls"], results, strict=True)
     ]
     if parsed.faults:
         fault = rendering.fault_message(clean("; ".join(parsed.faults)))["content"]

@@ -1,13 +1,13 @@
-"""The episodes of a leased group, from the lease to the group's rows.
+"""Runs the episodes of a leased group and returns their transcripts.
 
-Tasks: one for each sample; they wait for turns, for user code and for the journal. The first that cannot go on (the lease is lost,
-the prompt is too long) ends the others.
+Tasks: one for each sample; it waits for turns, for user code and for the turn log. If one cannot continue (the lease is
+lost, or the prompt is too long), the others are cancelled.
 
-A fault of user code ends a life and counts; whatever else takes an environment away does not. A life that has recorded turns and
-can go on does so, in this order of preference: replayed, restored, and else ended as `restarted`.
+A fault of user code ends a life and counts as a failure; any other loss of an environment does not. A life with
+recorded turns is replayed if possible, else restored, else it ends as `restarted`.
 
-The program of an agent, a function or a command line, runs until it ends, the time that it uses itself is over, or the lease is
-lost. One that ends after a request met a limit has been cut off; its turns count all the same.
+An agent's program (a function or a command line) runs until it ends, has used up its own time, or the lease is lost. If
+it ends after a request reached a limit, its sample is truncated; its turns count.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment.agent_session import AgentTurns
+from paceline.environment.agent_conversation import AgentTurns
 from paceline.environment.class_episode import ClassEpisode
 from paceline.environment.hosting.commands import run_command
 from paceline.environment.hosting.pool import SampleDeaths, UserCode
 from paceline.environment.life import FinishedSample, Life, sample_text
 from paceline.environment.protocols import (
     CannotGoOn,
+    ConversationAddress,
+    ConversationHost,
     EnvironmentFailed,
     EnvironmentLost,
     EpisodeLease,
-    GroupRows,
-    Journal,
-    SampleJournal,
+    FinishedGroup,
+    RecordedSample,
     ServiceAway,
-    SessionAddress,
-    SessionHost,
     TokenSource,
+    TurnLog,
 )
-from paceline.environment.rows import build_rows, joined
 from paceline.environment.setting import EpisodeSetting, GroupContext, Stopwatch
+from paceline.environment.transcripts import build_transcripts, join_transcripts
 from paceline.errors import Conflict
 from paceline.groups import IntArray, Rows
 
@@ -51,34 +51,36 @@ async def run_episodes(
     setting: EpisodeSetting,
     lease: EpisodeLease,
     source: TokenSource,
-    journal: Journal,
+    turn_log: TurnLog,
     code: UserCode,
-    sessions: SessionHost | None = None,
-) -> GroupRows:
-    """Return the finished group of a lease. `setting` and `code` are the run's, started; `sessions` are needed for agents.
+    conversations: ConversationHost | None = None,
+) -> FinishedGroup:
+    """Return the finished group of a lease. `setting` and `code` are the run's, started; agents need `conversations`.
 
-    Raises InvalidInput (PromptTooLong) for a row that cannot be used, LeaseLost.
+    Raises InvalidInput for a row of the data set that cannot be used (PromptTooLong), LeaseLost.
     """
-    context = GroupContext(setting, lease, source, journal, code, sessions)
+    context = GroupContext(setting, lease, source, turn_log, code, conversations)
     finished = await _all_or_none([_finish_sample(context, sample) for sample in range(lease.num_samples)])
-    return _group_rows(finished, setting)
+    return _finished_group(finished, setting)
 
 
-def _group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
+def _finished_group(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> FinishedGroup:
     built = [
-        build_rows(sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated")
+        build_transcripts(sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated")
         for sample in finished
     ]
-    completions, owners, turns = joined(built)
+    completions, owners, turns = join_transcripts(built)
     setting.counts.rows += len(completions)
     prompt_ids: IntArray = np.empty(0, np.int32)
     if completions and completions[0].prompt_ids is not None:
         prompt_ids = completions[0].prompt_ids
-    return GroupRows(prompt_ids, completions, Rows(len(finished), owners, turns), [sample.text for sample in finished])
+    return FinishedGroup(
+        prompt_ids, completions, Rows(len(finished), owners, turns), [sample.text for sample in finished]
+    )
 
 
 async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results; when one fails, end the others, wait for them, and raise its exception."""
+    """Return all results. If one fails, cancel the others, wait for them, and raise its exception."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -92,20 +94,20 @@ async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
 log = logging.getLogger(__name__)
 
 FAILED, RESTARTED = "environment_failed", "restarted"
-"""Reasons for which a life ends."""
+"""Reasons for the end of a life."""
 EARLIER = "given up by an earlier holder of the lease"
 
 
 async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     """Return the finished or abandoned sample. Raises InvalidInput (PromptTooLong), LeaseLost."""
-    record = context.lease.journal.get(sample, SampleJournal())
+    recorded = context.lease.recorded.get(sample, RecordedSample())
     counts, environment = context.setting.counts, context.setting.environment
-    life = Life(sample, context.journal, record)
-    if record.given_up:
+    life = Life(sample, context.turn_log, recorded)
+    if recorded.given_up:
         return _failed(EARLIER)
-    if record.finished:
+    if recorded.finished:
         return life.finished()
-    failures, pause, deaths = record.failures, ExponentialBackoff(), SampleDeaths()
+    failures, pause, deaths = recorded.failures, ExponentialBackoff(), SampleDeaths()
     while True:
         try:
             episode = ClassEpisode if environment.has_class else AgentEpisode
@@ -115,16 +117,16 @@ async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
             counts.failures += 1
             give_up = failures >= environment.max_failures
             log.warning("%s failed (%d of %d): %s", _name(life, context), failures, environment.max_failures, fault)
-            await context.journal.end(sample, life.number, FAILED, str(fault), give_up)
+            await context.turn_log.end(sample, life.number, FAILED, str(fault), give_up)
             if give_up:
                 return _failed(str(fault))
-            life = Life(sample, context.journal, SampleJournal(life.number + 1))
+            life = Life(sample, context.turn_log, RecordedSample(life.number + 1))
             deaths = SampleDeaths()
         except CannotGoOn as fault:
             log.info("%s begins again: %s", _name(life, context), fault)
-            await context.journal.end(sample, life.number, RESTARTED, str(fault), False)
+            await context.turn_log.end(sample, life.number, RESTARTED, str(fault), False)
             counts.restarted += 1
-            life = Life(sample, context.journal, SampleJournal(life.number + 1))
+            life = Life(sample, context.turn_log, RecordedSample(life.number + 1))
         except EnvironmentLost as fault:
             log.warning("%s lost its environment: %s", _name(life, context), fault)
             if isinstance(fault, ServiceAway):
@@ -156,45 +158,45 @@ class AgentEpisode:
     async def run(self) -> FinishedSample:
         """Return the finished sample. Raises EpisodeFault, LeaseLost."""
         if self._life.turns and not self._section.deterministic:
-            raise CannotGoOn("environment.deterministic is false, so its program begins again")
-        if self._context.sessions is None:
-            raise Conflict("an agent's episode needs a server for its requests, and there is none")
+            raise CannotGoOn("environment.deterministic is false, so the program begins again")
+        if self._context.conversations is None:
+            raise Conflict("an agent's episode needs a conversation server, and there is none")
         replays = bool(self._life.turns)
-        session = AgentTurns(self._context, self._life, self._watch, self._trains)
-        async with self._context.sessions.open(session) as address:
+        turns = AgentTurns(self._context, self._life, self._watch, self._trains)
+        async with self._context.conversations.open(turns) as address:
             try:
-                reward, ending, detail = await self._until_over(session, address)
+                reward, ending, detail = await self._until_over(turns, address)
             finally:
                 self._watch.stop()
-                await session.close()
-        finished = await session.finish(reward, ending, detail)
+                await turns.close()
+        finished = await turns.finish(reward, ending, detail)
         self._context.setting.counts.replayed += replays
         return finished
 
-    async def _until_over(self, session: AgentTurns, address: SessionAddress) -> tuple[float | None, str, str]:
+    async def _until_over(self, turns: AgentTurns, address: ConversationAddress) -> tuple[float | None, str, str]:
         program = asyncio.create_task(self._program(address), name="agent")
-        clock = asyncio.create_task(self._until_time_is_up(session), name="agent's time")
+        clock = asyncio.create_task(self._until_time_is_up(turns), name="agent's time")
         try:
-            await asyncio.wait((program, clock, session.lost), return_when=asyncio.FIRST_COMPLETED)
-            if session.lost.done():
-                session.lost.result()
+            await asyncio.wait((program, clock, turns.lost), return_when=asyncio.FIRST_COMPLETED)
+            if turns.lost.done():
+                turns.lost.result()
             if not program.done():
                 return None, TRUNCATED, f"environment.timeout_s {self._section.timeout_s:g}"
             try:
                 reward = program.result()
             except EnvironmentFailed:
-                if not session.limit:
+                if not turns.limit:
                     raise
-                return None, TRUNCATED, session.limit
-            return reward, TRUNCATED if session.limit else DONE, session.limit
+                return None, TRUNCATED, turns.limit
+            return reward, TRUNCATED if turns.limit else DONE, turns.limit
         finally:
             for task in (program, clock):
                 task.cancel()
             await asyncio.gather(program, clock, return_exceptions=True)
-            if session.lost.done():
-                session.lost.exception()
+            if turns.lost.done():
+                turns.lost.exception()
 
-    async def _program(self, address: SessionAddress) -> float | None:
+    async def _program(self, address: ConversationAddress) -> float | None:
         row = self._context.row
         self._watch.start()
         if self._section.agent:
@@ -202,14 +204,14 @@ class AgentEpisode:
         folder = self._context.setting.spec.folder
         return await run_command(self._section.command, row, *address, self._section.memory_mb, folder)
 
-    async def _until_time_is_up(self, session: AgentTurns) -> None:
-        """Wait until the program has used its seconds; those in which it waits for an answer do not count."""
-        while session.waits or self._watch.left_s > 0:
-            session.changed.clear()
-            left_s = None if session.waits else self._watch.left_s
+    async def _until_time_is_up(self, turns: AgentTurns) -> None:
+        """Wait until the program has used up its seconds; waiting for an answer does not count."""
+        while turns.waits or self._watch.left_s > 0:
+            turns.changed.clear()
+            left_s = None if turns.waits else self._watch.left_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):  # wait_for of Python 3.11 may swallow a cancellation
-                    await session.changed.wait()
+                    await turns.changed.wait()
 
     async def _trains(self, messages: Sequence[Any], tools: Sequence[Any]) -> bool:
         if not self._section.train_call:

@@ -1,6 +1,6 @@
-"""One life of a sample: the turns that it has recorded, its rows, and the record of further turns.
+"""Holds one life of a sample: its recorded turns and their transcripts.
 
-Promise: a turn is a part of the life only once it is committed, so what the life has is what the ledger has.
+Promise: a turn is added only after it is committed, so a life never has more turns than the ledger.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from paceline.chat.messages import Json
-from paceline.environment.protocols import Journal, SampledTurn, SampleJournal
-from paceline.environment.rows import Place, RowTokens, turn_arrays
+from paceline.environment.protocols import RecordedSample, SampledTurn, TurnLog
+from paceline.environment.transcripts import Continuation, TranscriptTokens, turn_arrays
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import TurnArrays
 
@@ -26,21 +26,21 @@ class EpisodeCounts:
     """Sums since the start of a run on this worker."""
 
     samples: int = 0
-    """Samples that were finished here, given up ones not among them."""
+    """Samples that were finished here, without abandoned ones."""
     rows: int = 0
-    """Rows of the finished samples."""
+    """Transcripts of the finished samples."""
     bridge_breaks: int = 0
-    """Turns whose conversation could not be extended token by token, so that a new row began."""
+    """Turns whose conversation could not be extended token by token, so that a new transcript began."""
     tool_errors: int = 0
-    """Calls of tools that raised, whose names are unknown, or that could not be read."""
+    """Tool calls that raised, named an unknown tool, or could not be read."""
     failures: int = 0
-    """Lives that ended by a fault of the environment."""
+    """Lives that a fault of the environment ended."""
     replayed: int = 0
-    """Lives that went on from their record, by running the recorded calls again."""
+    """Lives that continued by running the recorded calls again."""
     restored: int = 0
-    """Lives that went on from the saved state of their environment."""
+    """Lives that continued from the saved state of their environment."""
     restarted: int = 0
-    """Lives that could do neither, and whose turns were dropped."""
+    """Lives that could neither be replayed nor restored and whose turns were dropped."""
 
 
 class FinishedSample(NamedTuple):
@@ -48,41 +48,41 @@ class FinishedSample(NamedTuple):
 
     turns: list[tuple[TurnArrays, pb.TurnNote]]
     left_out: frozenset[int]
-    """Turns that are no part of its rows."""
+    """Indices of turns that are not in its transcripts."""
     text: pb.SampleText
 
 
 class Life:
     """One life of a sample."""
 
-    def __init__(self, sample: int, journal: Journal, record: SampleJournal):
-        self.sample, self.number = sample, record.life
-        self.turns = list(record.turns)
-        self.rows = RowTokens()
+    def __init__(self, sample: int, turn_log: TurnLog, recorded: RecordedSample):
+        self.sample, self.number = sample, recorded.life
+        self.turns = list(recorded.turns)
+        self.transcripts = TranscriptTokens()
         for arrays, _ in self.turns:
-            self.rows.add(arrays)
-        self._journal = journal
+            self.transcripts.add(arrays)
+        self._turn_log = turn_log
 
     def seed(self, group_seed: int, turn: int) -> int:
-        """Return the seed, of 63 bits, of a turn: the same whenever it is asked for again, another one in each life."""
+        """Return the 63-bit seed of a turn: the same for every request of this turn, different in each life."""
         hashed = hashlib.sha256(f"{group_seed}/{self.sample}/{self.number}/{turn}".encode()).digest()
         return int.from_bytes(hashed[:8], "little") >> 1
 
-    async def add(self, place: Place, turn: SampledTurn, note: pb.TurnNote, *, last: bool) -> None:
+    async def add(self, continuation: Continuation, turn: SampledTurn, note: pb.TurnNote, *, last: bool) -> None:
         """Record a turn. Raises LeaseLost."""
-        arrays = turn_arrays(place, turn)
-        await self._journal.turn(self.sample, self.number, len(self.turns), arrays, note, last)
-        self.rows.add(arrays)
+        arrays = turn_arrays(continuation, turn)
+        await self._turn_log.turn(self.sample, self.number, len(self.turns), arrays, note, last)
+        self.transcripts.add(arrays)
         self.turns.append((arrays, note))
 
     def finished(self) -> FinishedSample:
-        """Return the sample, whose last turn is recorded."""
+        """Return the sample. Its last turn must be recorded."""
         _, note = self.turns[-1]
         return FinishedSample(self.turns, frozenset(note.left_out), note.sample)
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON, the same for equal values. Half surrogate pairs, which no wire takes, are written as escapes."""
+    """Return a value as JSON. Lone surrogates, which no wire format takes, are escaped."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -92,12 +92,12 @@ def digest(value: Any) -> str:
 
 
 def clean(text: str) -> str:
-    """Return a text that UTF-8 can hold."""
+    """Return the text with all that UTF-8 cannot encode replaced."""
     return text.encode(errors="replace").decode()
 
 
 def rewards_of(notes: Iterable[pb.TurnNote]) -> float | None:
-    """Return the sum of the rewards of turns; None where no turn had one."""
+    """Return the sum of the rewards of turns; None if no turn has one."""
     rewards = [note.reward for note in notes if note.HasField("reward")]
     return math.fsum(rewards) if rewards else None
 
@@ -111,7 +111,7 @@ def sample_text(
     prompt: Any = None,
     tools: Sequence[Json] = (),
 ) -> pb.SampleText:
-    """Return the texts of a sample. `prompt` is the one that the model read, where it is not that of the data set."""
+    """Return the texts of a sample. `prompt` is the prompt that the model read, if it differs from the data set's."""
     text = pb.SampleText(
         messages_json=json_text(list(messages)),
         ending=ending,

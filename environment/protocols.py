@@ -1,8 +1,8 @@
-"""What an episode needs from outside, and what a leased group and its result are.
+"""Defines the interfaces and data types of episodes.
 
-The service implements `TokenSource` (rollout workers), `Journal` (the exchange) and `SessionHost` (the HTTP server of
-agents); this package implements `AgentSession`. Faults of the infrastructure never come through these interfaces: their
-implementations try again, elsewhere if need be, for as long as the lease is held, and raise `LeaseLost` once it is not.
+The service implements `TokenSource` (rollout workers), `TurnLog` (the exchange) and `ConversationHost` (the HTTP server
+of agents); this package implements `AgentConversation`. These interfaces never raise faults of the infrastructure:
+their implementations retry, elsewhere if needed, as long as the lease is held, and then raise `LeaseLost`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.wire import TurnArrays
 
 
 class LeaseLost(PacelineError):
-    """Another worker holds the lease, or the run is over: the episodes of the group end, and nothing is submitted."""
+    """Another worker holds the lease, or the run is over. The episodes of the group end, and nothing is submitted."""
 
 
 class TurnParams(NamedTuple):
-    """Sampling parameters of one turn; those that have no field here are the run's."""
+    """Sampling parameters of one turn; the run's apply to all parameters without a field here."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -35,7 +35,7 @@ class TurnParams(NamedTuple):
 
     @classmethod
     def of(cls, params: common_pb2.SamplingParams) -> TurnParams:
-        """Return the parameters of a lease, in which every field is set."""
+        """Return the parameters of a lease, which has every field set."""
         given = {name: getattr(params, name) for name in cls._fields}
         return cls(**given)._replace(stop_token_ids=tuple(params.stop_token_ids))
 
@@ -50,16 +50,16 @@ class TurnRequest(NamedTuple):
     """[P] all tokens that the model reads."""
     params: TurnParams
     seed: int
-    """Seed of the sampling, the same whenever the turn is asked for again."""
-    session: str
-    """Name of the sample's session: its requests share a prefix, so one engine should get them all."""
+    """The same for every request of this turn."""
+    conversation: str
+    """Name of the sample's conversation. Its requests share a prefix, so one rollout worker should get them all."""
 
 
 class SampledTurn(NamedTuple):
-    """The tokens of one turn."""
+    """The sampled tokens of one turn."""
 
     token_ids: IntArray
-    """[T] sampled tokens, at least one, the stop token included."""
+    """[T] at least one token, including the stop token."""
     logprobs: FloatArray
     """[T] behaviour log-probabilities, in nats."""
     spans: tuple[VersionSpan, ...]
@@ -67,36 +67,36 @@ class SampledTurn(NamedTuple):
     finish_reason: str
     """`stop` or `length`."""
     text: str
-    """Text without the marks of the chat."""
+    """Text without the control tokens of the chat."""
 
 
 class TokenSource(Protocol):
-    """Rollout workers, as an episode sees them."""
+    """Samples turns on rollout workers."""
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        """Return the turn. Raises InvalidInput (PromptTooLong) for a prompt that no engine takes, LeaseLost."""
+        """Return the turn. Raises InvalidInput (PromptTooLong) for a prompt that no rollout worker accepts, LeaseLost."""
 
 
-class Journal(Protocol):
-    """The exchange's record of the group's turns. Calls of different samples overlap; those of one sample do not."""
+class TurnLog(Protocol):
+    """Records a leased group's turns in the ledger. Calls of different samples overlap; those of one sample do not."""
 
     async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
-        """Record a finished turn; return when it is committed. Raises LeaseLost."""
+        """Record a finished turn and return when it is committed. Raises LeaseLost."""
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
-        """Record that a life of a sample ends before the sample is finished; return when it is committed. `reason` is
+        """Record that a life ends before its sample is finished, and return when it is committed. `reason` is
         `restarted` or `environment_failed`. Raises LeaseLost."""
 
 
 @dataclass(frozen=True)
-class SampleJournal:
-    """What earlier holders of the lease have recorded of one sample."""
+class RecordedSample:
+    """The turns that earlier holders of the lease recorded for one sample."""
 
     life: int = 1
     failures: int = 0
-    """Lives that ended by a fault of the environment."""
+    """Lives that a fault of the environment ended."""
     finished: bool = False
-    """The last turn is on record: the sample is only submitted with its group."""
+    """True if the last turn is recorded, so that only the group must be submitted."""
     given_up: bool = False
     turns: tuple[tuple[TurnArrays, pb.TurnNote], ...] = ()
     """The turns of this life, in order."""
@@ -104,53 +104,54 @@ class SampleJournal:
 
 @dataclass(frozen=True)
 class EpisodeLease:
-    """A leased group: what its episodes begin with."""
+    """A leased group, from which its episodes begin."""
 
     group_id: int
     attempt: int
     prompt: Any
-    """As the data set has it: text or chat messages."""
+    """Text or chat messages, as in the data set."""
     columns: Mapping[str, Any]
-    """The data set's other columns."""
+    """The other columns of the data set."""
     num_samples: int
     seed: int
     params: TurnParams
-    journal: Mapping[int, SampleJournal] = field(default_factory=dict)
-    """By sample; a sample without a record is missing."""
+    recorded: Mapping[int, RecordedSample] = field(default_factory=dict)
+    """By sample; a sample without recorded turns is missing."""
 
 
-class GroupRows(NamedTuple):
-    """A finished group, in the form of `paceline.wire.encode_result`."""
+class FinishedGroup(NamedTuple):
+    """A finished group, ready for `paceline.wire.encode_result`."""
 
     prompt_ids: IntArray
-    """[P] prompt of the first row; empty without rows."""
+    """[P] prompt of the first transcript; empty if there is none."""
     completions: list[Completion]
-    """R rows in the order of their samples. None at all where every sample was given up: such a group is not submitted."""
+    """R transcripts in the order of their samples. Empty if every sample was given up: such a group is not submitted.
+    """
     rows: Rows
     samples: list[pb.SampleText]
     """C, one for each sample."""
 
 
 class AgentRequest(NamedTuple):
-    """A request of an agent's program, read by the HTTP server: messages with tools, or token ids."""
+    """A request of an agent's program, parsed by the HTTP server: messages with tools, or token ids."""
 
     messages: Sequence[Mapping[str, Any]]
-    """OpenAI messages as they were sent; empty for a request with `prompt_ids`."""
+    """OpenAI messages as they were sent; empty if `prompt_ids` is set."""
     tools: Sequence[dict[str, Any]]
-    """Schemas of the tools, as OpenAI's API has them."""
+    """Schemas of the tools in OpenAI's format."""
     template_kwargs: Mapping[str, Any]
-    """Arguments of the chat template besides those of the spec."""
+    """Arguments of the chat template in addition to those of the spec."""
     prompt_ids: IntArray | None
-    """[P] token ids of a request that has them in place of messages."""
+    """[P] token ids instead of messages."""
     max_new_tokens: int | None
-    """The request's limit; None: the run's. Other sampling parameters are the run's, because the learner's
-    log-probabilities are of those."""
+    """The request's limit; None for the run's. The other sampling parameters are always the run's, because the
+    learner's log-probabilities assume them."""
     body_digest: str
-    """XXH3-128 over the body as it was sent."""
+    """XXH3-128 over the body."""
     retry_count: int
     """Header `x-stainless-retry-count` of OpenAI's clients; 0 without it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the turn, besides those of the run and the model."""
+    """Tokens that end the turn, in addition to those of the run and the model."""
 
 
 class AgentAnswer(NamedTuple):
@@ -160,55 +161,54 @@ class AgentAnswer(NamedTuple):
     """[P] tokens that the model has read."""
     turn: SampledTurn
     message: Mapping[str, Any]
-    """The assistant's message as OpenAI's API has it: `role`, `content` (None beside tool calls), `tool_calls` with their ids
-    and `reasoning_content` where there are any."""
+    """The assistant's message in OpenAI's format: `role`, `content` (None beside tool calls), and if present
+    `tool_calls` with their ids and `reasoning_content`."""
 
 
-class AgentSession(Protocol):
-    """One sample of one group, as the HTTP server sees it."""
+class AgentConversation(Protocol):
+    """The conversation of one sample, as the HTTP server uses it."""
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
-        """Sample and record one turn. Requests of one session may overlap. Raises InvalidInput: answered with status 400;
-        Conflict: the episode is over (a limit, its program has ended), answered with status 409; LeaseLost."""
+        """Sample and record one turn. Requests of one conversation may overlap. Raises InvalidInput (HTTP status 400),
+        Conflict if the episode is over because of a limit or the end of its program (status 409), LeaseLost."""
 
 
-class SessionAddress(NamedTuple):
-    """Where an agent's program sends its requests."""
+class ConversationAddress(NamedTuple):
+    """The address for the requests of an agent's program."""
 
     base_url: str
-    """As OpenAI's clients take it: it ends in `/v1`."""
+    """As OpenAI's clients expect it, ending in `/v1`."""
     api_key: str
-    """Names the session; nobody else knows it."""
+    """Secret that identifies the conversation."""
 
 
-class SessionHost(Protocol):
+class ConversationHost(Protocol):
     """The HTTP server of agents' requests."""
 
-    def open(self, session: AgentSession) -> AbstractAsyncContextManager[SessionAddress]:
-        """Serve a session under an address of its own while the context is open. Requests that still run at its end are
-        cancelled."""
+    def open(self, conversation: AgentConversation) -> AbstractAsyncContextManager[ConversationAddress]:
+        """Serve a conversation at its own address while the context is open, and cancel requests that run at its end."""
 
 
 class EpisodeFault(PacelineError):
-    """A fault of an episode; one of the infrastructure is never the environment's."""
+    """A fault of an episode. Faults of the infrastructure are never reported as the environment's."""
 
 
 class EnvironmentFailed(EpisodeFault):
-    """User code raised, hung, broke its limits or returned nonsense: the life ends and is counted."""
+    """User code raised, hung, exceeded a limit or returned nonsense. The life ends and counts as a failure."""
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance is gone by no fault of its own, as its process died with another's call: replayed, restored or restarted,
-    uncounted."""
+    """The instance is gone through no fault of its own, for example because its process died in another episode's call.
+    It is replayed, restored or restarted, and does not count as a failure."""
 
 
 class ServiceAway(EnvironmentLost):
-    """User code could not reach a service that it needs: again later, uncounted."""
+    """User code could not reach a service. It is retried later and does not count as a failure."""
 
 
 class CannotGoOn(EnvironmentLost):
-    """The life has turns, and its environment can be neither replayed nor restored: it ends as restarted, uncounted."""
+    """A life with turns can be neither replayed nor restored. It restarts and does not count as a failure."""
 
 
 class TimeIsUp(EpisodeFault):
-    """The seconds of the episode are over in the middle of a call: it ends as it is."""
+    """The time of the episode was up during a call. The episode ends with what it has."""

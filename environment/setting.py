@@ -1,9 +1,9 @@
-"""What all episodes of a run share, and what those of one leased group share.
+"""Holds what all episodes of a run share, and what those of one leased group share.
 
-Which rendering a run has: by `environment.renderer`, `environment.tool_parser` and the prompts of its data set.
+`environment.renderer`, `environment.tool_parser` and the prompts of the data set choose the rendering of a run.
 
-The seconds of an episode are those in which its user code runs. Time in which it waits for the policy does not count: a loaded
-or dead engine is no reason to cut an episode off.
+The time of an episode counts only while its user code runs, not while it waits for the policy, because a loaded or dead
+engine must not cut an episode off.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.chat.call_formats import CallFormat
 from paceline.chat.completion_texts import text_of
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.life import EpisodeCounts
-from paceline.environment.protocols import EpisodeLease, Journal, SessionHost, TokenSource, TurnParams
+from paceline.environment.protocols import ConversationHost, EpisodeLease, TokenSource, TurnLog, TurnParams
 from paceline.environment.rendering.family import FamilyRendering, family_of
 from paceline.environment.rendering.protocol import Conversation, Rendering, TextRendering
 from paceline.environment.rendering.template import TemplateRendering
-from paceline.environment.rows import TextOf
+from paceline.environment.transcripts import TextOf
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 from paceline.spec.sections.user_code import EnvironmentSection
@@ -37,14 +37,14 @@ class Renderings:
     """The renderings of a run."""
 
     chat: Rendering
-    """Of messages."""
+    """For messages."""
     text: TextRendering
-    """Of text prompts without a template."""
+    """For text prompts without a template."""
     wraps_texts: bool
-    """Text prompts are messages of the user (`data.apply_chat_template` is `always`)."""
+    """True if text prompts become user messages (`data.apply_chat_template` is `always`)."""
 
     def begin(self, prompt: Any) -> tuple[Rendering, Conversation]:
-        """Return the rendering of a data set's prompt, and the conversation that it begins."""
+        """Return the rendering of a prompt of the data set, and the conversation that begins with it."""
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
             return (self.chat if self.wraps_texts else self.text), Conversation(messages)
@@ -63,7 +63,7 @@ def choose_renderings(spec: RunSpec, tokenizer: Any) -> Renderings:
     elif name != "template":
         if calls is not None:
             raise InvalidInput(
-                f"environment.renderer {name!r} reads tool calls by itself, but environment.tool_parser is {parser!r}; set one "
+                f"environment.renderer {name!r} parses tool calls itself, but environment.tool_parser is {parser!r}; set one "
                 "of them to auto"
             )
         chat = FamilyRendering(tokenizer, name, kwargs)
@@ -88,7 +88,7 @@ def _automatic(spec: RunSpec, tokenizer: Any, calls: CallFormat | None) -> Rende
 
 @dataclass(frozen=True)
 class EpisodeSetting:
-    """What all episodes of a run share."""
+    """Holds what all episodes of a run share."""
 
     spec: RunSpec
     tokenizer: Any
@@ -106,7 +106,7 @@ class EpisodeSetting:
         return self.spec.environment
 
     def room(self, prompt_tokens: int) -> int:
-        """Return the tokens that a turn may have behind a prompt; below 1 there is no room."""
+        """Return the tokens that are left for a turn behind a prompt; below 1 there is no room."""
         return self.spec.policy.max_total_sequence_length - prompt_tokens
 
     def no_room(self, prompt_tokens: int) -> str:
@@ -118,38 +118,38 @@ class EpisodeSetting:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What the episodes of one leased group share."""
+    """Holds what the episodes of one leased group share."""
 
     setting: EpisodeSetting
     lease: EpisodeLease
     source: TokenSource
-    journal: Journal
+    turn_log: TurnLog
     code: UserCode
-    sessions: SessionHost | None
+    conversations: ConversationHost | None
 
     def params(self, room: int, limit: int | None = None) -> TurnParams:
-        """Return the sampling parameters of a turn with so much room, and a limit of its own."""
+        """Return the sampling parameters of a turn, limited to `room` and `limit` tokens."""
         params = self.lease.params
         longest = min(params.max_new_tokens, room, limit or room)
         return params._replace(max_new_tokens=longest, min_new_tokens=min(params.min_new_tokens, longest))
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the row of the data set: its prompt, under its own name too, and its other columns."""
+        """Return the columns of the row in the data set. The prompt is there both as `prompt` and under its own name."""
         key = self.setting.spec.data.prompt_key
         prompts = dict.fromkeys(("prompt", key), self.lease.prompt) if key else {}
         return {**prompts, **self.lease.columns}
 
-    def session(self, sample: int) -> str:
+    def conversation(self, sample: int) -> str:
         return f"{self.lease.group_id}/{sample}"
 
 
 CHARS_PER_TOKEN = 64
-"""Longer texts are cut before they are counted in tokens, because a tokenizer takes long for megabytes."""
+"""Longer texts are cut to this before tokens are counted, because encoding megabytes takes long."""
 
 
 class Stopwatch:
-    """Seconds of user code, with a limit."""
+    """Counts the seconds of user code against a limit."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
@@ -186,7 +186,7 @@ class Stopwatch:
 
 
 def cut_to_tokens(text: str, max_tokens: int, tokenizer: Any) -> str:
-    """Return a text with at most `max_tokens` tokens of its own; one that is cut off says so behind them."""
+    """Return a text of at most `max_tokens` tokens; a notice follows if it was cut."""
     if len(text.encode(errors="replace")) <= max_tokens:  # a token has at least one byte
         return text
     head = text[: max_tokens * CHARS_PER_TOKEN]
@@ -194,7 +194,7 @@ def cut_to_tokens(text: str, max_tokens: int, tokenizer: Any) -> str:
     ids = encoded["input_ids"]
     if len(ids) <= max_tokens and len(head) == len(text):
         return text
-    if tokenizer.is_fast:  # the text itself, up to the last character whose tokens are all kept
+    if tokenizer.is_fast:  # cut behind the last character whose tokens are all kept
         offsets = [*encoded["offset_mapping"], (len(head), len(head))]
         kept = head[: min(offsets[min(len(ids), max_tokens)][0], max(end for _, end in offsets[:max_tokens]))]
     else:

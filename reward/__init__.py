@@ -1,1 +1,1 @@
-"""Reward functions and the processes that run them. Independent of servers and learner."""
+"""Reward functions and the processes that run them. Independent of servers and the learner."""

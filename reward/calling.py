@@ -1,8 +1,7 @@
-"""The function that a spec names, a built-in or `path/to/file.py:function`, and its call on one group with a check of the result.
+"""Loads a spec's function, a built-in or `path/to/file.py:function`, calls it on a group and checks the result.
 
-Promise: the result is a list of C finite numbers or None, or an exception that says what the function did.
-
-Every fault of a function that its file has is reported before the first group is scored.
+Promise: the result is a list of C finite numbers or None, or an exception with a message about the function. Faults
+that the function's file shows are reported before the first group is scored.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ RewardFunction = Callable[..., Any]
 
 
 def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """Return the function that `function` names, checked to take `kwargs`.
+    """Return the function that `function` names, after checking that it takes `kwargs`.
 
     Raises InvalidInput: unknown built-in (with the nearest name), a file that fails to import (with its error), no such
-    function in it, something that cannot be called, kwargs that the function does not have; Unreadable: no such file, or
-    one that it imports.
-    Runs the user's module: call it only in a process that may run their code.
+    function in it, something that cannot be called, kwargs that the function does not have. Raises Unreadable if the
+    file, or one that it imports, is missing. Runs the user's module: call it only in a process that may run user code.
     """
     path, colon, name = function.rpartition(":")
     loaded: RewardFunction = load_from_file(Path(path), name, "reward function") if colon else _builtin(function)
@@ -58,8 +56,8 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 
 
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
-    """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is for columns, as of a built-in, so a
-    misspelt setting is refused."""
+    """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is only for columns, as in a built-in
+    function, so that a misspelt setting is refused."""
     try:
         parameters = inspect.signature(loaded).parameters
     except (TypeError, ValueError):  # a callable written in C has no signature
@@ -84,13 +82,13 @@ TRAINER_ARGUMENTS = frozenset(CallView().arguments())
 WRONG_CALL = re.compile(
     r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
 )
-"""Texts of a TypeError for arguments that a function does not take. The signature tells them before the call, unless a
-decorator hides it."""
+"""Texts of a TypeError for arguments that a function does not take, if a decorator hides its signature from the check.
+"""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 class InvalidRewards(Exception):
-    """The function has not returned one reward per completion, or cannot be called with the group's columns."""
+    """The function did not return one reward for each completion, or cannot be called with the group's columns."""
 
 
 class WrongArguments(InvalidRewards):
@@ -104,11 +102,11 @@ def call_function(
     run: Callable[[Awaitable[Any]], Any],
     view: CallView | None = None,
 ) -> list[float | None]:
-    """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
+    """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), or None where it does not apply.
 
-    All arguments are passed by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
-    same name, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run` waits for the result of an async function. Raises
-    InvalidRewards, WrongArguments, and the function's own exceptions.
+    All arguments are passed by name. A function without `**` gets only those that it names. `kwargs` take precedence
+    over columns, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run`
+    waits for an async function. Raises InvalidRewards, WrongArguments, and the function's exceptions.
     """
     view = view or CallView()
     given = {name: group[name] for name in ("prompts", "completions", "completion_ids")}
@@ -124,7 +122,7 @@ def call_function(
 
 
 def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
-    """Return `result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, not finite, no number."""
+    """Return `result` as a list of floats and None. Raises InvalidRewards: no list, wrong length, no finite number."""
     if not isinstance(result, list | tuple):
         tolist = getattr(result, "tolist", None)
         values = tolist() if tolist is not None else result
@@ -139,7 +137,7 @@ def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
 def _checked_reward(value: Any, index: int) -> float | None:
     if value is None:
         return None
-    item = getattr(value, "item", None)  # scalars of NumPy and torch, without importing either
+    item = getattr(value, "item", None)  # unpacks scalars of NumPy and torch without importing either
     try:
         plain = item() if item is not None else value
     except (TypeError, ValueError, RuntimeError):
@@ -170,7 +168,7 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
 
 
 def takes_settings(function: RewardFunction) -> bool:
-    """Return whether the function is a built-in with its `kwargs` in one argument, `settings`, apart from the columns."""
+    """Return whether the function is a built-in that takes its `kwargs` in one argument, `settings`."""
     return _is_builtin(function) and "settings" in inspect.signature(function).parameters
 
 
@@ -179,8 +177,8 @@ def _is_builtin(function: RewardFunction) -> bool:
 
 
 def fails_always(error: BaseException, completions: list[Any]) -> bool:
-    """Return whether every call with the same group raises this exception: a name that nothing defines, arguments that the
-    function does not take, a column that is not there, or completions of the other form."""
+    """Return whether every call with the same group would raise this exception: an undefined name, arguments that the
+    function does not take, a missing column, or completions of the other form (texts or messages)."""
     if isinstance(error, NameError | NotImplementedError | SyntaxError | MissingColumn | WrongArguments):
         return True
     is_binding = isinstance(error, TypeError) and WRONG_CALL.search(str(error)) is not None
@@ -188,8 +186,7 @@ def fails_always(error: BaseException, completions: list[Any]) -> bool:
 
 
 def form_hint(error: BaseException, completions: list[Any]) -> str:
-    """Return a sentence for a function that takes the completions for the other form, texts or messages; empty for any
-    other error."""
+    """Return a hint if the function expects completions of the other form (texts or messages), else an empty text."""
     text = str(error)
     if not isinstance(error, TypeError | AttributeError):
         return ""

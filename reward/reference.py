@@ -1,10 +1,11 @@
-"""The run's reference in the reward pool: log-probabilities of the sampled tokens by a teacher, or by the initial policy.
+"""Computes the run's reference in the reward pool: log-probabilities of samples by a teacher or the initial policy.
 
-Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, as the learner's reference gives them up
-to rounding, and only `logprob_chunk_tokens` tokens' logits exist at one time. `ReferenceScorer` computes on a separate
-thread, one group after another, so that the service's event loop goes on; a call of `score` waits for the groups before.
+Promise: the numbers are log softmax(logits / temperature) at the sampled tokens, equal to the learner's reference up to
+rounding. Only the logits of `logprob_chunk_tokens` tokens exist at a time. `ReferenceScorer` computes one group after
+another on a separate thread, so that the service's event loop continues; a call of `score` waits for the groups before.
 
-Suffixes: P prompt tokens, T completion tokens of one completion, R tokens of a padded row, B rows, H hidden size, V vocabulary.
+Suffixes: P prompt tokens, T completion tokens of one completion, R tokens of a padded row, B rows, H hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel:
-    """A frozen causal language model, whole, on the first GPU that this process sees, else on the CPU."""
+    """A frozen, complete causal language model on the first GPU that this process sees, else on the CPU."""
 
     def __init__(self, policy: PolicySection, temperature: float) -> None:
-        """Load policy.model_name in policy.precision. Raises InvalidInput when there is no such model, or its head does not
-        give log-probabilities in chunks."""
+        """Load policy.model_name in policy.precision. Raises InvalidInput if there is no such model, or if its head
+        cannot give log-probabilities in chunks."""
         import torch
 
         self._temperature = temperature
@@ -46,9 +47,9 @@ class ReferenceModel:
     def logprobs(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
         """Return [T] for each completion: the log-probability of its tokens after the prompt, in nats, float32.
 
-        Rows are padded at their end, which does not affect a causal model; completions of similar length share a pass of at most
-        policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput for one that does not fit into memory or
-        has a log-probability that is not finite.
+        Rows are padded at their end, which does not affect a causal model. Completions of similar length share a pass
+        of at most policy.train_mb_tokens tokens, or of one completion. Raises InvalidInput if one does not fit into
+        memory or has a log-probability that is not finite.
         """
         import torch
 
@@ -107,14 +108,14 @@ class ReferenceModel:
 
 
 class ReferenceScorer:
-    """The reference of one run, on its thread; an async context manager.
+    """Computes the reference of one run on a thread. An async context manager.
 
     async with ReferenceScorer(spec) as scorer:
         logprobs = await scorer.score(prompt_ids, completions)
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        """Set the run; the model is loaded on entry, if the reward pool serves the run's reference."""
+        """The model is loaded on entry, if the reward pool serves the run's reference."""
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "reference")
         self._model: ReferenceModel | None = None
@@ -133,16 +134,15 @@ class ReferenceScorer:
         self._model = None
 
     async def score(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """Return `ReferenceModel.logprobs`, after the groups before. Raises InvalidInput as that does, and without a
-        reference."""
+        """Return `ReferenceModel.logprobs`, after the groups before. Raises InvalidInput, also without a reference."""
         if self._model is None:
-            raise InvalidInput("a task wants the reference, and this run has none in the reward pool")
+            raise InvalidInput("a task needs the reference, but this run has none in the reward pool")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._model.logprobs, prompt_ids, completions)
 
     def _load(self) -> None:
         frozen = self._spec.frozen_policy
-        assert frozen is not None, "pool_serves_reference says so"
+        assert frozen is not None, "pool_serves_reference is true"
         if self._spec.has_teacher:
             check_same_tokenizer(self._spec.policy, frozen)
         self._model = ReferenceModel(frozen, self._spec.policy.generation.temperature)

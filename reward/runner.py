@@ -1,8 +1,8 @@
-"""`RewardRunner`: scores groups with a run's reward functions, in separate processes.
+"""Scores groups with a run's reward functions, in separate processes.
 
-Promises: a function that raises, hangs, dies or returns an invalid value fails this group only; a failure is never a zero;
-after it the runner goes on with a fresh process. The caller that took a process from `_free` owns it; callers wait there
-for each other, each no longer than the sum of the time limits before it.
+Promises: a function that raises, hangs, dies or returns an invalid value fails only this group. A failure never becomes
+a zero. After it the runner continues with a new process. A caller owns the process that it took from `_free`. Callers
+wait there for each other, at most for the sum of the time limits before them.
 
 runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
                     {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
@@ -37,25 +37,25 @@ from paceline.user_code.process import UserProcess
 from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 120.0
-"""Limit of one process' start, the imports of the functions' files included."""
+"""Time limit for starting a process, including the imports of the functions' files."""
 
 
 class RewardRunner:
-    """Runner of reward functions on groups; an async context manager.
+    """Runs reward functions on groups. An async context manager.
 
     async with RewardRunner(spec.rewards, num_processes=4) as runner:
         result = await runner.score(prompts, completions, completion_ids, columns)
     """
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int = 1) -> None:
-        """Set the functions. num_processes: groups that are scored at one time. Raises InvalidInput without functions or processes."""
+        """`num_processes` groups are scored at a time. Raises InvalidInput without functions or processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:
             raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
         self._functions = tuple(functions)
         self._processes = [RewardProcess(functions, num_processes) for _ in range(num_processes)]
-        self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the processes that exist
+        self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the existing processes
         self._models = RewardModels(functions)
         self._state = "new"
 
@@ -67,10 +67,10 @@ class RewardRunner:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
-        or took too long meanwhile; no process runs then."""
+        """Start the processes. Raises InvalidInput if a function cannot be loaded, Unavailable if a process was killed
+        or took too long. After an error no process runs."""
         if self._state != "new":
-            raise Conflict(f"the reward runner is {self._state}; make a new one")
+            raise Conflict(f"the reward runner is {self._state}; create a new one")
         self._state = "running"
         outcomes: list[BaseException | None] = []
         try:
@@ -100,9 +100,9 @@ class RewardRunner:
     ) -> RewardResult:
         """Return the rewards of one group by every function in turn, or the first failure.
 
-        prompts, completions, completion_ids: one for each of the C completions, likewise every column. `trainer_state` is
-        that of `paceline.reward.trainer_view`. Raises
-        InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
+        prompts, completions, completion_ids and every column: one value for each of the C completions. `trainer_state`:
+        see `paceline.reward.trainer_view`. Raises InvalidInput for different lengths or a value without a JSON form,
+        Conflict if the runner does not run.
         """
         _check_lengths(prompts, completions, completion_ids, columns)
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
@@ -130,7 +130,7 @@ class RewardRunner:
         extra: dict[str, list[Any]] = {}
         usage: dict[str, float] = {}
         failure = await self._revive(process)
-        if self._state == "closed":  # meanwhile, and close() could not see the process that was being started
+        if self._state == "closed":  # while the process was being started, where close() could not see it
             await process.close()
             self._check_running()
         for index, function in enumerate(self._functions):
@@ -167,7 +167,7 @@ class RewardRunner:
         return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
-        """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""
+        """Start a process again that a failure ended. Its file may be missing or broken by now."""
         if process.usable:
             return None
         try:
@@ -184,7 +184,7 @@ class RewardRunner:
 
     def _check_running(self) -> None:
         if self._state != "running":
-            raise Conflict(f"the reward runner is {self._state}, it scores only between start and close")
+            raise Conflict(f"the reward runner is {self._state}; it scores only between start and close")
 
 
 def _failure(function: RewardFunctionSection, kind: FailureKind, what: str) -> RewardFailure:
@@ -211,10 +211,10 @@ def _check_lengths(
 
 
 class RewardProcess(UserProcess):
-    """One child process with all functions of a run loaded. Used by one caller at a time."""
+    """One child process with all functions of a run loaded, for one caller at a time."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int) -> None:
-        """Set the functions; `start` starts the process. num_processes: those of the runner, which share the limits of services."""
+        """`start` starts the process. num_processes: those of the runner, which share the limits of services."""
         functions_to_load = [
             {
                 "function": f.function,
@@ -232,14 +232,14 @@ class RewardProcess(UserProcess):
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
-    """Return whether all functions are built-in and one runs programs in its sandbox, which opens no further files to them."""
+    """Return whether all functions are built-in and one runs programs in a sandbox that opens no further files to them."""
     has_programs = any(f.function == "code_tests" for f in functions)
     is_open = any(f.kwargs.get("sandbox") == "none" or f.kwargs.get("readable") for f in functions)
     return has_programs and not is_open and not any(":" in f.function for f in functions)
 
 
 def service_variables(functions: Sequence[RewardFunctionSection]) -> tuple[str, ...]:
-    """Return the environment variables with which built-in functions authenticate themselves to the services that they name."""
+    """Return the environment variables with the keys of built-in functions for their services."""
     found = []
     for kwargs in (f.kwargs for f in functions if ":" not in f.function):
         endpoint = kwargs.get("endpoint")

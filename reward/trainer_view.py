@@ -1,4 +1,4 @@
-"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`."""
+"""Gives a reward function TRL's `trainer_state`, `log_metric` and `log_extra`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_METRICS = 32
-"""Metrics of one call; further ones are left out."""
+"""Metrics of one call; further ones are dropped."""
 MAX_NAME = 48
 MAX_COLUMNS = 16
-"""Columns of one group that `log_extra` adds; further ones are left out."""
+"""Columns of one group that `log_extra` adds; further ones are dropped."""
 MAX_VALUES = 4096
 """Values of such a column; a group has fewer completions."""
 MAX_TEXT = 2000
-"""Characters at which a value of such a column is cut off."""
+"""Characters after which a value of such a column is cut."""
 
 USAGE = (
     "requests", "failed", "cached", "no_verdict", "prompt_tokens", "completion_tokens", "cost"
@@ -23,15 +23,15 @@ USAGE = (
 """Sums that a call may report of its requests to a service."""
 
 POOL_WORKERS = "reward_workers"
-"""Key of the state with the number of the pool's workers, which no function sees."""
+"""Key of the state with the number of the pool's workers, hidden from functions."""
 
 NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
-"""State of a call without a run."""
+"""State of a call outside a run."""
 
 
 class CallView:
-    """The training as one call of a reward function sees it, which built-in functions get as a whole: also the limits of the call,
-    and the sums of its requests to services."""
+    """The training state for one call of a reward function, and what the call logs. Built-in functions get the whole
+    view, with the limits of the call and the sums of its requests to services."""
 
     def __init__(
         self,
@@ -45,19 +45,19 @@ class CallView:
         self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
         """Processes of the reward pool, which share the limits of a service."""
         self.usage: dict[str, float] = {}
-        """Sums by name, of USAGE."""
+        """Sums by the names in USAGE."""
         shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
         self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
         """Sum and number of the logged values by name."""
         self.extra: dict[str, list[Any]] = {}
-        """[C] values of each further column, as JSON has them."""
+        """[C] JSON values of each additional column."""
 
     def arguments(self) -> dict[str, Any]:
         return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add `value` to the metric's mean. A value that is not finite is left out."""
+        """Add `value` to the metric's mean; ignore it if it is not finite."""
         number = float(value)
         known = name in self.metrics or len(self.metrics) < MAX_METRICS
         if math.isfinite(number) and known and is_metric_name(name):
@@ -65,7 +65,7 @@ class CallView:
             self.metrics[name] = (total + number, count + 1)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Keep a value for each completion beside its reward; another call with the same name replaces them."""
+        """Store a value for each completion beside its reward; another call with the same name replaces them."""
         if is_metric_name(column) and (column in self.extra or len(self.extra) < MAX_COLUMNS):
             self.extra[column] = [_plain(value) for value in list(values)[:MAX_VALUES]]
 
@@ -74,7 +74,7 @@ class CallView:
 
 
 def checked_usage(value: Any) -> dict[str, float]:
-    """Return the sums of a reply that a call may report: the reply comes from a process that runs user code."""
+    """Return the allowed sums of a reply, which is checked because its process runs user code."""
     found = value if isinstance(value, dict) else {}
     numbers = {name: found[name] for name in USAGE if isinstance(found.get(name), int | float)}
     return {name: float(number) for name, number in numbers.items() if math.isfinite(number) and number >= 0}
@@ -85,8 +85,7 @@ def is_metric_name(name: object) -> bool:
 
 
 def checked_extra(value: Any, num_completions: int) -> dict[str, list[Any]]:
-    """Return the columns of a reply that have one value for each completion: the reply comes from a process that runs user
-    code."""
+    """Return the columns of a reply with one value for each completion; checked, because its process runs user code."""
     columns: dict[str, list[Any]] = {}
     for name, values in list(value.items())[:MAX_COLUMNS] if isinstance(value, dict) else ():
         if is_metric_name(name) and isinstance(values, list) and len(values) == num_completions:
@@ -95,8 +94,8 @@ def checked_extra(value: Any, num_completions: int) -> dict[str, list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, truth value, None or short text for a value; a number that is not finite becomes text."""
-    item = getattr(value, "item", None)  # scalars of NumPy and torch, without importing either
+    """Return a value as number, truth value, None or short text; a number that is not finite becomes text."""
+    item = getattr(value, "item", None)  # unpacks scalars of NumPy and torch without importing either
     if item is not None and getattr(value, "size", None) in (1, None):
         value = item()
     if value is None or isinstance(value, bool):
@@ -109,8 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def checked_metrics(value: Any) -> dict[str, tuple[float, int]]:
-    """Return the metrics of a reply, without those that no call makes: the reply comes from a process that runs user
-    code."""
+    """Return the valid metrics of a reply, which is checked because its process runs user code."""
     metrics: dict[str, tuple[float, int]] = {}
     for name, pair in list(value.items())[:MAX_METRICS] if isinstance(value, dict) else ():
         is_pair = isinstance(pair, list) and len(pair) == 2

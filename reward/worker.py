@@ -1,7 +1,8 @@
-"""The process in which reward functions run: it loads them once, then answers one call after another.
+"""The process of reward functions: loads them once, then answers one call after another.
 
-`paceline.reward.runner` starts it with one end of a socket pair, and names the messages. The promises of `paceline.user_code.child`
-hold. The runner enforces time limits by killing the process. This module never imports torch or transformers.
+`paceline.reward.runner` starts it with one end of a socket pair, and documents the messages. The promises of
+`paceline.user_code.child` hold. The runner enforces time limits by killing the process. This module never imports torch
+or transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from paceline.user_code.loading import describe_error
 
 @dataclass
 class LoadedFunction:
-    """A function with its arguments and its memory."""
+    """A function with its arguments and its memory limit."""
 
     function: RewardFunction
     path: Path | None
@@ -80,7 +81,7 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
 
 
 def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int) -> dict[str, Any]:
-    """Return the reply to a call, with the sums of its requests to services also where it failed."""
+    """Return the reply to a call, with the sums of its requests to services, also if it failed."""
     view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
     return {**_outcome(loaded, group, loop, view), "usage": view.usage}
 
@@ -89,7 +90,7 @@ def _outcome(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
-    copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next one
+    copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next function
     try:
         with loaded.memory.limit():
             rewards = call_function(
@@ -102,7 +103,7 @@ def _outcome(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner
         traceback.print_exc()
         description = describe_error(error, loaded.path)
         if is_unreachable(error):
-            return {"unavailable": f"could not reach something: {description}"}
+            return {"unavailable": f"could not reach a service: {description}"}
         if is_out_of_memory(error):
             limit_mb = loaded.memory.memory_bytes >> 20
             return {

@@ -1,4 +1,4 @@
-"""The examples of environments, run by a policy that follows a script: real user code, real sessions, no engine."""
+"""The examples of environments, run by a policy that follows a script: real user code, real conversations, no worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from episode_world import (
-    MemoryJournal,
+    MemoryTurnLog,
     ScriptedSource,
     ids_of,
     lease,
@@ -27,9 +27,9 @@ from episode_world import (
 
 from paceline.data.prompts import open_prompts
 from paceline.environment.hosting.pool import UserCode
-from paceline.environment.protocols import GroupRows, TurnRequest
+from paceline.environment.protocols import FinishedGroup, TurnRequest
 from paceline.environment.setting import EpisodeSetting
-from paceline.services.environment.session_server import SessionServer
+from paceline.services.environment.conversation_server import ConversationServer
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 
@@ -37,8 +37,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "environments"
 Say = Callable[[TurnRequest, int], str]
 
 
-async def group_of(spec: RunSpec, say: Say, tokenizer: Any, prompt: Any, columns: dict[str, Any]) -> GroupRows:
-    """Run a group of two samples with the example's code in its process, and real sessions."""
+async def group_of(spec: RunSpec, say: Say, tokenizer: Any, prompt: Any, columns: dict[str, Any]) -> FinishedGroup:
+    """Run a group of two samples with the example's code in its process, and real conversations."""
 
     def sampled(request: TurnRequest, number: int) -> tuple[list[int], str]:
         return ids_of(say(request, number), tokenizer), "stop"
@@ -47,10 +47,10 @@ async def group_of(spec: RunSpec, say: Say, tokenizer: Any, prompt: Any, columns
     setting = EpisodeSetting.of(spec, tokenizer)
     async with (
         UserCode(spec.environment, num_processes=1) as code,
-        SessionServer("run", tokenizer) as sessions,
+        ConversationServer("run", tokenizer) as conversations,
     ):
         leased = lease(prompt, 2, columns=columns)
-        return await run_group(setting, source, code, leased, MemoryJournal(), sessions)
+        return await run_group(setting, source, code, leased, MemoryTurnLog(), conversations)
 
 
 def drawn(spec: RunSpec) -> tuple[Any, dict[str, Any]]:
@@ -59,7 +59,7 @@ def drawn(spec: RunSpec) -> tuple[Any, dict[str, Any]]:
     return prompt, dict(columns)
 
 
-def messages_of(rows: GroupRows) -> list[dict[str, Any]]:
+def messages_of(rows: FinishedGroup) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(rows.samples[0].messages_json)
     return found
 

@@ -1,1 +1,1 @@
-"""User code of environments and agents, in processes of its own."""
+"""Runs the user code of environments and agents in separate processes."""

@@ -1,9 +1,9 @@
-"""What a user's class of environments is: its tools with their schemas, its kind, and what it offers besides.
+"""Loads a user's environment class and tools, and finds out what they offer.
 
-Two contracts are taken. That of TRL: `reset(**columns)`, public methods are tools, `get_reward()`. And classes with
-`step(text) -> (observation, reward, done)`: a class is one of these when it has a method `step` whose parameter is called
-`text` or `action` and that is not annotated to return text, because TRL's classes may have a tool called `step`.
-Functions may be tools besides, or alone. Runs in the process of the user's code.
+Two contracts are supported. TRL's: `reset(**columns)`, public methods as tools, `get_reward()`. And classes with
+`step(text) -> (observation, reward, done)`: those with a method `step` whose parameter is called `text` or `action` and
+that is not annotated to return text, because a class of TRL may have a tool called `step`. Functions may be added as
+tools or used without a class. Runs in the process of the user code.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from paceline.errors import InvalidInput
 from paceline.user_code.loading import load_from_file, nearest
 
 RESERVED = ("reset", "get_reward", "save", "load")
-"""Public methods that are no tools."""
+"""Public methods that are not tools."""
 STEP_PARAMETERS = ("text", "action")
 
 
 class ClassFacts(NamedTuple):
-    """What the service knows of a class."""
+    """Properties of an environment class that the service uses."""
 
     tools: list[dict[str, Any]]
-    """Schemas of the tools, as OpenAI's API has them; empty for a class with `step`."""
+    """Schemas of the tools in OpenAI's format; empty for a class with `step`."""
     steps: bool
-    """The class has `step`, and no tools."""
+    """True if the class has `step` and therefore no tools."""
     deterministic: bool
     saves: bool
-    """It has `save` and `load`."""
+    """True if the class has `save` and `load`."""
     rewards: bool
-    """It has `get_reward`."""
+    """True if the class has `get_reward`."""
     asynchronous: list[str]
     """Methods that are coroutine functions."""
 
@@ -46,29 +46,28 @@ def load_class(named: str) -> type:
     loaded = load_from_file(Path(path), name, "environment class")
     if not isinstance(loaded, type):
         raise InvalidInput(
-            f"environment.class: {name!r} in {path} is {type(loaded).__name__}, it has to be a class; name a class, or "
-            "take environment.agent for a function"
+            f"environment.class: {name!r} in {path} is {type(loaded).__name__}, not a class; name a class, or "
+            "use environment.agent for a function"
         )
     reset = getattr(loaded, "reset", None)
     if not callable(reset):
         methods = [key for key in vars(loaded) if not key.startswith("_")]
         raise InvalidInput(
-            f"environment.class: {name!r} in {path} has no method 'reset'{nearest('reset', methods)}; it begins an episode, "
+            f"environment.class: {name!r} in {path} has no method 'reset'{nearest('reset', methods)}; add it: it begins an episode, "
             "and gets the columns of the row"
         )
     return loaded
 
 
 class NoEnvironment:
-    """The environment of a run that has tools alone."""
+    """The environment of a run that has only tools."""
 
     def reset(self, **columns: Any) -> None:
         """Begin an episode."""
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by their names. Raises InvalidInput, Unreadable; for two tools of one name, too, `facts` being
-    those of the run's classes."""
+    """Return the functions by name. Raises Unreadable, InvalidInput, also if tools share a name (with `facts`, too)."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):
@@ -84,18 +83,18 @@ def load_function(named: str, field: str, kind: str) -> Callable[..., Any]:
     """Return the function of `path/to/file.py:function`. Raises InvalidInput, Unreadable. Runs the user's module."""
     path, colon, name = named.rpartition(":")
     if not colon:
-        raise InvalidInput(f"{field} is {named!r}; a function is named path/to/file.py:function")
+        raise InvalidInput(f"{field} is {named!r}; name a function as path/to/file.py:function")
     loaded: Callable[..., Any] = load_from_file(Path(path), name, kind)
     return loaded
 
 
 def facts_of(cls: type) -> ClassFacts:
-    """Return the facts of a class. Raises InvalidInput for a tool without a schema."""
+    """Return the properties of a class. Raises InvalidInput for a tool without a schema."""
     methods = dict(inspect.getmembers(cls, inspect.isfunction))
     steps = _steps(methods.get("step"))
     tools = [] if steps else [name for name in methods if name not in RESERVED and not name.startswith("_")]
     return ClassFacts(
-        # A method of any object: the class may not be constructed before its first episode.
+        # Bound to any object, because the class may not be constructed before its first episode.
         tools=[
             schema_of(
                 types.MethodType(methods[name], object()),
@@ -120,13 +119,13 @@ def _steps(step: Callable[..., Any] | None) -> bool:
 
 
 def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Return the schema of a function or bound method. Raises InvalidInput, which begins with `what`."""
+    """Return the schema of a function or bound method. Raises InvalidInput with a message that begins with `what`."""
     from transformers.utils import chat_template_utils
 
     try:
         with _without_torch(chat_template_utils):
             schema: dict[str, Any] = chat_template_utils.get_json_schema(tool)
-    except Exception as error:  # of transformers, and what an annotation raises
+    except Exception as error:  # from transformers or from evaluating an annotation
         raise InvalidInput(
             f"{what} has no schema: {error}; give it type hints and a docstring with an Args section, or begin its name with "
             "an underscore if it is no tool"
@@ -136,8 +135,8 @@ def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_torch(module: Any) -> Iterator[None]:
-    """Let a schema be made without torch, unless user code has imported it: only a parameter that is a tensor needs it, and
-    its import takes seconds and hundreds of megabytes in each process."""
+    """Make a schema without torch unless user code has imported it. Only a tensor parameter needs torch, and importing
+    it takes seconds and hundreds of megabytes in each process."""
     available = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False

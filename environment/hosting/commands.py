@@ -1,7 +1,7 @@
-"""A command line as an agent: started with a session's address, limited, and ended with all that it started.
+"""Runs a command line as an agent, with the address of its conversation in the environment.
 
-Promises: the program and its children end with the episode, and with this process; its output is bounded; what it prints last
-is its reward, if that is a number.
+Promises: the program and its children end with the episode and with this process. Its output is bounded. Its reward is
+the last line that it prints, if that is a number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.user_code.surroundings import ROOT, Surroundings
 
 COLUMN = re.compile(r"\{(\w+)\}")
 KEPT_BYTES = 64 << 10
-"""End of an output that is kept."""
+"""Bytes that are kept of the end of an output."""
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
     "from paceline.environment.hosting.launching import main; main()"
@@ -39,33 +39,33 @@ async def run_command(
     memory_mb: int,
     folder: str = "",
 ) -> float | None:
-    """Return the reward that a command printed as its last line; None where that is no number. It runs in `folder`. Cancelling
-    ends it. Raises EnvironmentFailed, EnvironmentLost where this host has no room for it, InvalidInput for a column that the row
-    does not have."""
+    """Return the reward that a command printed as its last line; None if that is not a number. The command runs in
+    `folder` and ends if this call is cancelled. Raises EnvironmentFailed, EnvironmentLost if this host has no
+    resources for it, InvalidInput for a column that the row does not have."""
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
     try:
-        place = Surroundings((folder,)).place()
+        surroundings = Surroundings((folder,)).place()
     except OSError as error:
         raise EnvironmentLost(f"the command {argv[0]!r} could not be started: {error}") from error
     try:
-        said, complained, returncode = await _output_of(
+        output, errors, returncode = await _output_of(
             argv,
-            place.box,
-            {**place.environment, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            surroundings.box,
+            {**surroundings.environment, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
             memory_mb,
             folder if is_folder else None,
         )
     except OSError as error:
         raise EnvironmentLost(f"the command {argv[0]!r} could not be started: {error}") from error
     finally:
-        await asyncio.to_thread(place.remove)
+        await asyncio.to_thread(surroundings.remove)
     if returncode != 0:
-        why = complained.strip().rpartition("\n")[2][-500:] or "no output"
-        if os.strerror(errno.EACCES) in complained and (sentence := place.box.sentence()):
+        why = errors.strip().rpartition("\n")[2][-500:] or "no output"
+        if os.strerror(errno.EACCES) in errors and (sentence := surroundings.box.sentence()):
             why = f"{why}; {sentence}"
         raise EnvironmentFailed(f"the command {argv[0]!r} {describe_end(returncode)}: {why}")
-    return _reward_in(said)
+    return _reward_in(output)
 
 
 async def _output_of(
@@ -85,16 +85,16 @@ async def _output_of(
         output.started()
         errors.started()
         try:
-            await process.wait()  # the caller has the deadline
+            await process.wait()  # no deadline: the caller has one
         finally:
-            kill_group(process.pid)  # its children too, which hold the pipes
+            kill_group(process.pid)  # also its children, which hold the pipes
             await process.wait()
         return await output.text(), await errors.text(), process.returncode
 
 
 class _Output:
-    """The end of what a command writes into one pipe. A pipe of its own, because asyncio's `wait` also waits for every process
-    that holds one of asyncio's."""
+    """Reads one pipe of a command and keeps the end. asyncio's own pipes are not used, because asyncio's `wait` also
+    waits for every process that holds one of them."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -115,13 +115,13 @@ class _Output:
         self._transport.close()
 
     def started(self) -> None:
-        """Close this process' end for writing, because the command has it."""
+        """Close the writing end in this process, because the command has its own copy."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
 
     async def text(self) -> str:
-        """Return what was written, once every writer is gone."""
+        """Return what was written, after all writers have closed the pipe."""
         await self._reading
         return self._kept.decode(errors="replace")
 
@@ -135,7 +135,7 @@ def _filled(argument: str, row: Mapping[str, Any]) -> str:
         name = match[1]
         if name not in row:
             raise InvalidInput(
-                f"environment.command names {{{name}}}, which is no column of the data set; it has {', '.join(row)}"
+                f"environment.command names {{{name}}}, but the data set has no such column; it has {', '.join(row)}"
             )
         return str(row[name])
 
@@ -148,5 +148,5 @@ def _reward_in(output: str) -> float | None:
     except ValueError:
         return None
     if not math.isfinite(reward):
-        raise EnvironmentFailed(f"the command printed the reward {reward}, it has to be finite")
+        raise EnvironmentFailed(f"the command printed the reward {reward}; it must be finite")
     return reward

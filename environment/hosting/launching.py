@@ -1,4 +1,4 @@
-"""What runs between this project and a command line: it limits itself, and becomes the command."""
+"""The process between this project and a command line: applies the limits, then becomes the command."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NOT_FOUND = 127
 
 
 def main() -> None:
-    """Become the command argv[5:], with argv[3] MiB of memory, in the box argv[4], and end with process argv[2].
+    """Become the command argv[5:], with argv[3] MiB of memory, in the box argv[4]; die with process argv[2].
 
-    The limit is on writable private memory (RLIMIT_DATA) and not on address space, of which runtimes such as those of
-    JavaScript and Go reserve far more than they use. Each process of the command has its own.
+    The limit is on writable private memory (RLIMIT_DATA), not on address space, because runtimes such as those of
+    JavaScript and Go reserve far more of it than they use. It applies to each process separately.
     """
     parent, memory_mb, argv = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5:]
     die_with_parent(parent, signal.SIGKILL)

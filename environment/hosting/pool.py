@@ -1,11 +1,11 @@
-"""`UserCode`: the processes in which the environments and agents of a run live, and calls of them with limits.
+"""Runs the user code of a run in processes and limits each call.
 
-Promises: user code that raises, hangs, forks, eats memory or returns nonsense fails its own episode with a message that says
-what it did; episodes beside it in the process go on, or are `EnvironmentLost` when the process is gone. Waiting for a lane or
-a process does not count against a call's limit.
+Promises: user code that raises, hangs, forks, exhausts memory or returns nonsense fails its own episode, with a message
+about the cause. Other episodes of the process continue, or are `EnvironmentLost` if the process is gone. Waiting for a
+lane or a process does not count against a call's limit.
 
-A slot, one process with its episodes, is started once. When a thread of it hangs it is retired: it takes no further episodes, those in it go on, and it ends
-with the last of them. When its process dies, a new slot takes its place.
+A slot is one process with its episodes, started once. If one of its threads hangs, the slot is retired: it takes no
+further episodes and ends with the last one that it has. If its process dies, a new slot replaces it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 300.0
 MAX_DEATHS = 3
-"""Deaths of processes at which a call of one and the same episode was running before they count as its own fault."""
+"""Deaths of processes during a call of the same episode, after which they count as the episode's fault."""
 log = logging.getLogger(__name__)
 
 
 class UserCode:
-    """The user code of a run; an async context manager."""
+    """The user code of a run. An async context manager."""
 
     def __init__(self, section: EnvironmentSection, num_processes: int = 0):
-        """Set the code; `start` starts the processes. num_processes: 0 takes `environment.processes`, and with 0 there too as
-        many as cores. A command line needs none, but for `train_call`."""
+        """`start` starts the processes. If `num_processes` is 0, `environment.processes` counts, and if that is 0 too,
+        the number of cores. A command line needs processes only for `train_call`."""
         self.section = section
         needs_none = bool(section.command) and not section.train_call
         count = num_processes or section.processes or usable_cores()
@@ -52,13 +52,13 @@ class UserCode:
         }
         self._slots = [Slot(self._load, section.parallel_calls) for _ in range(0 if needs_none else count)]
         self._left: set[Slot] = set()
-        """Retired slots with episodes."""
+        """Retired slots that still have episodes."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._locks = [asyncio.Lock() for _ in self._slots]
         self._state = "new"
-        self._sessions = itertools.count(1)
+        self._instance_numbers = itertools.count(1)
         self.classes: Mapping[str, ClassFacts] = {}
-        """Facts of the classes by name; a single class has the empty name."""
+        """Properties of the classes by name; a single class has the empty name."""
         self._agent_on_loop = True
 
     async def __aenter__(self) -> UserCode:
@@ -69,10 +69,10 @@ class UserCode:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput when the code cannot be loaded (Unreadable: not now), Unavailable when a
-        process was killed or took too long; none runs then."""
+        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable: not now), Unavailable if a
+        process was killed or took too long. After an error no process runs."""
         if self._state != "new":
-            raise Conflict(f"the user code is {self._state}; make a new one")
+            raise Conflict(f"the user code is {self._state}; create a new one")
         self._state = "running"
         outcomes = await asyncio.gather(*(self._start(slot) for slot in self._slots), return_exceptions=True)
         for outcome in outcomes:
@@ -90,21 +90,20 @@ class UserCode:
     async def open(
         self, name: str, columns: Mapping[str, Any], time_left_s: float, deaths: SampleDeaths
     ) -> tuple[Instance, str | None]:
-        """Return a new instance of a class, and the text of its `reset`. Raises EpisodeFault, InvalidInput for an unknown
-        class."""
+        """Return a new instance and the text of its `reset`. Raises EpisodeFault, InvalidInput for an unknown class."""
         instance = await self._instance(name, deaths)
         text = await self._first(instance, {"op": "open", "columns": dict(columns)}, "reset", time_left_s)
         return instance, text
 
     async def restore(self, name: str, state: str, time_left_s: float, deaths: SampleDeaths) -> Instance:
-        """Return a new instance of a class with the state of its `save`. Raises EpisodeFault."""
+        """Return a new instance of a class that has loaded the state of `save`. Raises EpisodeFault."""
         instance = await self._instance(name, deaths)
         await self._first(instance, {"op": "restore", "state": state}, "load", time_left_s)
         return instance
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
-        """Run the agent and return its reward. Cancelling cancels a coroutine; a thread ends with its process. Raises
-        EnvironmentFailed, EnvironmentLost."""
+        """Run the agent and return its reward. Cancelling this call cancels a coroutine; a thread ends only with its
+        process. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         lane = slot.enter()
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
@@ -114,14 +113,14 @@ class UserCode:
                 reward: float | None = reply["value"]
                 return reward
         except asyncio.CancelledError:
-            # A thread of an agent that was cancelled goes on until its process ends.
+            # The thread of a cancelled agent runs on until its process ends.
             slot.retired = slot.retired or not self._agent_on_loop
             raise
         finally:
             slot.leave(lane)
 
     async def trains(self, messages: list[Any], tools: list[Any], deaths: SampleDeaths) -> bool:
-        """Return whether `train_call` wants a request to be trained. Raises EnvironmentFailed, EnvironmentLost."""
+        """Return whether `train_call` lets a request be trained. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         message = {"op": "train_call", "messages": messages, "tools": tools}
         async with slot.lanes[0]:
@@ -132,11 +131,9 @@ class UserCode:
     async def _instance(self, name: str, deaths: SampleDeaths) -> Instance:
         if name not in self.classes:
             named = ", ".join(map(repr, self.classes))
-            raise InvalidInput(
-                f"the row's column 'environment' is {name!r}, which environment.class does not have; it has {named}"
-            )
+            raise InvalidInput(f"the column 'environment' is {name!r}, but environment.class has only {named}")
         slot = await self._slot()
-        return Instance(self, slot, f"{next(self._sessions)}", name, deaths)
+        return Instance(self, slot, f"{next(self._instance_numbers)}", name, deaths)
 
     async def _first(self, instance: Instance, message: dict[str, Any], method: str, time_left_s: float) -> Any:
         try:
@@ -147,10 +144,10 @@ class UserCode:
             raise
 
     async def _slot(self) -> Slot:
-        """Return a running slot with the fewest episodes; one whose process is gone, or that was retired, is replaced."""
+        """Return a running slot with the fewest episodes. A retired slot or one without a process is replaced first."""
         if self._state != "running":
             raise EnvironmentLost(f"the user code is {self._state}")
-        index = min(range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_sessions)
+        index = min(range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_episodes)
         async with self._locks[index]:
             if self._stale(index):
                 slot = Slot(self._load, self.section.parallel_calls)
@@ -161,12 +158,12 @@ class UserCode:
             return self._slots[index]
 
     def check(self, slot: Slot) -> None:
-        """Find out in the background whether a process still answers after one of its calls was cancelled."""
+        """Check in the background whether a process still answers after one of its calls was cancelled."""
         if slot.process.usable and self._state == "running":
             self._in_background(slot.answers())
 
     async def _end(self, slot: Slot) -> None:
-        """End a slot that was replaced, once its last episode is gone."""
+        """End a replaced slot after its last episode."""
         if slot.process.usable:
             await slot.emptied.wait()  # no deadline: each episode has its own
         await slot.process.close()
@@ -184,7 +181,7 @@ class UserCode:
         try:
             await self._start(slot)
         except (InvalidInput, Unavailable) as error:
-            # It was loaded before, so its file changed or the host is at its limits.
+            # It was loaded before, so its file has changed or the host is at its limits.
             raise ServiceAway(f"the process of the environment could not be started again: {error}") from None
         if self._state != "running":
             await slot.process.close()
@@ -206,17 +203,17 @@ class UserCode:
 
 
 class SampleDeaths:
-    """Deaths of processes at which a call of one sample was running."""
+    """Counts the deaths of processes during calls of one sample."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class Instance:
-    """The environment of one episode. Used by one caller at a time; `close` lets it go."""
+    """The environment of one episode, for one caller at a time."""
 
-    def __init__(self, code: UserCode, slot: Slot, session: str, name: str, deaths: SampleDeaths) -> None:
-        self._code, self._slot, self._session, self._deaths = code, slot, session, deaths
+    def __init__(self, code: UserCode, slot: Slot, number: str, name: str, deaths: SampleDeaths) -> None:
+        self._code, self._slot, self._number, self._deaths = code, slot, number, deaths
         self.name, self.facts = name, code.classes[name]
         self.lane = slot.enter()
         self._open = True
@@ -228,28 +225,28 @@ class Instance:
         return reply["value"], reply.get("state", "")
 
     async def step(self, text: str, time_left_s: float) -> tuple[dict[str, Any], str]:
-        """Return the outcome of `step`, and the state. Raises EpisodeFault."""
+        """Return the result of `step` and the state. Raises EpisodeFault."""
         reply = await self.call({"op": "step", "text": text, "save": self.facts.saves}, ["step"], time_left_s)
         return reply["value"], reply.get("state", "")
 
     async def reward(self, time_left_s: float) -> float | None:
-        """Return the reward of `get_reward`; None where the class has none. Raises EpisodeFault."""
+        """Return the reward of `get_reward`; None if the class does not have it. Raises EpisodeFault."""
         if not self.facts.rewards:
             return None
         reward: float | None = (await self.call({"op": "reward"}, ["get_reward"], time_left_s))["value"]
         return reward
 
     async def call(self, message: dict[str, Any], methods: list[str], time_left_s: float) -> dict[str, Any]:
-        """Send a message about this instance and return the reply. `methods` run one after another."""
-        message = {"session": self._session, **message}
+        """Send a message about this instance and return the reply. `methods` are run one after another."""
+        message = {"instance": self._number, **message}
         saves = ["save"] if message.get("save") else []
         on_loop = all(name in self.facts.asynchronous for name in [*methods, *saves]) and message["op"] != "open"
         lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lanes[self.lane]
         if self.lane in self._slot.hung:
-            raise EnvironmentLost("the thread of the environment hangs in another episode's call")
+            raise EnvironmentLost("the thread of the environment hangs in a call of another episode")
         async with lock:
             if self.lane in self._slot.hung:
-                raise EnvironmentLost("the thread of the environment hangs in another episode's call")
+                raise EnvironmentLost("the thread of the environment hangs in a call of another episode")
             limit_s = self._code.section.call_timeout_s * max(1, len(methods))
             what = ", ".join(dict.fromkeys(methods)) or "the environment"
             try:
@@ -257,7 +254,7 @@ class Instance:
                 return await _call(self._code, self._slot, message, what, min(limit_s, time_left_s), self._deaths, lane)
             except EnvironmentFailed as error:
                 if time_left_s < limit_s and isinstance(error.__cause__, ProcessTimeout):
-                    raise TimeIsUp(f"the time was over while {what} ran") from None
+                    raise TimeIsUp(f"the time was up while {what} ran") from None
                 raise
 
     def close(self) -> None:
@@ -265,7 +262,7 @@ class Instance:
             return
         self._open = False
         if self._slot.process.usable:
-            self._slot.process.send({"op": "close", "session": self._session})
+            self._slot.process.send({"op": "close", "instance": self._number})
         self._slot.leave(self.lane)
 
 
@@ -284,7 +281,7 @@ async def _call(
     slot.num_calls += 1
     number, half = slot.process.last_id + 1, None
     used_s: list[float] = []
-    # At half of the time, because the measurement reads all processes of the machine.
+    # Measured at half of the time only, because it reads all processes of the machine.
     if limit_s is not None:
         loop = asyncio.get_running_loop()
         half = loop.call_later(limit_s / 2, lambda: used_s.append(usage(slot.process.pid or 0)))
@@ -327,16 +324,17 @@ async def _timed_out(
 
 def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> EnvironmentFailed | EnvironmentLost:
     if slot.killed:
-        return EnvironmentLost(f"the process was killed for another episode's call while {what} ran")
+        return EnvironmentLost(f"the process was killed because of another episode while {what} ran")
     deaths.count += 1
-    alone = slot.num_calls == 1  # this call; it is taken off behind
+    alone = slot.num_calls == 1  # this call, which is subtracted later
     if deaths.count >= MAX_DEATHS or (alone and not died.by_signal):
         return EnvironmentFailed(f"{what}: the process {died}")
     return EnvironmentLost(f"the process {died} while {what} ran")
 
 
 PING_S = 5.0
-"""A process that does not answer this long is hung as a whole: user code holds the interpreter, or it is stopped."""
+"""Seconds without an answer after which the process counts as hung: user code holds the interpreter, or it is stopped.
+"""
 
 
 class Slot:
@@ -346,47 +344,47 @@ class Slot:
         named = [*load["classes"].values(), *load["tools"], load["agent"], load["train_call"]]
         surroundings = Surroundings(tuple(file_of(code) for code in named if code))
         self.process = SharedProcess("paceline.environment.hosting.worker", {"load": load}, surroundings)
-        self.num_sessions = 0
+        self.num_episodes = 0
         self.retired = False
         self.killed = False
-        """Its process was killed from this side, for one of its calls."""
+        """True if this side killed the process because of one of its calls."""
         self.emptied = asyncio.Event()
-        """Set while no episode is in it."""
+        """Set while the slot has no episode."""
         self.emptied.set()
         self.num_calls = 0
-        """Calls of user code that run in it now."""
+        """Calls of user code that run in the process."""
         self.calls = asyncio.Semaphore(num_lanes)
-        """Limit of coroutines; each lane is a limit of its own."""
+        """Limits coroutines; each lane is a separate limit."""
         self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
-        """One synchronous call at a time."""
-        self._lane_sessions = [0] * num_lanes
+        """Each allows one synchronous call at a time."""
+        self._lane_episodes = [0] * num_lanes
         self.hung: set[int] = set()
-        """Lanes whose thread hangs: their episodes are lost."""
+        """Lanes with a hung thread, whose episodes are lost."""
 
     def enter(self) -> int:
-        """Take a further episode; return its lane."""
-        self.num_sessions += 1
+        """Add an episode and return its lane."""
+        self.num_episodes += 1
         self.emptied.clear()
-        lane = min(range(len(self.lanes)), key=self._lane_sessions.__getitem__)
-        self._lane_sessions[lane] += 1
+        lane = min(range(len(self.lanes)), key=self._lane_episodes.__getitem__)
+        self._lane_episodes[lane] += 1
         return lane
 
     def leave(self, lane: int) -> None:
-        """Let an episode go. A retired slot ends with its last one."""
-        self.num_sessions -= 1
-        self._lane_sessions[lane] -= 1
-        if not self.num_sessions:
+        """Remove an episode. A retired slot ends with its last one."""
+        self.num_episodes -= 1
+        self._lane_episodes[lane] -= 1
+        if not self.num_episodes:
             self.emptied.set()
             if self.retired:
                 self.process.kill()
 
     def kill(self) -> None:
-        """Kill the process for one of its calls; the others' episodes are lost by no fault of theirs."""
+        """Kill the process because of one of its calls; the other episodes are lost and not counted as failures."""
         self.killed = True
         self.process.kill()
 
     async def answers(self) -> bool:
-        """Return whether the process answers at all; if not, it is killed."""
+        """Return whether the process answers; kill it if not."""
         try:
             await self.process.ask({"op": "ping"}, PING_S)
         except ProcessTimeout:

@@ -1,14 +1,14 @@
-"""The process in which environments and agents run: it loads the user's code once, then answers many calls at a time.
+"""Runs environments and agents in a process: loads the user's code once, then answers many calls at a time.
 
 `paceline.environment.hosting.pool` starts it. Messages, each with the `id` of its reply:
 
 service → process   {"load": {"classes": {name: "file:Class"}, "tools": ["file:function"], "agent": "file:function", "train_call": "file:function",
                               "memory_mb": n, "lanes": n}}   once, first
-                    {"op": "open", "session": s, "class": name, "columns": {…}, "lane": k}   a new instance, and `reset`
-                    {"op": "restore", "session": s, "class": name, "state": text, "lane": k}   a new instance, and `load`
-                    {"op": "tools", "session": s, "calls": [[name, {…}]], "save": bool}
-                    {"op": "step", "session": s, "text": t, "save": bool}
-                    {"op": "reward", "session": s} | {"op": "close", "session": s}
+                    {"op": "open", "instance": i, "class": name, "columns": {…}, "lane": k}   a new instance, and `reset`
+                    {"op": "restore", "instance": i, "class": name, "state": text, "lane": k}   a new instance, and `load`
+                    {"op": "tools", "instance": i, "calls": [[name, {…}]], "save": bool}
+                    {"op": "step", "instance": i, "text": t, "save": bool}
+                    {"op": "reward", "instance": i} | {"op": "close", "instance": i}
                     {"op": "solve", "row": {…}, "base_url": u, "api_key": k}
                     {"op": "train_call", "messages": […], "tools": […]}
                     {"op": "cancel", "call": id} | {"op": "ping"}
@@ -16,12 +16,12 @@ process → service   {"loaded": {name: facts}, "agent_on_loop": bool} | {"refus
                     {"id": n, "value": …, "state": text} | {"id": n, "failed": text, "out_of_memory": bool}
                     | {"id": n, "unavailable": text}
 
-The promises of `paceline.user_code.child` hold. The service enforces time limits: a coroutine is cancelled, a thread that hangs
-ends with the process. This module imports transformers for the schemas of tools, and never torch.
+The promises of `paceline.user_code.child` hold. The service enforces time limits: a coroutine is cancelled, a hung
+thread ends with the process. This module imports transformers for the schemas of tools, and never torch.
 
-Calls run on the loop where they are coroutines, else on the instance's thread, because what it opened there (a database, a browser)
-often works on no other one. The service sends one call at a time to a thread. Promises: whatever user code raises becomes a
-reply, and nothing that it returned leaves the process unchecked; a child that it forked never answers.
+Coroutines run on the event loop. Other calls run on the thread of their instance, because resources that were opened
+there (a database, a browser) often work on no other thread. The service sends one call at a time to a thread. Promises:
+an exception of user code becomes a reply, every returned value is checked here, and a forked child never answers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ from paceline.user_code.frames import encode, receive, receive_async
 from paceline.user_code.loading import accepted_arguments, describe_error
 
 M_ARENA_MAX = -8
-"""glibc's mallopt parameter. Each arena of a thread reserves 64 MiB of address space, which the limit would count."""
+"""Parameter of glibc's mallopt. Each arena of a thread reserves 64 MiB of address space, which the limit would count.
+"""
 STACK_BYTES = 8 << 20
 """Address space of a thread's stack."""
 
@@ -68,7 +69,7 @@ STACK_BYTES = 8 << 20
 def main() -> None:
     """Serve the socket until the service closes it."""
     connection = connect()
-    os.register_at_fork(after_in_child=connection.close)  # a forked child has no part in the protocol
+    os.register_at_fork(after_in_child=connection.close)  # a forked child must not use the connection
     with connection, contextlib.suppress(EOFError, ConnectionError):
         try:
             host = Host(receive(connection)["load"])
@@ -90,12 +91,12 @@ class Instance:
 
 
 class Host:
-    """The loaded code and the instances of running episodes."""
+    """Holds the loaded code and the instances of running episodes."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the user's code, within its memory. Raises InvalidInput, Unreadable."""
+        """Load the user's code within its memory limit. Raises InvalidInput, Unreadable."""
         self._memory_mb = load["memory_mb"]
-        if load["classes"]:  # before the limit, because it is no user code
+        if load["classes"]:  # before the limit, because it is not user code
             importlib.import_module("transformers.utils.chat_template_utils")
         _limit_memory((self._memory_mb << 20) + load["lanes"] * STACK_BYTES)
         try:
@@ -120,7 +121,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, connection: socket.socket) -> None:
-        """Answer until the connection ends."""
+        """Answer calls until the connection ends."""
         reader, writer = await asyncio.open_connection(sock=connection)
         with contextlib.suppress(EOFError, OSError, WireError):
             while True:
@@ -133,12 +134,12 @@ class Host:
                             task.cancel()
                         writer.write(encode({"id": message["id"], "value": None}))
                     case "close":
-                        self._instances.pop(message["session"], None)
+                        self._instances.pop(message["instance"], None)
                         writer.write(encode({"id": message["id"], "value": None}))
                     case _:
                         task = asyncio.create_task(self._answer(message, writer))
                         self._tasks[message["id"]] = task
-        os._exit(0)  # threads of user code would delay the end
+        os._exit(0)  # because threads of user code would delay the end
 
     async def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         reply: Reply
@@ -146,14 +147,16 @@ class Host:
             reply = await self._call(message)
         except asyncio.CancelledError:
             reply = {"failed": "was cancelled"}
-        except BaseException as error:  # sys.exit() in user code is a failure too
+        except BaseException as error:  # also sys.exit() in user code
             reply = failure_reply(error, self._memory_mb)
         finally:
             del self._tasks[message["id"]]
         try:
             frame = encode({"id": message["id"], **reply})
         except (InvalidInput, RecursionError, MemoryError) as error:
-            frame = encode({"id": message["id"], "failed": f"returned something without a JSON form: {error}"[:2000]})
+            frame = encode(
+                {"id": message["id"], "failed": f"returned a value that cannot be written as JSON: {error}"[:2000]}
+            )
         writer.write(frame)
 
     async def _call(self, message: dict[str, Any]) -> Reply:
@@ -165,16 +168,16 @@ class Host:
                 await self._lanes.run(instance.lane, instance.environment.load, decode_state(message["state"]))
                 return {"value": None}
             case "tools":
-                instance = self._instances[message["session"]]
+                instance = self._instances[message["instance"]]
                 tools = [tool["function"]["name"] for tool in instance.facts.tools]
                 results = [await self._use(instance, tools, *call) for call in message["calls"]]
                 return {"value": results, **await self._state(message, instance)}
             case "step":
-                instance = self._instances[message["session"]]
+                instance = self._instances[message["instance"]]
                 step = step_of(await self._lanes.run(instance.lane, instance.environment.step, message["text"]))
                 return {"value": step._asdict(), **await self._state(message, instance)}
             case "reward":
-                instance = self._instances[message["session"]]
+                instance = self._instances[message["instance"]]
                 reward = await self._lanes.run(instance.lane, instance.environment.get_reward)
                 return {"value": reward_of(reward, "get_reward")}
             case "solve":
@@ -183,7 +186,7 @@ class Host:
             case _:
                 trains = await self._lanes.run(0, self._train_call, message["messages"], message["tools"])
                 if not isinstance(trains, bool):
-                    raise InvalidValue(f"train_call returned {type(trains).__name__}, it has to be True or False")
+                    raise InvalidValue(f"train_call returned {type(trains).__name__}; it must return True or False")
                 return {"value": trains}
 
     async def _open(self, message: dict[str, Any]) -> str | None:
@@ -194,12 +197,12 @@ class Host:
     async def _new(self, message: dict[str, Any]) -> Instance:
         name, lane = message["class"], message["lane"]
         instance = Instance(await self._lanes.run(lane, self._classes[name]), lane, self.facts[name])
-        self._instances[message["session"]] = instance
+        self._instances[message["instance"]] = instance
         return instance
 
     async def _use(self, instance: Instance, tools: list[str], name: str, arguments: Any) -> dict[str, Any]:
-        """Return the result of a tool call. What a tool raises is its result, as in TRL, because the model can learn from it;
-        memory and services are not the model's fault."""
+        """Return the result of a tool call. An exception of a tool becomes its result, as in TRL, because the model can
+        learn from it; out of memory and an unavailable service are raised, because they are not the model's fault."""
         try:
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
@@ -220,7 +223,7 @@ class Host:
 
 
 def _limit_memory(added_bytes: int) -> None:
-    """Let this process map `added_bytes` more than now. Linux only."""
+    """Limit this process to `added_bytes` more mapped memory than now. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     mapped = mapped_bytes()
@@ -237,14 +240,14 @@ Reply = dict[str, Any]
 
 
 class Lanes:
-    """The threads of synchronous calls, by number."""
+    """Threads of synchronous calls, by lane."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, ThreadPoolExecutor] = {}
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `function` returns: awaited, or run on a lane's thread; without a lane on a new one."""
+        """Return the result of `function`: awaited, or run on a lane's thread, or without a lane on a new thread."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:
@@ -262,7 +265,7 @@ class Lanes:
             try:
                 value: Any = function(*args, **kwargs)
                 failure: BaseException | None = None
-            except BaseException as error:  # SystemExit would end the loop
+            except BaseException as error:  # SystemExit would end the event loop
                 value, failure = None, error
             if os.getpid() != self._pid:
                 os._exit(0)
@@ -289,32 +292,32 @@ def failure_reply(error: BaseException, memory_mb: int) -> Reply:
     if is_out_of_memory(error):
         return {"failed": f"ran out of memory, memory_mb is {memory_mb}: {text}", "out_of_memory": True}
     if isinstance(error, Unavailable) or is_unreachable(error):
-        return {"unavailable": f"could not reach something: {text}"}
+        return {"unavailable": f"could not reach a service: {text}"}
     return {"failed": f"raised {text}"}
 
 
 def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes. Raises InvalidValue where one that it needs is missing."""
+    """Return the arguments that a function accepts. Raises InvalidValue if a required one is missing."""
     found, missing = accepted_arguments(function, arguments)
     if missing:
         name = getattr(function, "__name__", "the function")
         raise InvalidValue(
-            f"{name} needs {', '.join(missing)}, which is no column of the data set (columns: {', '.join(arguments)})"
+            f"{name} needs {', '.join(missing)}, but the data set has no such column (columns: {', '.join(arguments)})"
         )
     return found
 
 
 MAX_TEXT_CHARS = 4 << 20
-"""Longest text that leaves the process; the service cuts it to tokens."""
+"""Longest text that is sent to the service, which cuts it to tokens."""
 MAX_STATE_BYTES = 8 << 20
 
 
 class InvalidValue(Exception):
-    """User code returned something else than its contract asks for."""
+    """User code returned a value that its contract does not allow."""
 
 
 class Step(NamedTuple):
-    """Outcome of one `step`."""
+    """The result of one `step`."""
 
     observation: str
     reward: float | None
@@ -322,12 +325,12 @@ class Step(NamedTuple):
 
 
 def text_of_tool(result: Any) -> str:
-    """Return a tool's result as text, as TRL writes it into the conversation: `str(result)`."""
+    """Return a tool's result as TRL writes it into the conversation: `str(result)`."""
     return str(result)[:MAX_TEXT_CHARS]
 
 
 def text_of_reset(result: Any) -> str | None:
-    """Return the text that `reset` adds to the prompt. gym's `(observation, info)` is taken too."""
+    """Return the text that `reset` adds to the prompt. gym's `(observation, info)` is accepted too."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result = result[0]
     if result is None:
@@ -335,13 +338,13 @@ def text_of_reset(result: Any) -> str | None:
     if isinstance(result, list) and all(_is_text_part(part) for part in result):
         result = "".join(part["text"] for part in result)
     if not isinstance(result, str):
-        raise InvalidValue(f"reset returned {short(result)}, it has to be text or None")
+        raise InvalidValue(f"reset returned {short(result)}; it must return text or None")
     return result[:MAX_TEXT_CHARS]
 
 
 def step_of(result: Any) -> Step:
-    """Return the outcome of `step`: (observation, reward, done), gym's five values, or a dict with `observations`, `reward`
-    and `done`."""
+    """Return the result of `step`: (observation, reward, done), gym's five values, or a dict (`observations`, `reward`,
+    `done`)."""
     if isinstance(result, dict) and {"observations", "reward", "done"} <= result.keys():
         observed = result["observations"]
         if isinstance(observed, list):
@@ -352,14 +355,14 @@ def step_of(result: Any) -> Step:
     elif isinstance(result, tuple) and len(result) == 5:
         result = (result[0], result[1], bool(result[2]) or bool(result[3]))
     if not isinstance(result, tuple | list) or len(result) != 3:
-        raise InvalidValue(f"step returned {short(result)}, it has to be (observation, reward, done)")
+        raise InvalidValue(f"step returned {short(result)}; it must return (observation, reward, done)")
     observation, reward, done = result
     if observation is None:
         observation = ""
     if not isinstance(observation, str):
-        raise InvalidValue(f"step returned the observation {short(observation)}, it has to be text")
+        raise InvalidValue(f"step returned the observation {short(observation)}; it must be text")
     if not isinstance(_plain(done), bool):
-        raise InvalidValue(f"step returned done as {short(done)}, it has to be True or False")
+        raise InvalidValue(f"step returned done as {short(done)}; it must be True or False")
     return Step(observation[:MAX_TEXT_CHARS], reward_of(reward, "step"), bool(done))
 
 
@@ -369,24 +372,24 @@ def reward_of(value: Any, source: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, bool | int | float):
-        raise InvalidValue(f"{source} returned the reward {short(value)}, it has to be a number or None")
+        raise InvalidValue(f"{source} returned the reward {short(value)}; it must be a number or None")
     number = float(value)
     if not math.isfinite(number) or abs(number) > 3.4028234663852886e38:
-        raise InvalidValue(f"{source} returned the reward {number}, it has to be finite")
+        raise InvalidValue(f"{source} returned the reward {number}; it must be finite")
     return number
 
 
 def encode_state(state: Any) -> str:
-    """Return the state of `save` as text: bytes, or anything that JSON holds."""
+    """Return the state of `save` as text. It must be bytes or a JSON value."""
     if isinstance(state, bytes | bytearray):
         text = "b" + base64.b64encode(state).decode()
     else:
         try:
             text = "j" + json.dumps(state)
         except (TypeError, ValueError) as error:
-            raise InvalidValue(f"save returned {short(state)}, it has to be bytes or JSON: {error}") from None
+            raise InvalidValue(f"save returned {short(state)}; it must return bytes or JSON: {error}") from None
     if len(text) > MAX_STATE_BYTES:
-        raise InvalidValue(f"save returned {len(text)} bytes, at most {MAX_STATE_BYTES} are kept for a turn")
+        raise InvalidValue(f"save returned {len(text)} bytes; at most {MAX_STATE_BYTES} are kept for a turn")
     return text
 
 
@@ -395,7 +398,7 @@ def decode_state(text: str) -> Any:
 
 
 def short(value: Any) -> str:
-    """Return a value for a message: its type and its beginning."""
+    """Return the type and the beginning of a value, for a message."""
     return f"{type(value).__name__} {repr(value)[:60]}"
 
 
@@ -404,7 +407,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    item = getattr(value, "item", None)  # scalars of NumPy and torch, without importing either
+    item = getattr(value, "item", None)  # unpacks scalars of NumPy and torch without importing either
     if item is None:
         return value
     try:

@@ -1,1 +1,1 @@
-"""Conversations as tokens and back: prompts, what a turn adds to them, and what the model's tokens say."""
+"""Converts conversations to tokens and the model's tokens to messages."""

@@ -1,6 +1,6 @@
-"""Rendering by the package `renderers` (the extra `environments`): code for each family of models, bridges at token level.
+"""Renders conversations with the package `renderers` (extra `environments`), which has code for each family of models.
 
-Promise: a bridge of the package counts only where it begins with exactly the tokens that the model read and sampled.
+Promise: a bridge of the package is used only if it begins with exactly the tokens that the model read and sampled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MISSING = (
     "template"
 )
 MAX_RENDERERS = 16
-"""Renderers that are kept: one for each set of arguments."""
+"""Cached renderers, one for each set of arguments."""
 
 
 def family_of(model_name: str) -> str:
-    """Return the family of a model by its exact name; empty for an unknown one, or without the package."""
+    """Return the family of a model by its exact name; empty if it is unknown or the package is missing."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
@@ -39,21 +39,21 @@ def family_of(model_name: str) -> str:
 
 @dataclass(frozen=True)
 class FamilyRendering(Rendering):
-    """Rendering by the renderer of a family."""
+    """Renders with the renderer of a model family."""
 
     tokenizer: Any
     family: str
     template_kwargs: Mapping[str, Any]
-    """Of the spec; those of a conversation come on top."""
+    """From the spec; those of a conversation take precedence."""
     _renderers: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Make the renderer. Raises InvalidInput for an unknown family, arguments that it does not take, a tokenizer without its
-        marks, or without the package."""
+        """Create the renderer. Raises InvalidInput for an unknown family, arguments that it does not accept, a
+        tokenizer without its control tokens, or if the package is missing."""
         self._renderer({})
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return [P] tokens. Raises InvalidInput for what the renderer refuses."""
+        """Return [P] tokens. Raises InvalidInput if the renderer refuses the conversation."""
         renderer = self._renderer(conversation.template_kwargs)
         messages, tools = list(conversation.messages), _tools(conversation)
         try:
@@ -67,7 +67,7 @@ class FamilyRendering(Rendering):
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return [K] tokens, None where the renderer has no bridge or it does not extend the tokens."""
+        """Return [K] tokens; None if the renderer has no bridge or the bridge does not extend the tokens."""
         renderer = self._renderer(before.template_kwargs)
         try:
             bridged = renderer.bridge_to_next_turn(
@@ -86,8 +86,9 @@ class FamilyRendering(Rendering):
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return what the tokens of a turn say. The package reads a JSON text with any name as a call of Llama 3, and an argument of
-        `<parameter=…>` without its white space and without Python's words: these two are read here."""
+        """Return the content, reasoning and calls of a turn. Two cases are parsed here, because the package takes any
+        JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no literals of
+        Python."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)
@@ -121,7 +122,7 @@ class FamilyRendering(Rendering):
             return create_renderer(
                 self.tokenizer, config_from_name(self.family), chat_template_kwargs=dict(kwargs) or None
             )
-        except Exception as error:  # of the package, its configuration or the tokenizer
+        except Exception as error:  # from the package, its configuration or the tokenizer
             raise InvalidInput(
                 f"environment.renderer {self.family!r} cannot be used with this tokenizer and data.chat_template_kwargs "
                 f"{dict(kwargs)}: {error_text(error)}"
@@ -129,12 +130,12 @@ class FamilyRendering(Rendering):
 
 
 def _read(call: Any, tools: Sequence[Json]) -> Call | str:
-    """Return a call of the package, or why it is none."""
+    """Return a call of the package, or the reason why it is invalid."""
     status = str(call.status).replace("_", " ")
     if call.status in ("ok", "invalid_json") and call.raw.lstrip().startswith("<function="):
         try:
-            own = read_marked_call(call.raw, tools)
-            return Call(own.name, json.loads(own.arguments))
+            marked = read_marked_call(call.raw, tools)
+            return Call(marked.name, json.loads(marked.arguments))
         except MalformedCall as error:
             status = str(error)
     elif call.status == "ok" and call.name and isinstance(call.arguments, dict | None):

@@ -1,7 +1,7 @@
-"""What a rendering does, and the conversation that it works on.
+"""Defines renderings and the conversations that they convert.
 
-Promise, of every rendering: what `bridge` returns is appended to the tokens that the model read and sampled, which stay as they
-are; where a rendering cannot prove that the result is the conversation, it returns None and the conversation is rendered anew.
+Promise of every rendering: the tokens of `bridge` are appended to the tokens that the model read and sampled, which do
+not change. If a rendering cannot prove that the result is the conversation, it returns None and all is rendered again.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Call(NamedTuple):
 
     name: str
     arguments: Any
-    """An object, or whatever the model wrote in its place."""
+    """An object, or whatever the model wrote instead."""
 
 
 class Parsed(NamedTuple):
-    """What the tokens of a turn say."""
+    """The parsed tokens of a turn."""
 
     content: str
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     faults: tuple[str, ...] = ()
-    """Why texts that began like calls are none."""
+    """Reasons why texts that looked like calls could not be parsed."""
 
     def message(self, ids: str) -> Json:
-        """Return the assistant's message as templates take it. The ids of its calls begin with `ids`."""
+        """Return the assistant's message as templates take it. `ids` is the prefix of the ids of its calls."""
         message: Json = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -55,7 +55,7 @@ class Parsed(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages up to a turn of the model, with the tools and arguments that their rendering has."""
+    """Messages up to a turn of the model, with their tools and template arguments."""
 
     messages: Sequence[Json]
     tools: Sequence[Json] = ()
@@ -66,43 +66,43 @@ class Conversation:
 
 
 class Rendering(Protocol):
-    """A way from conversations to tokens and back."""
+    """Converts conversations to tokens and back."""
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return [P] tokens of a conversation, opened for the model's turn. Raises InvalidInput."""
+        """Return the [P] tokens of a conversation, ending with the opening of the model's turn. Raises InvalidInput."""
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return [K] tokens that `new` messages add behind a turn, or None where that is not provably the conversation.
+        """Return the [K] tokens that the `new` messages add behind a turn; None if it is not certain.
 
-        `before` is what the model read as `prompt_ids`, `answer` the message of its turn.
+        `before` is the conversation of `prompt_ids`, `answer` the message of the turn.
         """
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return what a turn says."""
+        """Return the content, reasoning and calls of a turn."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that tells the model about a call that could not be read: one of a tool, or as the template has it."""
+        """Return the message that reports an unreadable call to the model: a tool's, or what the template allows."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 
 @dataclass(frozen=True)
 class TextRendering(Rendering):
-    """Rendering of text prompts. Tools are not shown to the model; calls are read where the spec names their format."""
+    """Renders text prompts. The model does not see the tools; calls are parsed if the spec names their format."""
 
     tokenizer: Any
     calls: CallFormat = "none"
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return the tokens of all contents, one after another."""
+        """Return the tokens of all contents, concatenated."""
         text = "".join(str(message["content"] or "") for message in conversation.messages)
         return encode_prompt(self.tokenizer, text, "never")
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the tokens of the new contents, as they are written behind the turn."""
+        """Return the tokens of the new contents, concatenated."""
         text = "".join(str(message["content"] or "") for message in new)
         return encode_continuation(self.tokenizer, [*prompt_ids[-1:], *turn.token_ids], text)
 
@@ -111,7 +111,7 @@ class TextRendering(Rendering):
 
 
 def read_turn(text: str, reader: AnswerReader) -> Parsed:
-    """Return what a text says, by a new reader."""
+    """Return the parsed text. `reader` must be new."""
     parts = read_answer(text, reader)
     return Parsed(
         content_of(parts),

@@ -1,15 +1,15 @@
-"""Rendering by the tokenizer's chat template, and the bridge by the difference of two renderings.
+"""Renders conversations with the tokenizer's chat template, and bridges turns by the difference of two renderings.
 
-A turn is followed by the text that the template writes behind it: the rendering of the conversation with the answer and the new
-messages, without that of the conversation up to the end of the answer. That is the conversation only if the template extends
-what it has written, so both renderings have to begin alike:
+The text behind a turn is the rendering of the conversation with the answer and the new messages, without the rendering
+that ends with the answer. This is correct only if the template extends what it has written, so both renderings must
+begin alike:
 
     H = render(history)                     what the model read, without the opening of its turn
     A = render(history + answer)            begins with H; E is the end of the answer in it
     B = render(history + answer + new)      begins with A up to E; what follows is the bridge
 
-E is where the template writes the token that ended the turn, behind H. A turn without an end (its length was over, or a stop
-string ended it) is closed with the tokenizer's end of sequence, as the template does. Any other case is not provable.
+E is where the template writes the token that ended the turn, behind H. A turn without an end (it reached its length or
+a stop string) is closed with the tokenizer's end of sequence, as the template does. Otherwise there is no bridge.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 MAX_OPENINGS = 64
-"""Openings of the model's turn that are kept: one for each set of tools and arguments."""
+"""Cached openings of the model's turn, one for each set of tools and arguments."""
 
 
 @dataclass(frozen=True)
 class TemplateRendering(Rendering):
-    """Rendering by the chat template."""
+    """Renders with the chat template."""
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
-    """Of the spec; those of a conversation come on top."""
+    """From the spec; those of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None: that of the template. With a format of the spec, tools are shown only where the template
-    renders them."""
+    """Format of tool calls; None for the template's. With another, tools are shown only if the template renders them.
+    """
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -52,14 +52,14 @@ class TemplateRendering(Rendering):
         return ChatTemplate(self.tokenizer)
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return [P] tokens. Raises InvalidInput for what the template does not render or refuses."""
+        """Return [P] tokens. Raises InvalidInput if the template cannot render the conversation."""
         kwargs = {**self.template_kwargs, **conversation.template_kwargs}
         return self.template.encode(conversation.messages, self._shown(conversation), kwargs)
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return [K] tokens, None where the template does not provably extend what it has written."""
+        """Return [K] tokens; None if it is not certain that the template extends what it has written."""
         tools = self._shown(before)
         kwargs = {**self.template_kwargs, **before.template_kwargs}
         try:
@@ -85,7 +85,7 @@ class TemplateRendering(Rendering):
         return np.array(ids, np.int32) if ids else None
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return what a turn says, by the format of the template."""
+        """Return the content, reasoning and calls of a turn in the template's format."""
         answers = self.template.answer_format
         reader = AnswerReader(
             self.calls if self.calls is not None else answers.calls,
@@ -96,7 +96,7 @@ class TemplateRendering(Rendering):
         return read_turn(turn.text, reader)
 
     def fault_message(self, fault: str) -> Json:
-        """Return a message of a tool where results have no calls' ids, else of the user."""
+        """Return a tool message if the format has no call ids, else a user message."""
         by_order = self.template.answer_format.calls == "hermes"
         return super().fault_message(fault) | ({} if by_order else {"role": "user"})
 
@@ -115,21 +115,21 @@ class TemplateRendering(Rendering):
         return render_chat(self.tokenizer, list(messages), kwargs, list(tools) or None, add_generation_prompt=opens)
 
     def _begin(self, history: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], opened: str) -> int:
-        """Return where the opening of the model's turn begins in `opened`."""
+        """Return the index in `opened` at which the opening of the model's turn begins."""
         key = json.dumps([list(tools), dict(kwargs)], sort_keys=True, default=str)
         opening = self._openings.get(key)
         if opening is None or not opened.endswith(opening):
             plain = self._render(history, tools, kwargs, opens=False)
             if not opened.startswith(plain):
-                raise InvalidInput("the template does not open a turn behind what it has written")
+                raise InvalidInput("the template does not open the model's turn behind what it has written")
             opening = opened[len(plain) :]
             if len(self._openings) < MAX_OPENINGS:
                 self._openings[key] = opening
         return len(opened) - len(opening)
 
     def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
-        """Return where the answer ends in `closed`, which the template wrote from `begin` on, -1 for nowhere; and the text of the token
-        that ended the turn, which the template has written too, empty where the bridge writes the end."""
+        """Return the end of the answer in `closed`, searched from `begin` on (-1 if not found), and the text of the
+        token that ended the turn if the template has written it, else an empty text: then the bridge writes the end."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))

@@ -1,9 +1,9 @@
-"""From a conversation to token ids and the mask of those that the assistant writes, each answer with the token that ends it.
+"""Converts a conversation to token ids and the mask of the assistant's tokens, each answer with the token that ends it.
 
-The assistant's text is what the chat template marks (`{% generation %}`). In a template without marks it is found by prefixes:
-what each assistant message adds to the conversation before it, opened for an answer. Promise: every answer trains with a token
-at which sampling stops, or with the template's end of a turn, which the last answer puts before such a token; so the model learns
-to stop, and no token trains that begins outside of an answer.
+The chat template marks the assistant's text (`{% generation %}`). Without marks it is found by prefixes: what each
+assistant message adds to the conversation before it, opened for an answer. Promise: every answer is trained with a
+token at which sampling stops, or with the template's end of a turn, behind which the last answer has such a token. So
+the model learns to stop, and no token is trained that begins outside an answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark of a chat template at the beginning of the assistant's tokens."""
 
 Span = tuple[int, int]
-"""Begin and end, of characters or of tokens."""
+"""Begin and end, in characters or tokens."""
 
 
 def encode_conversation(
@@ -42,8 +42,8 @@ def encode_conversation(
 ) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
-    Raises InvalidInput for a template whose earlier messages depend on later ones, unless it has marks, and for one that lets
-    an answer end without a token at which sampling stops.
+    Raises InvalidInput for a template without marks whose earlier messages depend on later ones, and for one whose
+    answers may end without a token at which sampling stops.
     """
     if not tokenizer.chat_template:
         raise InvalidInput("the tokenizer has no chat template, which conversations need; use another tokenizer")
@@ -95,7 +95,7 @@ def _by_marks(
 ) -> tuple[list[int], list[Span]]:
     """Return the tokens of the whole, and the spans between the template's marks.
 
-    A token that begins before a mark is in the span only if what it has of the text before is white space.
+    A token that begins before a mark belongs to the span only if its text before the mark is white space.
     """
     if not tokenizer.is_fast:
         raise InvalidInput(
@@ -115,7 +115,7 @@ def _by_marks(
         ]
         if within:
             spans.append((within[0], within[-1] + 1))
-        else:  # an empty answer, of which the stop trains
+        else:  # an empty answer, of which only the stop is trained
             place = next((index for index, (first, _) in enumerate(offsets) if first >= end), len(offsets))
             spans.append((place, place))
     return list(encoded["input_ids"]), spans
@@ -125,7 +125,7 @@ def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools:
     """Return the rendered conversation, and the characters between the template's marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    render_chat(tokenizer, messages, template_kwargs, tools)  # raises what a template raises, as InvalidInput
+    render_chat(tokenizer, messages, template_kwargs, tools)  # raises the template's errors as InvalidInput
     taken = shown_to(tokenizer, messages, template_kwargs)
     shown = [{key: value for key, value in each.items() if value is not None} for each in taken]
     rendered: Any = render_jinja_template(
@@ -139,9 +139,9 @@ def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools:
 
 
 def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]) -> tuple[list[int], list[Span]]:
-    """Return tokens and spans with each answer up to and with the token at which sampling stops; the last answer gets one where
-    the template writes none behind it. Raises InvalidInput where another answer has neither that nor the template's own end,
-    behind which the model learns to stop from the last answer."""
+    """Return tokens and spans, with each answer extended to the token at which sampling stops. The last answer gets one
+    if the template writes none. Raises InvalidInput if another answer has neither that token nor the template's own
+    end, behind which the model learns to stop from the last answer."""
     stops, ended = stop_ids(tokenizer), []
     for number, (begin, end) in enumerate(spans):
         is_last = number == len(spans) - 1
@@ -164,7 +164,7 @@ def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: lis
 
 
 def _stop_of(tokenizer: Any, ids: list[int], stops: frozenset[int], span: Span, behind: int) -> int | None:
-    """Return the index of the token that ends a span: the last stop in it, or the first behind it, with white space between."""
+    """Return the index of the token that ends a span: the last stop in it, or the first behind it and white space."""
 
     def is_blank(first: int, last: int) -> bool:
         return not tokenizer.decode(ids[first:last], skip_special_tokens=False).strip()
@@ -178,22 +178,21 @@ def _stop_of(tokenizer: Any, ids: list[int], stops: frozenset[int], span: Span, 
 
 
 def _is_new_turn(tokenizer: Any, between: list[int], stops: frozenset[int], messages: list[Any]) -> bool:
-    """Return whether the tokens between two spans end the turn: they have a stop, or the message of another role."""
+    """Return whether the tokens between two spans end the turn: they have a stop, or a message of another role."""
     text = tokenizer.decode(between, skip_special_tokens=False)
     said = (str(each.get("content") or "").strip() for each in messages if each["role"] != "assistant")
     return not stops.isdisjoint(between) or any(each in text for each in said if each)
 
 
 def _has_own_end(tokenizer: Any, span: list[int], messages: list[Any]) -> bool:
-    """Return whether a span ends with text of the template, such as ChatML's end of a turn in a base model, and not with what
-    the assistant says."""
+    """Return whether a span ends with text of the template, such as ChatML's end of a turn in a base model."""
     text = "".join(tokenizer.decode(span, skip_special_tokens=False).split())
     said = ("".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant")
     return not any(text.endswith(each) for each in said if each)
 
 
 def _refuse_endless(tokenizer: Any, ids: list[int], end: int, behind: int, stops: frozenset[int]) -> None:
-    """Raises InvalidInput for an answer without a stop, unless the run ends answers by stop strings."""
+    """Raise InvalidInput for an answer without a stop, unless stop strings end the run's answers."""
     if ends_by_text(tokenizer):
         return
     shown = tokenizer.decode(ids[max(end - 4, 0) : min(end + 6, behind)], skip_special_tokens=False)

@@ -1,6 +1,6 @@
-"""Rows of supervised and preference data sets: their meaning, and the error for a row that has none.
+"""Reads rows of supervised and preference data sets.
 
-Forms that are read, by algorithm:
+Supported forms by algorithm:
 
     sft              prompt, completion; or whole conversations (data.messages_key, or `messages`); or text that trains as a
                      whole (`text`)
@@ -10,9 +10,9 @@ Forms that are read, by algorithm:
                      two completions and a number that says which is better (data.preference_key)
     kto              prompt, completion, label; or pairs, of which each is a good and a bad completion
 
-A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised, short
-of a chat template that refuses it; everything else is a DataError that says what to change, and names the format where another
-algorithm reads it (`paceline.data.formats`).
+A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised unless
+a chat template refuses it. Everything else is a DataError with a remedy, which names the format if another algorithm
+reads it (`paceline.data.formats`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.spec import DataSection
 MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z_]+\]"
 """A mark of a chat: `<start_of_turn>user`, `<|user|>`, `</s>`, `[INST]`."""
 WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
-"""Units of a text that no pair is cut within: marks, white space, and what stands between those."""
+"""Units that the beginning of a pair never splits: marks, white space, and the text between them."""
 WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
 """Shorter units, for texts without white space."""
 
@@ -43,7 +43,7 @@ class Demonstration(NamedTuple):
     """A prompt and the completion that `sft` imitates."""
 
     prompt: Any
-    """Text or messages; of a whole conversation all but the last message; None where the whole text trains."""
+    """Text or messages; all but the last message of a whole conversation; None if the whole text trains."""
     completion: Any
     """Text, or the messages that follow."""
 
@@ -67,7 +67,7 @@ class LabeledCompletion(NamedTuple):
 
 
 def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
-    """Raises DataError."""
+    """Return the demonstration of a row. Raises DataError."""
     if (key := conversation_key(row, data)) is not None:
         messages: Any = row.get(key)
         if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -99,7 +99,7 @@ def _whole_text(row: dict[str, Any], data: DataSection) -> str:
 
 
 def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
-    """Raises DataError."""
+    """Return the preference of a row. Raises DataError."""
     if "completions" in row and data.chosen_key not in row:
         return _ranked(row, data)
     check_columns(row, data.pair_keys)
@@ -129,8 +129,8 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
 
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
-    """Return the number of `data.preference_key`: below 0 where the completion of `chosen_key` is the better one, 0 where
-    neither is; -1 without that key. Raises DataError."""
+    """Return the number of `data.preference_key`: below 0 if the completion of `chosen_key` is better, 0 if neither is;
+    -1 without that key. Raises DataError."""
     if data.preference_key is None:
         return -1.0
     value = as_number(row.get(data.preference_key))
@@ -143,7 +143,7 @@ def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
 
 
 def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
-    """Raises DataError."""
+    """Return the labeled completion of a row. Raises DataError."""
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
     label = row.get(data.label_key)
@@ -156,7 +156,7 @@ def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCo
 
 
 def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
-    """`context` and `completions` with ranks, 0 the best."""
+    """Return the preference of `context` and `completions` with ranks, 0 being the best."""
     ranked = row["completions"]
     fits = isinstance(ranked, list) and all(
         isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion") for item in ranked
@@ -199,7 +199,7 @@ def _preference(
 
 
 def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) -> tuple[Any, Any, list[Any]]:
-    """Prompt and completions of whole conversations or texts: their common beginning is the prompt."""
+    """Return prompt and completions of whole conversations or texts, whose common beginning is the prompt."""
     whole = [chosen, *rejected]
     if all(isinstance(text, str) for text in whole):
         return _split_texts(whole, data)
@@ -225,7 +225,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
-    """Return completions without the messages of the prompt, where all of them are conversations that begin with those, as in
+    """Return completions without the messages of the prompt, if all are conversations that begin with them, as in
     HuggingFaceH4/ultrafeedback_binarized."""
     if not all(are_messages(each) and not fault_of_messages(each) for each in whole):
         return whole
@@ -235,13 +235,13 @@ def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
-    """Return the common beginning of texts up to the last place at which all of them may be cut, and what follows.
+    """Return the common beginning of texts up to the last position at which all may be split, and the remainders.
 
-    A space there belongs to what follows, as TRL splits them, because tokens of words begin with it.
+    A space there belongs to the remainder, as in TRL, because tokens of words begin with it.
     """
     first, last = min(whole), max(whole)  # what these two share, all share
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    common = min(common, min(map(len, whole)) - 1)  # all of them go on
+    common = min(common, min(map(len, whole)) - 1)  # all of them continue
     prompt = ""
     for units in (WRITTEN, WORDS):
         places = set.intersection(*({found.end() for found in units.finditer(text)} for text in whole))
@@ -258,20 +258,19 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether the completion of a row came to its end: false where a recorded one was cut off at its longest."""
+    """Return whether the completion of a row is complete: false if a recorded one was cut at the length limit."""
     return row.get("finish_reason") != "length"
 
 
 def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
-    """Return the prompt with the system prompt; as messages where any completion is messages."""
+    """Return the prompt with the system prompt, as messages if any completion is messages."""
     if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
         prompt = [{"role": "user", "content": prompt}]
     return with_system_prompt(prompt, data)
 
 
 def continuing(prompt: Any, completion: Any) -> Any:
-    """Return the completion of a row, as text where the prompt has begun the message that it goes on with. Raises DataError
-    for one that has more than that text."""
+    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError for anything more."""
     begins = are_messages(prompt) and prompt[-1]["role"] == "assistant"
     if not (begins and are_messages(completion) and completion[0]["role"] == "assistant"):
         return completion

@@ -1,8 +1,8 @@
-"""Data sets of examples: their check by algorithm, and their rows as the algorithm reads them.
+"""Opens and checks data sets of examples, and converts their rows to what the algorithm reads.
 
-`paceline.data.example_rows` has the forms of rows; traces (`offline_grpo`) are grouped by their prompts, pairs become labeled
-completions for `kto`. Promise: whatever passes the check is read later without a fault, short of a chat template that refuses
-it; every row that is left out is counted.
+`paceline.data.example_rows` has the forms of rows. Traces (`offline_grpo`) are grouped by their prompts; pairs become
+labeled completions for `kto`. Promise: what passes the check is read later without a fault, unless a chat template
+refuses it. Rows that are left out are counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.spec import DataSection, RunSpec
 
 
 def check_example(spec: RunSpec) -> RowCheck:
-    """Return the check of rows for the spec's algorithm; it raises DataError."""
+    """Return the check of rows for the spec's algorithm. It raises DataError."""
     data = spec.data
     match spec.examples and spec.examples.example_form:
         case "demonstration":
@@ -80,8 +80,7 @@ def check_example(spec: RunSpec) -> RowCheck:
 
 
 def _explained(spec: RunSpec, read: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
-    """Return the check that `read` takes a row with its tools. A row of a format that another algorithm reads is refused as
-    such."""
+    """Return a check that `read` accepts a row with its tools. Another algorithm's format is refused by name."""
 
     def check(row: dict[str, Any]) -> None:
         try:
@@ -100,15 +99,14 @@ def _pair_keys(data: DataSection) -> tuple[str, ...]:
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the examples of the training (or validation) data: its rows, of traces their groups. Raises DataError,
-    Unreadable as `open_source`."""
+    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises as `open_source`."""
     source = spec.data.source(validation=validation)
     return as_examples(checked_rows(spec, validation=validation), spec, source.field)
 
 
 def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the rows of the training (or validation) data, each of which the algorithm can read. Pairs in which neither
-    completion is better are left out. Raises DataError, Unreadable as `open_source`."""
+    """Return the rows of the training (or validation) data after checking that the algorithm can read each. Pairs in
+    which neither completion is better are left out. Raises DataError, Unreadable as `open_source`."""
     data, source = spec.data, spec.data.source(validation=validation)
     if spec.examples is None:
         return prompt_rows(data, validation=validation, has_tools=spec.prompts_have_tools)
@@ -119,7 +117,7 @@ def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
 
 
 def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
-    """Return checked rows as the algorithm's examples. Raises DataError, naming the field."""
+    """Return checked rows as the algorithm's examples. Raises DataError with the name of the field."""
     if not spec.trains_traces:
         return UnpairedRows(rows, spec.data) if _are_pairs(rows, spec) else rows
     section = spec.offline_grpo
@@ -135,7 +133,7 @@ def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
 
 
 def report_of(rows: Rows, spec: RunSpec) -> str:
-    """Return the format of examples, of traces their groups, and what was left out, for people."""
+    """Return a description of the examples (of traces, their groups) and what was left out, for people."""
     assert spec.examples is not None
     if isinstance(rows, TraceGroups):
         return f"{describe(rows[0]['traces'][0], spec.data, 'traces')}; {rows.report}"
@@ -146,7 +144,7 @@ def report_of(rows: Rows, spec: RunSpec) -> str:
 
 
 class UnpairedRows:
-    """Rows of pairs as rows of labeled completions: row 2i has the chosen completion of pair i, row 2i + 1 the rejected one."""
+    """Rows of pairs as rows of labeled completions: row 2i has the chosen one of pair i, row 2i + 1 the rejected."""
 
     def __init__(self, rows: Rows, data: DataSection) -> None:
         self._rows, self._data, self.fingerprint = rows, data, rows.fingerprint
@@ -155,17 +153,17 @@ class UnpairedRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each data set in a list."""
+        """Return the number of rows of each data set in a list."""
         return tuple(2 * size for size in sizes_of(self._rows))
 
     @property
     def left_out(self) -> Counter[str]:
-        """Pairs that were left out, by reason."""
+        """Return the pairs that were left out, by reason."""
         return left_out_of(self._rows)
 
     @property
     def first_pair(self) -> dict[str, Any]:
-        """The first pair, as it was read."""
+        """Return the first pair as it was read."""
         return self._rows[0]
 
     def __len__(self) -> int:
@@ -185,7 +183,7 @@ class UnpairedRows:
 
 
 def _are_pairs(rows: Rows, spec: RunSpec) -> bool:
-    """Return whether rows for an algorithm that reads labeled completions are pairs."""
+    """Return whether the rows for an algorithm that reads labeled completions are pairs."""
     assert spec.examples is not None
     data = spec.data
     return (
@@ -196,7 +194,7 @@ def _are_pairs(rows: Rows, spec: RunSpec) -> bool:
 
 
 def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
-    """Check a labeled completion, or a pair that becomes two of them. Raises DataError."""
+    """Check a labeled completion, or a pair that becomes two. Raises DataError."""
     if data.label_key in row or not {data.chosen_key, data.rejected_key} <= row.keys():
         read_labeled_completion(row, data)
     elif len(read_preference(row, data).rejected) > 1:
@@ -207,12 +205,12 @@ def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
 
 
 def trace_keys(spec: RunSpec) -> TraceKeys:
-    """Return the columns of the traces of a spec."""
+    """Return the columns of a spec's traces."""
     return TraceKeys(spec.data.prompt_key, spec.data.completion_key, spec.offline_grpo.reward_keys)
 
 
 def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
-    """Return the traces of one example, text ones with data.system_prompt. Raises DataError."""
+    """Return the traces of one example; those of text get data.system_prompt. Raises DataError."""
     traces = [read_trace(trace, trace_keys(spec)) for trace in row["traces"]]
     return [
         trace
@@ -223,7 +221,7 @@ def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
 
 
 def _without_tools(table: Any) -> Mask:
-    """Return [N] false where the rows have tools, which are checked one by one."""
+    """Return [N] false for rows with tools, which are checked one by one."""
     return np.full(table.num_rows, "tools" not in table.column_names)
 
 
@@ -244,7 +242,7 @@ def _passing_preferences(table: Any, data: DataSection) -> Mask:
     if data.preference_key is not None:
         passing &= finite(table, data.preference_key)
     if not passing.any():
-        return passing  # the columns may have forms that only the check of single rows knows
+        return passing  # the columns may have forms that only the check of single rows supports
     if data.prompt_key in table.column_names:
         prompts = texts(table, data.prompt_key) & unanswered(table, data.prompt_key)
         return passing & prompts & different(table, chosen, rejected)
@@ -260,16 +258,16 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """The checked rows of pairs whose number (`data.preference_key`) is not 0, so that one completion is better. Memory holds their
-    indices."""
+    """Checked rows of pairs without those whose number (`data.preference_key`) is 0, which have no better completion.
+    Only their indices are in memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
-        """Raises DataError, naming `field`, where a data set has no such row."""
+        """Raise DataError that names `field` if a data set has no such row."""
         self._rows, self.columns, self.fingerprint = rows, rows.columns, rows.fingerprint
         self._kept = np.array([i for i in range(len(rows)) if preference_of(rows[i], data) != 0], np.int64)
         ends = np.searchsorted(self._kept, [0, *accumulate(sizes_of(rows))])
         self.sizes = tuple(np.diff(ends).tolist())
-        """Rows of each data set that was joined."""
+        """Number of rows of each joined data set."""
         if 0 in self.sizes:
             raise DataError(
                 f"{field}: column {data.preference_key!r} is 0 in all {sizes_of(rows)[self.sizes.index(0)]:,} rows of a data "
@@ -287,8 +285,8 @@ class DecidedPairs:
 
 
 def exchange_of(row: dict[str, Any], spec: RunSpec) -> tuple[Any, Any, str]:
-    """Return the prompt of a row, the completion that trains, and what it is (chosen, good, bad; empty). The prompt is None where
-    the whole text trains; the completion is None for an algorithm that samples."""
+    """Return the prompt of a row, the completion that trains, and its kind (chosen, good, bad; empty). The prompt is
+    None if the whole text trains; the completion is None for an algorithm that samples."""
     data = spec.data
     match spec.examples and spec.examples.example_form:
         case "demonstration":

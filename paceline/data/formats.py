@@ -1,7 +1,7 @@
-"""Formats of data sets, by the columns of a row: those of TRL, of NeMo RL, and traces.
+"""Recognises the formats of data sets by the columns of a row: those of TRL, of NeMo RL, and traces.
 
-A format has a style: *standard* where its texts are texts, *conversational* where they are chat messages. Promise: a
-format is named as it is read, so what a person is told about a data set and what is trained agree.
+The style of a format is *standard* if its texts are texts, *conversational* if they are chat messages. Promise: formats
+are named by the same rules by which rows are read, so a description of a data set matches what is trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMS = {
     "labeled_completion": ("unpaired preference", "preference"),
     "traces": ("traces",),
 }
-"""Kinds that can be read, by the form of an algorithm's examples."""
+"""Kinds of rows by the form of an algorithm's examples."""
 READERS = {
     "language modeling": "sft reads it",
     "prompt-only": "algorithms that sample read it, such as grpo",
@@ -34,7 +34,7 @@ READERS = {
     "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
     "traces": "offline_grpo reads them",
 }
-"""Algorithms that read a kind, or what to do where none does."""
+"""Algorithms that read a kind, or what to do if there is none."""
 
 
 class Format(NamedTuple):
@@ -42,13 +42,13 @@ class Format(NamedTuple):
 
     kind: Kind
     name: str
-    """Name for people, with the library that has it."""
+    """Name for people, with the library that defines it."""
     conversational: bool | None = None
-    """False: standard; None where the format has one style only."""
+    """False: standard; None if the format has only one style."""
     tools: bool = False
-    """Whether rows have definitions of tools for the chat template."""
+    """True if rows have definitions of tools for the chat template."""
     note: str = ""
-    """How the rows are converted; empty where they are read as they are."""
+    """Conversion of the rows; empty if they are read unchanged."""
 
     def __str__(self) -> str:
         styles = {None: "", False: ", standard", True: ", conversational"}
@@ -57,7 +57,7 @@ class Format(NamedTuple):
 
 
 def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
-    """Return the format of a row with the columns that `data` names; None for one that is not known."""
+    """Return the format of a row with the columns that `data` names; None if it is unknown."""
     has_tools = bool(row.get("tools"))
 
     def of(kind: Kind, name: str, key: str, note: str = "") -> Format:
@@ -94,7 +94,7 @@ def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
 
 
 def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm: str) -> str:
-    """Return a sentence on a row whose format an algorithm does not read; empty where it does, or the format is unknown."""
+    """Return a sentence about a row whose format the algorithm does not read; else, or for an unknown format, empty."""
     found = format_of_row(row, data)
     if found is None or found.kind in FORMS.get(form, ()):
         return ""
@@ -105,8 +105,8 @@ def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm
 
 
 def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
-    """Return the format of a data set for people, by its first row; `form` is that of the algorithm's examples, None for one
-    that samples."""
+    """Return a description of a data set's format by its first row, for people. `form` is that of the algorithm's
+    examples, None for an algorithm that samples."""
     if form is None and is_made(data):
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
         return f"prompts by {named}, of rows with the columns {', '.join(sorted(row))}"

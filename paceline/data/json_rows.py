@@ -1,9 +1,9 @@
-"""Rows of JSON files: one object on each line, or one array of objects.
+"""Reads rows of JSON files: one object on each line, or one array of objects.
 
-Lines are indexed by their offsets and read when they are asked for, so that memory holds sixteen bytes a row. An array is read as a
-whole and kept as lines in an unnamed file, as are the rows of a CSV file: a change of the file that they came from changes nothing.
-Files that were encrypted with this process' storage key are read too; where there is one, each kept row is encrypted, with a key that
-the process keeps for itself.
+Lines are indexed by their offsets and read on request, so memory holds sixteen bytes for each row. An array is read as
+a whole and kept as lines in an unnamed file, like the rows of a CSV file, so a change of the original file has no
+effect. Files that were encrypted with this process's storage key are decrypted. If there is such a key, each kept row
+is encrypted with another key that only this process has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.files.line_file import LineReader
 
 
 class SpooledRows:
-    """Rows of the file `path`: `add` all of them, then call `finished`."""
+    """Copies of the rows of the file `path`: `add` all of them, then call `finished`."""
 
     def __init__(self, path: Path, columns: tuple[str, ...] = ()) -> None:
         self._path, self.columns, self.fingerprint = path, columns, ""
@@ -47,7 +47,7 @@ class SpooledRows:
         self._growing.append(self._growing[-1] + len(line))
 
     def finished(self) -> SpooledRows:
-        """Return these rows, now readable."""
+        """Make the rows readable, and return them."""
         self._file.flush()
         self._offsets = np.array(self._growing, np.int64)
         self.fingerprint = f"{len(self)} rows, XXH3 {self._digest.hexdigest()}"
@@ -61,7 +61,7 @@ class SpooledRows:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable when the disk cannot be read."""
+        """Return row `index`. Raises Unreadable if the disk cannot be read."""
         start, end = int(self._offsets[index]), int(self._offsets[index + 1])
         try:
             line = os.pread(self._file.fileno(), end - start, start)
@@ -76,16 +76,15 @@ MAX_ARRAY_MB = 256
 
 
 def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:
-    """Return the rows of a JSON file. Raises DataError with the line, and the column of broken JSON; OSError."""
+    """Return the rows of a JSON file. Raises DataError with the line, and the column of invalid JSON; OSError."""
     with LineReader(path, storage_key()) as file:
         first = next((line.lstrip()[:1] for _, _, line in file if line.strip()), b"")
     return _array(path, check) if first == b"[" and path.suffix == ".json" else JsonLines(path, check)
 
 
 class JsonLines:
-    """A JSONL file by line offsets; every line is checked once when it is opened. The file stays open, so that its rows stay
-    what they were when somebody puts another one in its place.
-    """
+    """A JSONL file by line offsets. Every line is checked once when it is opened. The file stays open, so that its rows
+    do not change if another file replaces it."""
 
     def __init__(self, path: Path, check: Check | None = None):
         self._path = path
@@ -104,7 +103,7 @@ class JsonLines:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Raises Unreadable when the file was changed in its place since it was opened, or its disk cannot be read."""
+        """Return row `index`. Raises Unreadable if the opened file was changed in place, or its disk cannot be read."""
         start, end = int(self._offsets[index]), int(self._ends[index])
         try:
             row = json.loads(self._file.read(start, end))
@@ -120,7 +119,7 @@ class JsonLines:
         )
 
     def _index(self, check: Check | None) -> tuple[array[int], array[int]]:
-        """Return the offsets at which each row begins and ends."""
+        """Return the offsets of the beginnings and ends of the rows."""
         offsets, ends = array("q"), array("q")  # eight bytes each, unlike a list
         keys, path = None, self._path
         for number, (start, end, line) in enumerate(self._file, start=1):
@@ -208,7 +207,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _utf8(path: Path) -> str:
-    """Return the text of a file. Raises DataError with the line of a byte that is no UTF-8."""
+    """Return the text of a file. Raises DataError with the line of a byte that is not UTF-8."""
     with open_data(path) as file:
         content = file.read()
     try:

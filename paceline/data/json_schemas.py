@@ -1,11 +1,11 @@
-"""What a JSON schema says about the type of a value, as far as tools' parameters need it: `type` (a name or a list), `enum`, `const`,
-`nullable`, `$ref` within the schema, `anyOf`, `oneOf` and `allOf`. Keywords that narrow a value further are not read.
+"""Finds the types of a value in a JSON schema of tool parameters: `type` (a name or a list), `enum`, `const`,
+`nullable`, `$ref` within the schema, `anyOf`, `oneOf` and `allOf`. Other keywords are ignored.
 
-By it the nulls are found that a file format put into the arguments of tool calls. A column of a table (Parquet, Arrow) holds objects of one shape: where one call has `city` and another one `zip`, each gets both, one
-of them null. A JSON file that was written from a table has these nulls too. A null is known to be added where the definition of the
-tool has no such parameter, or one that cannot be null, and known to be meant where the parameter is required and can be null. Any
-other null is left out of rows of tables, and stays in rows of JSON files; both are said once. Arguments as JSON text have no added
-nulls.
+The types show which nulls a file format added to the arguments of tool calls. A column of a table (Parquet, Arrow)
+holds objects of one shape: if one call has `city` and another one `zip`, each gets both, one of them null. A JSON file
+written from a table has them too. A null was certainly added if the tool's definition has no such parameter, or one
+that cannot be null. It is certainly meant if the parameter is required and can be null. Any other null is removed from
+rows of tables and kept in rows of JSON files, each with one warning. Arguments as JSON text have none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from paceline.errors import DataError
 Json = dict[str, Any]
 
 MAX_DEPTH = 16
-"""References and combinations within each other; a recursive schema has no end."""
+"""Largest depth of references and combinations; a recursive schema has no end."""
 MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
-"""Schemas within one that are read, and alternatives of one that are kept: references can multiply them."""
+"""Most schemas within one that are read, and alternatives that are kept, because references can multiply them."""
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {
@@ -36,11 +36,11 @@ TYPE_NAMES = {
     "list": "array",
     "none": "null",
 } | {name: name for name in ("string", "integer", "number", "boolean", "object", "array", "null")}
-"""JSON's names of types, and Python's, which definitions of tools have too."""
+"""JSON's names of types, and Python's, which definitions of tools use too."""
 
 
 def parameters_of(name: str, tools: Sequence[Any]) -> Json:
-    """Return the schema of the parameters of a function; empty where none is declared."""
+    """Return the schema of a function's parameters; empty if none is declared."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, dict) and function.get("name") == name:
@@ -50,8 +50,8 @@ def parameters_of(name: str, tools: Sequence[Any]) -> Json:
 
 
 def alternatives(schema: Any, root: Any) -> list[Json]:
-    """Return the schemas, without references and combinations, of which a value fits one. One without keywords says nothing, as one
-    that is beyond the limits. `root` is what references begin at."""
+    """Return the schemas without references and combinations; a value must fit one. A schema without keywords, or
+    beyond the limits, allows everything. References begin at `root`."""
     return _Reader(root).alternatives(schema, 0)
 
 
@@ -78,7 +78,7 @@ class _Reader:
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str] | None:
-    """Return the names of the types that a value may have; None where it may have any."""
+    """Return the names of the types that a value may have; None for any."""
     found: set[str] = set()
     for each in alternatives(schema, root):
         types = _types(each)
@@ -89,13 +89,13 @@ def types_of(schema: Any, root: Any) -> frozenset[str] | None:
 
 
 def property_of(schema: Any, root: Any, name: str) -> list[Any]:
-    """Return the schemas of a property, one for each alternative that declares it."""
+    """Return the schemas of a property, one from each alternative that declares it."""
     properties = [each.get("properties") for each in alternatives(schema, root)]
     return [each[name] for each in properties if isinstance(each, dict) and name in each]
 
 
 def type_of(value: Any) -> str:
-    """Return the name of a value's type; of a whole number `integer`."""
+    """Return the name of a value's type; `integer` for a whole number."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, float):
@@ -186,7 +186,7 @@ def _walk(value: Any, tools: list[Any], is_table: bool) -> Any:
 
 
 def _clean(value: Any, schema: Any, root: Json, is_table: bool) -> Any:
-    """Return a value of the schema without added nulls; None as the schema says that nothing is known."""
+    """Return a value without the nulls that its schema shows to be added; None for the schema if it is unknown."""
     if isinstance(value, list):
         items = [each["items"] for each in alternatives(schema, root) if "items" in each]
         return [_clean(each, {"anyOf": items} if items else None, root, is_table) for each in value]
@@ -217,7 +217,7 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
 
 
 _warned: set[bool] = set()
-"""Of rows of tables (true) and of other ones."""
+"""By kind of rows: true for rows of tables."""
 
 
 def _warn(key: str, is_table: bool) -> None:

@@ -1,16 +1,16 @@
-"""Chat messages, read into the shape that chat templates take: the one reader for data sets, environments and the endpoint.
+"""Reads chat messages into the shape that templates take: the only reader for data sets, environments and the endpoint.
 
-Promise: nothing of a message is dropped on the way. A form that no template can take is refused by name. Read messages have text
-as content (text parts are joined, because the templates of text models take text alone), calls as `{"function": {"name",
-"arguments"}}` with an object as arguments, reasoning as `reasoning_content`, and no field without a value. What is read is read
-again as itself. Where templates differ, `for_template` gives read messages the shape of one:
+Promise: nothing of a message is dropped. A form that no template can take is refused by name. Read messages have text
+as content (text parts are joined, because the templates of text models take only text), calls as `{"function": {"name",
+"arguments"}}` with an object as arguments, reasoning as `reasoning_content`, and no field without a value. Reading a
+read message changes nothing. `for_template` adapts read messages to one template:
 
 | message | the template gets |
 |---|---|
 | a role that it does not write | its other name: `developer` is `system`, `function` is `tool`; else a refusal |
 | reasoning | the name that it reads, `reasoning_content`, `reasoning` or `thinking`; none: a refusal |
-| calls | a refusal where it does not write them: it reads no `tool_calls`, or asks for a null content, which transformers leaves out |
-| results of tools | in the order of their calls, where it reads no `tool_call_id` |
+| calls | a refusal if it does not write them: it reads no `tool_calls`, or asks for a null content, which transformers leaves out |
+| results of tools | in the order of their calls, if it reads no `tool_call_id` |
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from paceline.errors import DataError, InvalidInput
 Json = dict[str, Any]
 
 TOOLS_KEY = "tools"
-"""Column with the definitions of tools that the chat template of a row gets, as TRL has it."""
+"""Column with the definitions of tools for the chat template, as in TRL."""
 
 SAYS_NOTHING: tuple[Any, ...] = (None, [], {}, "")
-"""Values of a further field that stand for its absence: clients write them, and tables fill missing fields with null."""
+"""Values of a further field that mean its absence: clients write them, and tables fill missing fields with null."""
 
 CALL_FIELDS = ("tool_calls", "function_call")
 """Fields with calls: the API's, and its older form for a single call."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the reasoning of an answer."""
+"""Names of the field with the reasoning of an answer."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value has the form of chat messages: a non-empty list of objects with a role, and with a content or
-    calls."""
+    """Return whether a value has the form of chat messages: a non-empty list of objects with role and content or calls."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -57,7 +56,7 @@ def are_messages(value: Any) -> bool:
 
 
 def fault_of_messages(value: Any) -> str:
-    """Return why a value is no list of chat messages that a template can take; empty where it is one."""
+    """Return why a value is not a list of chat messages that a template can take; empty if it is."""
     if not isinstance(value, list) or not value:
         return f"has to be text or chat messages, not {value!r:.80}"
     for index, message in enumerate(value):
@@ -73,12 +72,12 @@ def fault_of_messages(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a prompt or completion with its messages read. `fault_of_messages` has to be empty for a list."""
+    """Return a prompt or completion with its messages read. `fault_of_messages` must be empty for a list."""
     return [read_message(message) for message in value] if isinstance(value, list) else value
 
 
 def read_message(message: Mapping[str, Any]) -> Json:
-    """Return a message as templates take it. Raises DataError with its fault, which goes on from "a message"."""
+    """Return a message as templates take it. Raises DataError with a fault that continues the words "a message"."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"with the role {role!r:.40}; a role is text such as 'user'")
@@ -95,7 +94,7 @@ def read_message(message: Mapping[str, Any]) -> Json:
 
 
 def api_message(message: Json) -> Json:
-    """Return a read message as the API has it: arguments as text, and no content beside calls alone."""
+    """Return a read message in the API's form: arguments as text, and no content if it has only calls."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -129,7 +128,7 @@ def _read_content(role: str, content: Any, *, optional: bool) -> str:
 
 
 def _read_reasoning(role: str, fields: Json) -> str:
-    """Take the reasoning of an answer out of its fields, under whichever name."""
+    """Remove the reasoning of an answer from its fields, under any of its names, and return it."""
     names = [name for name in REASONING_FIELDS if role == "assistant" and isinstance(fields.get(name), str)]
     found = {name: fields.pop(name) for name in names}
     if len(set(found.values())) > 1:
@@ -153,7 +152,7 @@ def _read_calls(role: str, fields: Json) -> list[Json]:
 
 
 def _read_call(call: Any) -> Json:
-    """Return a call of the API's form, or of the bare one, which is the function alone."""
+    """Return a call from the API's form, or from the function alone."""
     if not isinstance(call, dict):
         raise DataError(f"with a tool call that is no object: {call!r:.80}")
     call = {name: value for name, value in call.items() if value is not None}
@@ -174,8 +173,8 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object: the API has them as text, templates write them as JSON themselves. Text within the text
-    was encoded twice."""
+    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text.
+    Text within the text was encoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -216,11 +215,11 @@ def _object(pairs: list[tuple[str, Any]]) -> Json:
 
 
 STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
-"""Decoder that refuses what JSON does not have, or what could be read in two ways: NaN, numbers beyond float64, repeated keys."""
+"""Decoder that refuses what is not JSON, or ambiguous: NaN, numbers beyond float64, repeated keys."""
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for anything that is no JSON, or nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError for invalid JSON, or if it is nested too deeply."""
     try:
         return STRICT_JSON.decode(text)
     except RecursionError:
@@ -231,9 +230,9 @@ def read_json(text: str) -> Any:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the definitions of tools of a row in the API's form, `{"type": "function", "function": {…}}`; None where it has
-    none. The column is a list of them, or of the functions alone, each as an object or as JSON, or the whole list as JSON. Keys
-    without a value, which tables add to objects of different keys, are left out. Raises DataError for anything else."""
+    """Return the definitions of tools of a row in the API's form, `{"type": "function", "function": {…}}`; None if it
+    has none. The column is a list of them, or of bare functions, each as an object or as JSON, or the whole list as
+    JSON. Keys without a value, which tables add, are removed. Raises DataError for anything else."""
     value = row.get(TOOLS_KEY)
     if value in (None, "", [], "null"):
         return None
@@ -248,13 +247,13 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools that the chat template gets with a prompt; None where there are none, and for a prompt of text, whose
-    column of that name has any values. Raises DataError."""
+    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose column
+    of that name may have any values. Raises DataError."""
     return tools_of(columns) if isinstance(prompt, list) else None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one definition of the column's `value`, which a table may have `filled` with nulls."""
+    """Return one definition of the column's `value`, to which a table may have added nulls (`filled`)."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool
@@ -281,7 +280,7 @@ def _bad_tools(value: Any) -> DataError:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text, and None for another text; anything else as it is."""
+    """Return the value of a JSON text, None for another text; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -298,7 +297,7 @@ def _without_nulls(value: Any) -> Any:
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"developer": "system", "function": "tool"}
-"""Older names of roles, and newer ones, that many templates do not have."""
+"""Older names of roles, and newer ones that many templates do not have."""
 
 ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+none\b")
 _MARK = "Text 4713."
@@ -316,8 +315,8 @@ class NotRendered(InvalidInput):
 
 
 def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Json]], str | None]) -> list[Any]:
-    """Return read messages as the template with the text `source` takes them. `write` renders a chat, and returns None for one that
-    the template refuses. Raises NotRendered, and InvalidInput for results of tools that belong to no call."""
+    """Return read messages in the form for the template with the text `source`. `write` renders a chat, or returns None
+    if the template refuses it. Raises NotRendered, and InvalidInput for results of tools that belong to no call."""
     names: dict[str, str] = {}
     for role in {message.get("role", "") for message in messages} - set(ROLES):
         names[role] = role if _writes(role, write) else OTHER_NAMES.get(role, "")
@@ -342,8 +341,8 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     """Return messages with the results of tools in the order of their calls.
 
-    For a template that does not write ids: its model knows the results by their order alone. Raises InvalidInput where results are
-    not those of the calls before them.
+    For a template that does not write ids, so that its model knows results only by their order. Raises InvalidInput if
+    the results are not those of the calls before them.
     """
     ordered: list[Json] = []
     block: list[Json] = []
@@ -361,7 +360,7 @@ def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
 def _in_order(results: list[Json], ids: list[Any]) -> list[Json]:
     named = [result.get("tool_call_id") for result in results]
     if not any(named) or not any(ids):
-        return results  # they are given by order already
+        return results  # they are in order already
     if sorted(map(str, named)) != sorted(map(str, ids)):
         raise InvalidInput(
             f"messages has results of tools with tool_call_id {named!r:.200} for calls with id {ids!r:.200}; give one result "
@@ -386,5 +385,5 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
-    """Return whether a template has a field of a message, not just the word in its text."""
+    """Return whether a template reads a field of a message, rather than having the word in its text."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

@@ -1,6 +1,6 @@
-"""Prompts of a data set in a seeded order without end: a permutation in every epoch, or a mixture of several data sets by weight.
+"""Draws prompts in a seeded, endless order: a permutation in every epoch, or a weighted mixture of several data sets.
 
-Promise: the row of a draw is a function of the seed and the number of the draw alone, which is what a restart relies on.
+Promise: the row of a draw depends only on the seed and the number of the draw, as a restart requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.spec.sections.data import MIXTURE_BLOCK
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that every reader of JSON takes: missing numbers of tables are NaN where pandas has written them."""
+    """Return a value that every JSON parser accepts: missing numbers of tables are NaN if pandas has written them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):
@@ -35,7 +35,7 @@ def _as_json(value: Any) -> Any:
 
 
 class PromptSource:
-    """Prompts in a seeded order without end: `draw(cursor)` gives the prompt and the other columns."""
+    """Prompts in a seeded, endless order: `draw(cursor)` returns a prompt and the other columns."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PromptSource:
         has_tools: bool = False,
     ) -> None:
         self.has_tools = has_tools and TOOLS_KEY in rows.columns
-        """Whether the chat template gets the tools of a row."""
+        """True if the chat template gets the tools of a row."""
         self._rows = rows
         self._data = with_keys_of_row(dict.fromkeys(rows.columns), data)
         self._names = data.source_names(validation=validation) if data.source_key else ()
@@ -61,12 +61,12 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the rows at the time they were opened."""
+        """Return the fingerprint of the rows at the time of opening."""
         return self._rows.fingerprint
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns besides the prompt, which reward functions get."""
+        """Return the columns besides the prompt, for reward functions."""
         own = columns_of(self._rows.columns, self._data)
         return own if self._added is None else (*own, self._added)
 
@@ -75,16 +75,16 @@ class PromptSource:
         return describe(self._rows[0], self._data, None)
 
     def index(self, cursor: int) -> int:
-        """Row that the `cursor`-th draw takes."""
+        """Return the row of draw number `cursor`."""
         return self._order.index(cursor)
 
     def rows(self, num_draws: int) -> list[int]:
-        """Return the rows that the first draws take, ascending, each once."""
+        """Return the rows of the first draws, ascending, each once."""
         return self._order.rows(num_draws)
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt (text or messages) and columns of the `cursor`-th draw, with None for NaN and text for infinity, which JSON does not have. Raises
-        Unreadable when the row cannot be read now."""
+        """Return the prompt (text or messages) and the columns of draw number `cursor`, with None for NaN and text for
+        infinity, which JSON does not have. Raises Unreadable if the row cannot be read now."""
         row = self._rows[self.index(cursor)]
         try:
             prompt, columns = prompt_of(row, self._data)
@@ -98,14 +98,14 @@ class PromptSource:
 
     @property
     def _added(self) -> str | None:
-        """The column of the source's name, where the rows have none."""
+        """Return the column with the source's name, unless the rows have one."""
         key = self._data.source_key
         return key if self._names and key not in self._rows.columns else None
 
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True) -> PromptSource:
-    """Return the training (or validation) prompts; with `has_tools` the chat template gets the tools of a row. Raises DataError:
-    empty, malformed row, no prompt column; Unreadable: not there."""
+    """Return the training (or validation) prompts. With `has_tools` the chat template gets the tools of a row. Raises
+    DataError: empty, malformed row, no prompt column; Unreadable: missing."""
     rows: Rows
     if data.streaming and not validation:
         check_prepared(data)
@@ -117,13 +117,13 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_
 
 
 def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool = True) -> Rows:
-    """Return the rows of the training (or validation) data, each of which has a usable prompt. Raises as `open_prompts`."""
+    """Return the rows of the training (or validation) data, each with a usable prompt. Raises as `open_prompts`."""
     check_prepared(data)
     return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
 
 
 def open_streamed(data: DataSection, seed: int, check: Check) -> StreamedRows:
-    """Return the training data as a stream, whose first block is read and checked. Raises DataError, Unreadable."""
+    """Return the training data as a stream whose first block is read and checked. Raises DataError, Unreadable."""
     source = data.source()
     name = source.name
     if not isinstance(name, str) or names_files(name):
@@ -151,13 +151,13 @@ def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: b
 
 
 class Epochs:
-    """An order: every row once in each epoch, in a permutation of its own unless `shuffle` is false.
+    """An order with every row once in each epoch, in a separate permutation unless `shuffle` is false.
 
-    `index` is the row that a draw takes, `part` the part of the data that it is of, `rows` what the first draws take, ascending.
+    `index` is the row of a draw, `part` its part of the data, `rows` the rows of the first draws, ascending.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, *, shuffle: bool) -> None:
-        """`sizes` are the rows of each part, one after the other."""
+        """`sizes` are the numbers of rows of the parts, in order."""
         self._ends = list(accumulate(sizes))
         self._permutations = _Permutations(self._ends[-1], (seed,), shuffle=shuffle)
 
@@ -172,9 +172,8 @@ class Epochs:
 
 
 class Mixture:
-    """Parts by weight. Each block of `MIXTURE_BLOCK` draws has a fixed number of each part, its share of the weights, spread
-    over the block; the rows of a part come in epochs of its own.
-    """
+    """Parts by weight. Each block of `MIXTURE_BLOCK` draws has a fixed number of each part, its share of the weights,
+    spread over the block. The rows of each part come in separate epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._seed, self._shares = seed, _shares(weights)
@@ -201,10 +200,10 @@ class Mixture:
         return sorted({self.index(cursor) for cursor in range(num_draws)})
 
     def _mix(self, block: int) -> None:
-        """Set the parts of a block's draws, and of each draw the number of earlier ones of its part.
+        """Compute the part of each draw in a block, and the number of earlier draws of its part.
 
-        Part p with n draws has one at a random place in each n-th of the block (stratified sampling), so that short runs of
-        draws have nearly the weights too.
+        Part p with n draws has one at a random position in each n-th of the block (stratified sampling), so that short
+        runs of draws come close to the weights too.
         """
         rng = np.random.default_rng((self._seed, block, 0, 1))
         places = [(np.arange(number) + rng.random(number)) / number for number in self._shares]
@@ -215,7 +214,7 @@ class Mixture:
 
 
 class Draws:
-    """Of rows that are numbered by their draws, as those of a stream."""
+    """An order for rows that are numbered by their draws, as in a stream."""
 
     def index(self, cursor: int) -> int:
         return cursor

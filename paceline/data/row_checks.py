@@ -1,8 +1,8 @@
-"""Checks of rows: of single ones, which many forms share, and of a whole table by its columns.
+"""Checks single rows, and scans whole tables by columns.
 
-Each check of a row raises DataError with the column, the value and a remedy. Rows of a table that certainly pass are found by column
-operations, which take seconds for a million rows; the others are checked one by one. Promise: a scan never accepts a row that the
-check of single rows refuses. A column of a form that is unknown here has no rows that certainly pass.
+Each check of a row raises DataError with the column, the value and a remedy. Column operations find the rows of a table
+that certainly pass, in seconds for a million rows; the others are checked one by one. Promise: a scan never accepts a
+row that the check of single rows refuses. In a column of an unknown form no row certainly passes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 Check = Callable[[dict[str, Any]], object]
-"""Check of one row; it raises DataError."""
+"""Checks one row; raises DataError."""
 Mask = npt.NDArray[np.bool_]
 
 BATCH_ROWS = 1 << 16
-"""Rows that are scanned at once."""
+"""Rows of one scan."""
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of single rows, with the scan that spares most of them."""
+    """A check of single rows, with a scan that saves most of them."""
 
     row: Check
     columns: tuple[str, ...] | None
-    """Columns that the check reads, as far as the table has them; None: all."""
+    """Columns that the check reads, if the table has them; None for all."""
     passing: Callable[[pa.Table], Mask]
     """Scan: [N] true for rows that certainly pass."""
 
@@ -53,7 +53,7 @@ class RowCheck:
 
 
 def check_row(check: Check | None, row: dict[str, Any], where: str) -> None:
-    """Check one row, if there is a check. Raises DataError that begins with the row's place."""
+    """Check one row, if there is a check. Raises DataError that begins with the row's position."""
     try:
         if check:
             check(row)
@@ -62,7 +62,7 @@ def check_row(check: Check | None, row: dict[str, Any], where: str) -> None:
 
 
 def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and columns of the rows of a `datasets.Dataset` that the scan has not passed."""
+    """Yield index and columns of the rows of a `datasets.Dataset` that the scan does not pass."""
     columns = [name for name in dataset.column_names if check.columns is None or name in check.columns]
     if not columns:
         return
@@ -80,12 +80,12 @@ def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str
 
 
 def holds_json(dataset: Any) -> bool:
-    """Return whether some values of a `datasets.Dataset` are stored as JSON, in which every object has its own keys."""
+    """Return whether some values of a `datasets.Dataset` are stored as JSON, so that every object has its own keys."""
     return "Json(" in repr(dataset.features)
 
 
 def texts(table: pa.Table, name: str) -> Mask:
-    """Return [N] whether column `name` has text, or chat messages of text alone; neither null nor empty."""
+    """Return [N] whether column `name` has text, or chat messages with only text; neither null nor empty."""
     import pyarrow.compute as pc
 
     if name not in table.column_names:
@@ -103,7 +103,7 @@ def texts(table: pa.Table, name: str) -> Mask:
 
 
 def unanswered(table: pa.Table, name: str) -> Mask:
-    """Return [N] whether column `name` has text, or messages the last of which is not the assistant's."""
+    """Return [N] whether column `name` has text, or messages that do not end with the assistant's."""
     if name not in table.column_names or not _are_plain_messages(table[name].type):
         return np.ones(table.num_rows, bool)
     messages = Messages(table[name])
@@ -112,7 +112,7 @@ def unanswered(table: pa.Table, name: str) -> Mask:
 
 
 def different(table: pa.Table, name: str, other: str) -> Mask:
-    """Return [N] whether two columns certainly differ: their texts, or the last of as many messages. Both have to be
+    """Return [N] whether two columns certainly differ: in text, or the last of equally many messages. Both must be
     `texts`."""
     import pyarrow.compute as pc
 
@@ -126,15 +126,15 @@ def different(table: pa.Table, name: str, other: str) -> Mask:
 
 
 def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
-    """Return [N] whether two columns of conversations certainly have a common beginning and then differ: as many
-    messages, the same first one, another last one. Both have to be `texts`."""
+    """Return [N] whether two columns of conversations certainly have a common beginning and then differ: equally many
+    messages, the same first one, another last one. Both must be `texts`."""
     one, two = table[name], table[other]
     if _is_text(one.type) or _is_text(two.type):
         return np.zeros(table.num_rows, bool)
     first, second = Messages(one), Messages(two)
     alike = ~_unequal(first.at(0, first.contents), second.at(0, second.contents))
     alike &= ~_unequal(first.at(0, first.roles), second.at(0, second.roles))
-    # A further key may differ in the first message, and then nothing is common.
+    # If a further key differs in the first message, nothing is common.
     alike &= len(first.keys) == 2 and len(second.keys) == 2
     same_length: Mask = (first.lengths == second.lengths) & (first.lengths > 1)
     differ: Mask = alike & same_length & _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
@@ -142,8 +142,8 @@ def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
 
 
 def conversations(table: pa.Table, name: str, *, system: bool) -> Mask:
-    """Return [N] whether column `name` has conversations of two messages or more, the last by the assistant, and with
-    `system` false no system message first."""
+    """Return [N] whether column `name` has conversations of at least two messages, the last by the assistant, and
+    unless `system` is true no system message first."""
     passing = texts(table, name)
     if name not in table.column_names or _is_text(table[name].type) or not passing.any():
         return np.zeros(table.num_rows, bool)
@@ -169,7 +169,7 @@ def booleans(table: pa.Table, name: str) -> Mask:
 
 
 def finite_or_absent(table: pa.Table, name: str) -> Mask:
-    """Return [N] whether column `name` is a finite number, null, or not there."""
+    """Return [N] whether column `name` is a finite number, null, or missing."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -193,7 +193,7 @@ def finite(table: pa.Table, name: str) -> Mask:
 
 
 class Messages:
-    """Columns of chat messages, M in N rows, as arrays."""
+    """Columns of chat messages as arrays, with M messages in N rows."""
 
     def __init__(self, column: pa.ChunkedArray):
         import pyarrow.compute as pc
@@ -208,7 +208,7 @@ class Messages:
         self._ends = np.cumsum(self.lengths)
 
     def at(self, index: int, values: Any) -> npt.NDArray[np.object_]:
-        """Return [N] of `roles` or `contents` that of the first (0) or last (-1) message; None for rows without messages."""
+        """Return [N] of `roles` or `contents` for the first (0) or last (-1) message; None for rows without messages."""
         filled = self.lengths > 0
         places = (self._ends - 1 if index else self._ends - self.lengths)[filled]
         found = np.full(len(self.lengths), None, object)
@@ -235,7 +235,7 @@ def _are_plain_messages(kind: pa.DataType) -> bool:
 
 
 def _mask(values: Any) -> Mask:
-    """Return Arrow's booleans with false for null."""
+    """Return Arrow's booleans, false for null."""
     import pyarrow.compute as pc
 
     mask: Mask = np.asarray(pc.fill_null(values, False)).astype(bool)
@@ -248,8 +248,8 @@ def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
-    """Return the check that every row has a usable prompt, or what makes one; an empty `data.prompt_key` is that of rows without
-    prompts. NeMo RL's `input` is a prompt too. With `has_tools` the chat template gets the tools of a row."""
+    """Return the check that every row has a usable prompt, or the columns that make one. An empty `data.prompt_key`
+    checks rows without prompts. NeMo RL's `input` is one too. With `has_tools` the chat template gets a row's tools."""
     if is_made(data):
         return RowCheck(
             lambda row: check_text(prompt_of(row, data)[0], data.prompt_key),
@@ -278,7 +278,7 @@ def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
 
 
 def check_prepared(data: DataSection) -> None:
-    """Raises DataError for data that still have to be prepared."""
+    """Raise DataError if data still have to be prepared."""
     if data.preparation.is_used:
         raise DataError(
             "data.preparation is set, but the run came without prepared rows; submit it with this version's `paceline submit` or "
@@ -287,14 +287,14 @@ def check_prepared(data: DataSection) -> None:
 
 
 def check_prompt(row: dict[str, Any], prompt_key: str) -> None:
-    """Raises DataError when `row` has no usable prompt in column `prompt_key`."""
+    """Raise DataError if `row` has no usable prompt in column `prompt_key`."""
     if prompt_key not in row:
         raise DataError(f"data.prompt_key is {prompt_key!r}, but the columns are {sorted(row)}; set it to one of them")
     check_text(row[prompt_key], prompt_key)
 
 
 def check_text(value: Any, key: str) -> None:
-    """Raises DataError unless `value`, of column `key`, is text that is not empty, or chat messages of text."""
+    """Raise DataError unless `value`, of column `key`, is non-empty text or chat messages of text."""
     if value is None or value == "":
         kind = "null" if value is None else "empty"
         raise DataError(f"column {key!r} is {kind}; give it text or chat messages, or remove the row")
@@ -304,7 +304,7 @@ def check_text(value: Any, key: str) -> None:
 
 
 def check_columns(row: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raises DataError when `row` lacks one of the columns, or has nothing in it."""
+    """Raise DataError if `row` lacks one of the columns, or one is empty."""
     for key in keys:
         if key not in row:
             raise DataError(f"no {key!r} in a row with the columns {sorted(row)}; name the columns in data.*_key")

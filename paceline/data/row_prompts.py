@@ -1,7 +1,7 @@
-"""From a row of a data set to its prompt and to the columns that reward functions get. Pure.
+"""Gets the prompt and the columns for reward functions from a row of a data set. Pure.
 
-Promise: what is read here at the time of a draw was checked, in the same way, when the data set was opened. A row whose right answer
-is not among its answers (`data.choices`) is refused, never scored. Columns that TRL and NeMo RL name are read without a key.
+Promise: everything that a draw reads was checked in the same way when the data set was opened. A row whose right answer
+is not among its answers (`data.choices`) is refused, never scored. TRL's and NeMo RL's names of columns need no key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.spec.templates import as_lines, fill, placeholders
 
 
 def conversation_key(row: Mapping[str, Any], data: DataSection) -> str | None:
-    """Return the column of whole conversations: `data.messages_key`, or TRL's `messages` where a row has no prompt."""
+    """Return the column of whole conversations: `data.messages_key`, or TRL's `messages` if a row has no prompt."""
     if data.messages_key is not None:
         return data.messages_key
     return "messages" if "messages" in row and data.prompt_key not in row else None
@@ -30,8 +30,7 @@ def has_text(row: Mapping[str, Any], data: DataSection) -> bool:
 
 
 def with_keys_of_row(row: Mapping[str, Any], data: DataSection) -> DataSection:
-    """Return `data` with NeMo RL's columns `input` and `output` as prompt and completion, where a row has them and not those
-    that `data` names."""
+    """Return `data` with NeMo RL's columns `input` and `output` as prompt and completion, if a row has only these."""
     if data.prompt_key == "prompt" and "prompt" not in row and {"input", "output"} <= row.keys():
         return data.model_copy(update={"prompt_key": "input", "completion_key": "output"})
     return data
@@ -39,12 +38,12 @@ def with_keys_of_row(row: Mapping[str, Any], data: DataSection) -> DataSection:
 
 LETTERS = string.ascii_uppercase
 TEXTS, LETTER = "answer_choices", "answer_letter"
-"""Columns that a row gets."""
+"""Columns that are added to a row."""
 
 
 def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, Any]:
-    """Return the row with its answers in the column `answer_choices` and the right letter in `answer_letter`. Raises DataError:
-    no column, fewer than two answers, or a right answer that is not among them."""
+    """Return the row with its answers in the column `answer_choices` and the right letter in `answer_letter`. Raises
+    DataError: no column, fewer than two answers, or a right answer that is not among them."""
     texts, labels = _answers(row, section.keys)
     if not 2 <= len(texts) <= len(LETTERS):
         raise DataError(
@@ -58,12 +57,12 @@ def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, A
 
 
 def lettered(texts: Sequence[str]) -> str:
-    """Return the list of answers as a prompt shows it, a line each: `A. …`."""
+    """Return the list of answers for a prompt, one on each line: `A. …`."""
     return "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
 
 
 def _answers(row: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the texts of the answers and their labels, which are empty where the row has none."""
+    """Return the texts of the answers and their labels, which are empty if the row has none."""
     for key in keys:
         if key not in row:
             raise DataError(
@@ -104,17 +103,17 @@ def _right(row: Mapping[str, Any], key: str, labels: list[str], count: int) -> i
 
 
 CHOICES = "choices"
-"""Name in a template for the lettered list of answers."""
+"""Name of the lettered list of answers in a template."""
 
 
 def is_made(data: DataSection) -> bool:
-    """Return whether prompts or columns are made from a row, so that its column alone does not say whether it is usable."""
+    """Return whether prompts or columns are made from a row, so that one column does not show whether it is usable."""
     return data.prompt_template is not None or data.choices is not None
 
 
 def prompt_of(row: Mapping[str, Any], data: DataSection) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt of a row, a text or messages, and its other columns; an empty `prompt_key` without a template gives an
-    empty conversation. Raises DataError."""
+    """Return the prompt of a row, text or messages, and its other columns. An empty `prompt_key` without a template
+    gives an empty conversation. Raises DataError."""
     columns = dict(row) if data.choices is None else with_choices(row, data.choices)
     if data.prompt_template is not None:
         return _filled(data.prompt_template, columns), columns
@@ -128,7 +127,7 @@ def prompt_of(row: Mapping[str, Any], data: DataSection) -> tuple[Any, dict[str,
 
 
 def columns_of(columns: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
-    """Return the columns that reward functions get of rows with `columns`."""
+    """Return the columns that reward functions get for rows with `columns`."""
     added = () if data.choices is None else (TEXTS, LETTER)
     own = (name for name in columns if data.prompt_template is not None or name != data.prompt_key)
     return (*own, *(name for name in added if name not in columns))

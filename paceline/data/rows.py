@@ -1,16 +1,15 @@
-"""Data sets as rows: files of every kind, and everything that `datasets` loads, behind one small reader.
+"""Reads data sets as rows: files of every supported kind, and everything that `datasets` loads.
 
-A file is indexed, not held: row i is read when it is asked for. Promise: a malformed row is an error with its line or row
-number at opening time, before anything trains on it.
+A file is indexed and not kept in memory: row i is read on request. Promise: opening reports a malformed row with its
+line or row number, before anything trains on it.
 
-Of a CSV file the first line names the columns. A column whose filled cells are all numbers, or all true and false, has such values,
-and null where a cell is empty. Every other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that
-would be written in another way than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty
-are null too.
+The first line of a CSV file names the columns. A column has numbers or truth values if all its filled cells are such;
+empty cells are null. Every other column is text (`007`, `1,5` and dates stay unchanged). So is a column with a number
+in another spelling (`0.50`, `1e5`), because such values are compared with texts; its empty cells are null too.
 
-Files of a store are copied to a bounded cache on this machine, once for each version of a file, because rows are read one by
-one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`. Where this process has a storage key
-the copies are encrypted.
+Files of a store are copied to a bounded cache on this machine, once for each version of a file, because rows are read
+one by one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`. With a
+storage key the copies are encrypted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Rows(Protocol):
     """A sequence of rows."""
 
     fingerprint: str
-    """Identity of the data set's contents, which shows a replaced file where that can be detected."""
+    """Identity of the contents, which reveals a replaced file if that can be detected."""
     columns: tuple[str, ...]
     """Columns that every row has."""
 
@@ -56,15 +55,15 @@ class Rows(Protocol):
 
 
 def open_rows(name: str | tuple[str, ...], split: str, field: str = "data.train", check: Check | None = None) -> Rows:
-    """Rows of the data set `name`, as of `open_source`."""
+    """Return the rows of the data set `name`, as `open_source` does."""
     return open_source(DataSource(field, name, split), check)
 
 
 def open_source(source: DataSource, check: Check | None = None) -> Rows:
-    """Rows of a data set, or of several one after the other. `check` raises DataError for a row that cannot be used.
-    Of a table (Parquet, Arrow, a folder, the hub) the rows that a `RowCheck` scan passes are not checked one by one.
+    """Return the rows of a data set, or of several in order. `check` raises DataError for an unusable row. For a table
+    (Parquet, Arrow, a folder, the hub) the rows that the scan of a `RowCheck` passes are not checked one by one.
 
-    Raises DataError, naming the field, or the line or row; Unreadable for what cannot be read now.
+    Raises DataError with the field, or with the line or row; Unreadable if something cannot be read now.
     """
     names = (source.name,) if isinstance(source.name, str) else source.name
     entries = [_entry(source._replace(name=name), name, check) for name in names]
@@ -72,7 +71,7 @@ def open_source(source: DataSource, check: Check | None = None) -> Rows:
 
 
 def _entry(source: DataSource, name: str, check: Check | None) -> Rows:
-    """Return the rows of one name, which may stand for several files."""
+    """Return the rows of one name, which may mean several files."""
     field, config = source.field, source.config
     parts: list[Rows] = []
     paths: list[str] = []
@@ -112,20 +111,20 @@ def _check_table(rows: TableRows, check: Check, where: str) -> None:
     """Check every row of a table. Raises DataError with the row's index."""
     every = ((index, rows[index]) for index in range(len(rows)))
     pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else every
-    # The first one by itself, with all its columns: the message for a column that is not there names them.
+    # The first row is checked with all its columns, because the message about a missing column names them.
     for index, row in itertools.chain([(0, rows[0])], pairs):
         check_row(check, row, f"{where}, row {index}")
 
 
 MAX_CELL = 64 << 20
-"""Characters of one cell."""
+"""Most characters of one cell."""
 TRUTH = re.compile(r"true|false", re.IGNORECASE)
 Conversion = Callable[[str], Any]
-"""Value of a cell; None for one that has none."""
+"""Value of a cell; None for an empty one."""
 
 
 def open_csv(path: Path, check: Check | None = None) -> SpooledRows:
-    """Return the rows of a CSV file. Raises DataError with the line of a fault, OSError when the file cannot be read."""
+    """Return the rows of a CSV file. Raises DataError with the line of a fault, OSError if the file cannot be read."""
     converters = _converters(path)
     rows = SpooledRows(path, tuple(name for name, _ in converters))
     for number, cells in _lines(path):
@@ -136,7 +135,7 @@ def open_csv(path: Path, check: Check | None = None) -> SpooledRows:
 
 
 def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and cells of each row; first those of the header, if wanted. Raises DataError."""
+    """Yield number and cells of each row, those of the header first if requested. Raises DataError."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     csv.field_size_limit(MAX_CELL)
     with TextIOWrapper(open_data(path), encoding="utf-8-sig", newline="") as file:
@@ -192,7 +191,7 @@ def _converters(path: Path) -> list[tuple[str, Conversion]]:
 
 
 def _number(cell: str) -> int | float | None:
-    """Return the number of a cell; None where there is none, or it is written in another way."""
+    """Return the number in a cell; None if there is none, or if its spelling would change."""
     number = number_of(cell)
     return number if str(number) == cell else None
 
@@ -209,7 +208,7 @@ class JoinedRows:
     """The rows of all parts, in their order."""
 
     def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
-        """`names` are those of the parts, for messages. Raises DataError for a part that lacks a column of the first."""
+        """`names` of the parts are for messages. Raises DataError if a part lacks a column of the first."""
         for part, name in zip(parts, names, strict=True):
             if missing := sorted(set(parts[0].columns) - set(part.columns)):
                 raise DataError(
@@ -237,31 +236,31 @@ def left_out_of(rows: Rows) -> Counter[str]:
 
 
 def counted(left_out: Counter[str]) -> str:
-    """Return numbers of rows with their reasons, for people; the most frequent reason comes first."""
+    """Return numbers of rows with their reasons, most frequent first, for people."""
     return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
 
 
 def sizes_of(rows: Rows) -> tuple[int, ...]:
-    """Return the rows of each data set that was joined; of any other rows their number."""
+    """Return the number of rows of each joined data set; for other rows only their own number."""
     sizes: tuple[int, ...] = getattr(rows, "sizes", (len(rows),))
     return sizes
 
 
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
-"""Suffixes of files that are read by themselves; every other name is for `datasets`."""
+"""Suffixes of files that are read here; `datasets` reads every other name."""
 KIND = CacheKind("data", default_mb=1 << 18, wait_s=1800.0)
 
 
 def names_files(name: str) -> bool:
-    """Return whether a name stands for files, and not for a folder of `datasets` or a data set on the hub."""
+    """Return whether a name means files, rather than a folder of `datasets` or a data set on the hub."""
     return is_url(name) or glob.has_magic(name) or Path(name).suffix in FILE_KINDS
 
 
 def files_of(name: str, field: str) -> Iterator[Path]:
-    """Yield the local files that `name`, the value of `field`, stands for; those of a glob in the order of their names.
+    """Yield the local files of `name`, the value of `field`; those of a glob in the order of their names.
 
-    A copy of a store's file is sure to stay until the next one is asked for, and beyond that while it is open.
-    Raises Unreadable: there are none, the store cannot be reached; SpecError: a scheme that fsspec does not know.
+    A copy of a store's file exists until the next one is requested, and beyond that while it is open. Raises Unreadable
+    if there are none or the store cannot be reached; SpecError for a scheme that fsspec does not know.
     """
     if is_url(name):
         yield from _stored_files(name, field)
@@ -290,19 +289,19 @@ def _stored_files(url: str, field: str) -> Iterator[Path]:
             )
         except PacelineError as error:
             raise type(error)(f"{field}: {url!r}: {error}") from None
-        except Exception as error:  # of the store's client, which has many
+        except Exception as error:  # errors of the store's client have many types
             raise _unreadable(url, field, error) from None
         with held:
             yield held.root / posixpath.basename(path)
 
 
 def _listed(url: str, field: str) -> tuple[AbstractFileSystem, list[str]]:
-    """Return the store of a URL, and the paths in it of the files that there are."""
+    """Return the store of a URL, and the paths of its existing files."""
     store, path = open_url(url, field)
     try:
         found = sorted(map(str, store.glob(path))) if glob.has_magic(path) else [path]
         return store, [name for name in found if store.isfile(name)]
-    except Exception as error:  # of the store's client, which has many
+    except Exception as error:  # errors of the store's client have many types
         raise _unreadable(url, field, error) from None
 
 

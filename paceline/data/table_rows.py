@@ -1,15 +1,15 @@
-"""Rows of tables, read by `datasets`: Parquet and Arrow files, folders that it has saved, and data sets on the hub.
+"""Reads tables with `datasets`: Parquet and Arrow files, folders that it has saved, and data sets on the hub.
 
-A table is mapped into memory from the disk, so that its size does not matter. `datasets` keeps a copy of a file's rows for that, which
-is plain: where this process has a storage key, a file is read into memory instead.
+A table is mapped into memory from the disk, so its size does not matter. For that `datasets` keeps an unencrypted copy
+of a file's rows; with a storage key a file is read into memory instead.
 
-A data set that is read as a stream (`data.streaming`) has two blocks of rows in memory, whatever its size. Promise: the row of a draw
-is a function of the seed, the size of a block and the number of the draw. The stream begins anew at its end, without end; each block
-of consecutive rows is shuffled by itself. So every pass has each row once, and a draw far ahead costs the reading of the stream up to
-its block.
+A stream (`data.streaming`) keeps two blocks of rows in memory, whatever its size. Promise: the row of a draw depends
+only on the seed, the size of a block and the number of the draw. The stream restarts at its end, and each block of
+consecutive rows is shuffled separately. So every pass has each row once; a draw far ahead reads the stream up to its
+block.
 
-Threads: `rows[draw]` never waits for the stream. Each block is read by a thread, one after the other (the lock of `_Tables`); a draw
-of a block that is not there yet raises Unreadable, and the caller comes again. A thread ends with its block, or with the process.
+Threads: `rows[draw]` never waits for the stream. Threads read the blocks one by one (the lock of `_Tables`). A draw
+from a missing block raises Unreadable, and the caller retries. A thread ends with its block or the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("pyarrow", "datasets")
 
 
 def need_table_packages(what: str) -> None:
-    """Raises InvalidInput, with what to do, where the packages are not installed. `what` names the use."""
+    """Raise InvalidInput with a remedy if the packages are not installed. `what` names the use."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidInput(
@@ -54,7 +54,7 @@ def need_table_packages(what: str) -> None:
 SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dict.fromkeys(
     ("float16", "halffloat"), np.float16
 )
-"""Types, as `datasets` and pyarrow name them, whose numbers have more digits as Python's than they are written with."""
+"""Names in `datasets` and pyarrow of types whose numbers get more digits in Python than they are written with."""
 STREAMED_ROWS = 1000
 """Rows of one table of a stream."""
 
@@ -62,7 +62,7 @@ _CONFIGS = re.compile(
     r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]",
     re.DOTALL,
 )
-"""Texts of `datasets` for a configuration that is missing or unknown, with the list of those that exist."""
+"""Messages of `datasets` for a missing or unknown configuration, with the list of those that exist."""
 
 
 def open_table(
@@ -73,8 +73,8 @@ def open_table(
 
 
 def open_stream(name: str, split: str, field: str, config: str | None) -> Iterator[Any]:
-    """Return the Arrow tables of a data set on the hub, or of a folder of files, as they are read. Raises DataError, Unreadable;
-    while they are read also what `datasets` raises."""
+    """Yield the Arrow tables of a data set on the hub, or of a folder of files, as they are read. Raises DataError,
+    Unreadable; during reading also errors of `datasets`."""
     stream = _loaded(None, name, split, field, config, streaming=True)
     tables: Iterator[Any] = stream.with_format("arrow").iter(STREAMED_ROWS)
     return tables
@@ -89,7 +89,7 @@ def _loaded(
     *,
     streaming: bool = False,
 ) -> Any:
-    """Return a `datasets.Dataset`, or an `IterableDataset` that is read as a stream. Raises DataError, Unreadable."""
+    """Return a `datasets.Dataset`, or an `IterableDataset` for a stream. Raises DataError, Unreadable."""
     need_table_packages(f"{field or 'the data set'}: {name!r}")
     import datasets
 
@@ -112,7 +112,7 @@ def _loaded(
             loaded = datasets.load_dataset(name, config, streaming=streaming)
     except (DataError, WrongKey):
         raise
-    except Exception as error:  # `datasets` raises dozens of kinds; each means that the set cannot be read
+    except Exception as error:  # `datasets` raises dozens of types; each means that the set cannot be read
         if found := _CONFIGS.search(str(error)):
             named = f"{config!r} is none of them" if config else "it has several"
             raise DataError(
@@ -133,7 +133,7 @@ def _loaded(
 
 
 def _table_in_memory(builder: str, path: Path) -> Any:
-    """Return the whole table of a Parquet or Arrow file, decrypted if it is encrypted. Raises WrongKey, and errors of pyarrow."""
+    """Return the whole table of a Parquet or Arrow file, decrypted if needed. Raises WrongKey, and errors of pyarrow."""
     import pyarrow
     from pyarrow import ipc, parquet
 
@@ -152,7 +152,7 @@ def without_configs(field: str, config: str, name: str, kind: str) -> DataError:
 
 
 def short_types(schema: Any) -> dict[str, str]:
-    """Return the types of the columns whose numbers, or lists of numbers, are of 32 or 16 bits."""
+    """Return the types of the columns with numbers, or lists of numbers, of 32 or 16 bits."""
     found = {}
     for field in schema:
         kind = field.type
@@ -163,13 +163,12 @@ def short_types(schema: Any) -> dict[str, str]:
 
 
 def in_short_form(row: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with the numbers of 32 or 16 bits, by their columns' `types`, as they are written: 0.1, not
-    0.10000000149011612."""
+    """Return a row with 32-bit and 16-bit numbers as written: 0.1, not 0.10000000149011612. `types`: by name."""
     return {**row, **{name: _written(row[name], SHORT[kind]) for name, kind in types.items()}}
 
 
 def _written(value: Any, kind: Any) -> Any:
-    """Return a number, or those of a list, with as many digits as `kind` has."""
+    """Return a number, or the numbers of a list, with the digits of `kind`."""
     if isinstance(value, list):
         return [_written(each, kind) for each in value]
     return value if value is None else float(str(kind(value)))
@@ -189,32 +188,39 @@ class TableRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
             row = in_short_form(self.dataset[index], self._short)
-        except (
-            Exception
-        ) as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
+        except Exception as error:  # from `datasets`: its files are on a disk, and columns are decoded on reading
             raise Unreadable(f"row {index} of the data set cannot be read: {type(error).__name__}: {error}") from None
         return without_added_nulls(row, is_table=self._adds_nulls)
 
 
 Row = dict[str, Any]
 Tables = Callable[[], Iterator["pa.Table"]]
-"""Begins a stream; returns its tables."""
+"""Starts a stream; returns its tables."""
 
 THREAD_NAME = "stream"
 RETRY_S = 5.0
-"""Seconds after which a block that could not be read is tried again."""
+"""Seconds until a block that could not be read is retried."""
 
 log = logging.getLogger(__name__)
 
 
 class StreamedRows:
-    """Rows by the number of the draw."""
+    """Rows of a stream by the number of the draw."""
 
-    def __init__(self, name: str, tables: Tables, check: Check, seed: int, *, block_rows: int, shuffle: bool) -> None:
-        """Read the first block of the stream. Raises DataError for a stream without rows, or whose first row cannot be used;
-        errors of `tables`."""
+    def __init__(
+        self,
+        name: str,
+        tables: Tables,
+        check: Check,
+        seed: int,
+        *,
+        block_rows: int,
+        shuffle: bool,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """Read the first block. Raises DataError if it has no rows or an unusable first one; errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
-        self._block_rows, self._tables = block_rows, _Tables(tables)
+        self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"
         first = self._read(0)
         self.columns = tuple(first[0])
@@ -223,15 +229,15 @@ class StreamedRows:
 
     @property
     def read_rows(self) -> list[Row]:
-        """The rows that can be used of the blocks in memory, in the order of the stream."""
+        """Return the usable rows of the blocks in memory, in the order of the stream."""
         return [row for _, block in sorted(self._blocks.items()) for row in block.rows]
 
     def __len__(self) -> int:
-        """Return 0: a stream's rows are not counted."""
+        """Return 0, because a stream's rows are not counted."""
         return 0
 
     def __getitem__(self, draw: int) -> Row:
-        """Return the row of a draw. Raises Unreadable while its block is being read, and where it cannot be."""
+        """Return the row of a draw. Raises Unreadable while its block is being read, and if it cannot be read."""
         number, position = divmod(draw, self._block_rows)
         block = self._block(number)
         first = number * self._block_rows
@@ -240,7 +246,7 @@ class StreamedRows:
             raise Unreadable(f"{where} are being read")
         if block.fault is not None:
             raise Unreadable(f"{where} cannot be read: {type(block.fault).__name__}: {block.fault}")
-        position %= len(block.rows)  # below the size of a block where rows were left out
+        position %= len(block.rows)  # smaller than a block if rows were left out
         if not self._shuffle:
             return dict(block.rows[position])
         if block.order is None:
@@ -248,21 +254,21 @@ class StreamedRows:
         return dict(block.rows[int(block.order[position])])
 
     def _block(self, number: int) -> _Block:
-        """Return a block, and keep it and the one after it alone. A block that could not be read is tried again after a while."""
-        again_s = time.monotonic() - RETRY_S
+        """Return a block, and keep only it and the next one. A block that could not be read is retried after a while."""
+        again_s = time.monotonic() - self._retry_s
         self._blocks = {
             n: block
             for n, block in self._blocks.items()
             if n in (number, number + 1) and (block.fault is None or block.failed_s > again_s)
         }
-        for wanted in (number, number + 1):
-            if wanted not in self._blocks:
-                self._blocks[wanted] = _Block()
-                self._blocks[wanted].start(partial(self._read, wanted))
+        for needed in (number, number + 1):
+            if needed not in self._blocks:
+                self._blocks[needed] = _Block()
+                self._blocks[needed].start(partial(self._read, needed))
         return self._blocks[number]
 
     def _read(self, number: int) -> list[Row]:
-        """Return the rows of a block that can be used; the others are left out with a warning. Raises DataError for none."""
+        """Return the usable rows of a block; leave out the others with a warning. Raises DataError for none."""
         first = number * self._block_rows
         rows, usable, faults = self._tables.rows(first, self._block_rows), [], []
         for index, row in enumerate(rows, start=first):
@@ -290,7 +296,7 @@ class StreamedRows:
 
 
 class _Block:
-    """Rows that a thread reads, or has read."""
+    """Rows that a thread is reading, or has read."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows = rows
@@ -306,7 +312,7 @@ class _Block:
     def _run(self, read: Callable[[], Sequence[Row]]) -> None:
         try:
             self.rows = read()
-        except Exception as error:  # `datasets` raises dozens of kinds; the draw reports it
+        except Exception as error:  # `datasets` raises dozens of types; the draw reports it
             self.fault, self.failed_s = error, time.monotonic()
         finally:
             self.done.set()
@@ -321,7 +327,7 @@ class _Tables:
         self._position = 0
         """Number of the first row of the next table."""
         self._rest: pa.Table | None = None
-        """Rows before the next table that were read and not asked for."""
+        """Rows before the next table that were read and not requested yet."""
 
     def rows(self, first: int, number: int) -> list[Row]:
         """Return `number` rows from row `first` on. Raises DataError for a stream without rows."""
@@ -329,7 +335,7 @@ class _Tables:
             try:
                 return self._rows(first, number)
             except BaseException:
-                self._stream = None  # the next call begins anew
+                self._stream = None  # so that the next call starts the stream again
                 raise
 
     def _rows(self, first: int, number: int) -> list[Row]:
@@ -350,7 +356,7 @@ class _Tables:
         return found
 
     def _next(self) -> pa.Table:
-        """Return what was left of the last table, or the next one."""
+        """Return the rest of the last table, or the next one."""
         if self._rest is not None:
             table, self._rest = self._rest, None
             return table

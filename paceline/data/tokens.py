@@ -1,4 +1,4 @@
-"""From a data set's prompt to token ids, the same way wherever it is needed: sampling, supervised training, asking.
+"""Converts prompts and texts to token ids, in the same way for sampling, supervised training and requests.
 
 Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 """
@@ -26,29 +26,28 @@ from paceline.spec import DataSection, PolicySection
 Kwargs = Mapping[str, Any]
 """Arguments of the chat template (`data.chat_template_kwargs`)."""
 Tools = Sequence[Mapping[str, Any]] | None
-"""Definitions of tools that the chat template gets; None: none."""
+"""Definitions of tools for the chat template, or None."""
 NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
-"""Beginnings that a text is encoded behind, to see how the tokenizer writes it within a longer text."""
+"""Texts to encode a text behind, to see how the tokenizer writes it within a longer text."""
 
 
 class _Ends(NamedTuple):
-    """At what sampling ends."""
+    """Conditions that end sampling."""
 
     ids: frozenset[int]
-    """Tokens, besides the tokenizer's end of sequence."""
+    """Tokens in addition to the tokenizer's end of sequence."""
     by_text: bool
-    """Stop strings end it too."""
+    """True if stop strings end it too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
-"""Of each tokenizer that was loaded for a policy."""
+"""Filled for each tokenizer that was loaded for a policy."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
-    """Return the policy's tokenizer. Raises InvalidInput when there is none that works, Unreadable when it is not
-    there now."""
+    """Return the policy's tokenizer. Raises InvalidInput if there is no working one, Unreadable if it is missing now."""
     from transformers import AutoTokenizer
 
     name = policy.tokenizer_name or policy.model_name
@@ -62,7 +61,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
             raise
         raise fault from None
     num_special = len(tokenizer.all_special_ids)
-    if len(tokenizer) <= num_special:  # what transformers makes of a folder without its files
+    if len(tokenizer) <= num_special:  # created by transformers for a folder without its files
         raise InvalidInput(
             f"policy.tokenizer_name (or model_name) {name!r} has no tokenizer files, so its vocabulary is empty; put "
             "tokenizer.json into the folder, or name another one in policy.tokenizer_name"
@@ -74,7 +73,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
 
 
 def _ends_of_model(name: str) -> set[int]:
-    """Return the end-of-sequence tokens that the files of a model name beside its tokenizer, as the engine reads them."""
+    """Return the end-of-sequence tokens in the files of a model beside its tokenizer, as the sampler reads them."""
     from transformers.utils.hub import cached_file
 
     found: set[int] = set()
@@ -83,13 +82,13 @@ def _ends_of_model(name: str) -> set[int]:
             path = cached_file(tokenizer_source(name), file, _raise_exceptions_for_missing_entries=False)
             ids = json.loads(Path(path).read_bytes())["eos_token_id"] if path else []
         except (OSError, ValueError, LookupError, TypeError, PacelineError):
-            continue  # the engine reports what is wrong with the model
+            continue  # the sampler reports what is wrong with the model
         found.update(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
     return found
 
 
 def stop_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens at which sampling stops. Raises InvalidInput where there is none."""
+    """Return the tokens at which sampling stops. Raises InvalidInput if there are none."""
     own = tokenizer.eos_token_id
     ids = _ends[tokenizer].ids if tokenizer in _ends else frozenset()
     ids |= frozenset(() if own is None else (own,))
@@ -106,13 +105,13 @@ def ends_by_text(tokenizer: Any) -> bool:
 
 
 def end_id(tokenizer: Any) -> int:
-    """Return the token that ends a text which has no end yet."""
+    """Return the token to end a text that has no end yet."""
     stops, own = stop_ids(tokenizer), tokenizer.eos_token_id
     return min(stops) if own is None else int(own)
 
 
 def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
-    """Raises InvalidInput unless both give every token the same number."""
+    """Raise InvalidInput unless both give every token the same number."""
     own, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(teacher).get_vocab()
     if own != theirs:
         differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
@@ -124,8 +123,8 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 
 
 def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
-    """Raise InvalidInput where a token that texts come to has no row in the embedding. A token that was added, as for images or as
-    padding, has none in some models, and is no fault where nothing writes it."""
+    """Raise InvalidInput if a token that texts may contain has no row in the embedding. Added tokens, as for images or
+    padding, have none in some models, which is no fault if nothing writes them."""
     outside = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}{tokenizer.eos_token or ''}"
     added = tokenizer.get_added_vocab() if outside else {}
@@ -140,18 +139,18 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
 def encode_prompt(
     tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> IntArray:
-    """Return [P] token ids of a prompt: messages by the chat template, text as it is.
+    """Return [P] token ids of a prompt: messages by the chat template, text unchanged.
 
-    A prompt that ends with the assistant is continued, as transformers' `continue_final_message` does. `template` is
-    data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools that the template
-    gets. Raises InvalidInput: no template where one is needed, no tokens, or whatever tokenizer or template raise.
+    A prompt that ends with the assistant is continued, as by transformers' `continue_final_message`. `template` is
+    data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools for the
+    template. Raises InvalidInput: no template although one is needed, no tokens, or any error of tokenizer or template.
     """
     text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
     return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
 
 
 def _prompt_text(tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return what the model reads of a prompt, as text: messages with the opening of the answer."""
+    """Return a prompt as the text that the model reads: messages with the opening of the answer."""
     if isinstance(prompt, str):
         if template != "always":
             return prompt
@@ -167,7 +166,7 @@ def _prompt_text(tokenizer: Any, prompt: Any, template: str, template_kwargs: Kw
 
 
 def _prompt_ids(tokenizer: Any, prompt: Any, template: str, text: str) -> list[int]:
-    """Return the tokens of a prompt's text. A text that is no chat begins with the tokenizer's own special tokens, once."""
+    """Return the tokens of a prompt's text. Text outside a chat begins with the tokenizer's special tokens, once."""
     is_text = isinstance(prompt, str) and template != "always"
     with refusals("the tokenizer", f"the prompt {prompt!r:.60}"):
         ids = _begun(tokenizer, text) if is_text else ids_of(tokenizer, text)
@@ -177,13 +176,13 @@ def _prompt_ids(tokenizer: Any, prompt: Any, template: str, text: str) -> list[i
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that begins a sequence, without special tokens that it does not have."""
+    """Return the tokens of a text at the beginning of a sequence, without added special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _begun(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text behind the special tokens that the tokenizer puts before every text, where the text does not
-    begin with them itself. Those that it puts behind a text are left out."""
+    """Return the tokens of a text behind the special tokens that the tokenizer puts before every text, unless the text
+    begins with them itself. Special tokens behind a text are left out."""
     ids = ids_of(tokenizer, text)
     probe = "a" if ids_of(tokenizer, "a") else text
     alone, whole = ids_of(tokenizer, probe), list(tokenizer(probe)["input_ids"])
@@ -192,8 +191,8 @@ def _begun(tokenizer: Any, text: str) -> list[int]:
 
 
 def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None:
-    """Return the first text that a tokenizer of the package `tokenizers` does not keep, and what it decodes to. A space before a
-    text may be new or gone. `parts` are texts, lists of messages, or None."""
+    """Return the first text that a tokenizer of the package `tokenizers` changes, and the decoded text. A space at the
+    beginning may be added or lost. `parts` are texts, lists of messages, or None."""
     tokenizer.no_truncation()
     for part in parts:
         for text in [each.get("content") for each in part] if isinstance(part, list) else [part]:
@@ -206,11 +205,11 @@ def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None
 
 
 def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
-    """Return [K] tokens of a text that goes on behind the tokens `before`.
+    """Return [K] tokens of a text that continues the tokens `before`.
 
-    Tokenizers may begin a text with a white space of their own (SentencePiece's dummy prefix, `add_prefix_space`), which has no
-    place within a sequence. So the text is encoded behind the last token, if that is a mark, else behind a text of which the
-    tokenizer keeps the tokens, and what follows those is returned.
+    Tokenizers may add white space at the beginning of a text (SentencePiece's dummy prefix, `add_prefix_space`), which
+    is wrong within a sequence. So the text is encoded behind the last token, if that is a mark, else behind a text
+    whose tokens the tokenizer keeps, and only the tokens after those are returned.
     """
     anchors: Sequence[str] = ANCHORS
     last = None if len(before) == 0 else tokenizer.added_tokens_decoder.get(int(before[-1]))
@@ -225,8 +224,7 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
 
 
 def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return messages, the last of which is the assistant's and goes on. Raises InvalidInput where the template writes that
-    message in another way."""
+    """Return messages that end with the assistant's, to continue it. Raises InvalidInput if the template changes it."""
     last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
@@ -239,7 +237,7 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
         "be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
-    if not kept:  # nothing that tells where the message ends: the opening of an answer
+    if not kept:  # nothing shows where the message ends: the opening of an answer
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
         return opened + content
     try:
@@ -248,7 +246,7 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
         raise rewritten if "continue_final_message" in str(error) else error from None
     header, found, rest = text.rpartition(kept)
     opened = text
-    with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
+    with contextlib.suppress(InvalidInput):  # from a template that does not accept a shorter chat
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
     added = header.removeprefix(opened).split() if header.startswith(opened) else []
     # Some templates close `<think>` before it.
@@ -266,15 +264,14 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return messages as the text that the chat template makes of them. Raises InvalidInput as `encode_prompt` does."""
+    """Return the chat template's text for messages. Raises InvalidInput as `encode_prompt` does."""
     options = {"add_generation_prompt": add_generation_prompt, **of_tools(tools)}
     return _by_template(tokenizer, messages, template_kwargs, options)
 
 
 def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options: Kwargs) -> str:
-    """Return the chat template's text for messages. Raises InvalidInput with the template's error, because templates refuse
-    conversations that their model does not know (two turns of the user in a row), and for an argument that the template does
-    not read."""
+    """Return the chat template's text for messages. Raises InvalidInput with the template's error, because templates
+    refuse conversations that their model does not know (two turns of the user in a row), and for an unread argument."""
     source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -293,7 +290,7 @@ def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options
 
 
 def shown_to(tokenizer: Any, messages: Any, template_kwargs: Kwargs) -> Any:
-    """Return messages as the chat template of the tokenizer takes them."""
+    """Return messages as the tokenizer's chat template takes them."""
 
     def write(chat: Any) -> str | None:
         try:
@@ -307,19 +304,19 @@ def shown_to(tokenizer: Any, messages: Any, template_kwargs: Kwargs) -> Any:
 
 
 def of_tools(tools: Tools) -> dict[str, Any]:
-    """Return the argument of the chat template for tools; none where there are none."""
+    """Return the argument for tools of the chat template; none if there are no tools."""
     return {} if tools is None else {"tools": list(tools)}
 
 
 def reads_tools(template: str) -> bool:
-    """Return whether a chat template has tools at all."""
+    """Return whether a chat template supports tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 @contextlib.contextmanager
 def refusals(source: str, about: str) -> Iterator[None]:
-    """Turn whatever a tokenizer or its template raises into InvalidInput, with the exception's type and text: it is about
-    the text. The excerpt comes last, so that equal faults begin alike."""
+    """Turn every error of a tokenizer or its template into InvalidInput with its type and text, because it concerns the
+    text. The excerpt comes last, so that equal faults begin alike."""
     try:
         yield
     except BaseException as error:
@@ -329,7 +326,7 @@ def refusals(source: str, about: str) -> Iterator[None]:
 
 
 def encode_text(tokenizer: Any, text: str) -> IntArray:
-    """Return [T] token ids of a whole text, the tokenizer's own special tokens and the end of sequence included."""
+    """Return [T] token ids of a whole text, with the tokenizer's own special tokens and the end of sequence."""
     with refusals("the tokenizer", f"the text {text!r:.60}"):
         ids = _begun(tokenizer, text)
     return _ended(tokenizer, ids)
@@ -346,13 +343,12 @@ def encode_exchange(
     ends: bool = True,
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
-    sequence, but for a text that was cut off (`ends` is false). `stops` are the tokens that are an end (default: at which
-    sampling stops).
+    """Return ([P], [T]) token ids of a prompt and what follows it. That ends where sampling would, at the end of
+    sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for sampling).
 
-    A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's. Raises
-    InvalidInput where the template writes the prompt otherwise once an answer follows, since the trained prompt would then
-    not be the sampled one.
+    A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's.
+    Raises InvalidInput if the template changes the prompt once an answer follows, because the trained prompt would
+    differ.
     """
     if isinstance(completion, str):
         text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
@@ -377,7 +373,7 @@ def encode_exchange(
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
-    """Return the tokens of a text behind a prompt: those that it has in the whole, if the prompt's are the same there."""
+    """Return the tokens of a text behind a prompt: those in the whole text, if it keeps the prompt's tokens."""
     with refusals("the tokenizer", f"the completion {text!r:.60}"):
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -385,21 +381,21 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
     return [int(token) for token in encode_continuation(tokenizer, prompt_ids, text)]
 
 
-def end_of(tokenizer: Any, ids: Sequence[int], said: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and with the last one at which sampling stops, if nothing but white space follows it, or
-    nothing of `said`, a message that the template wrote; else None."""
+def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
+    """Return the number of tokens up to the last one at which sampling stops, if only white space follows it, or
+    nothing of `message`, a text that the template wrote; else None."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:
         return None
     rest = tokenizer.decode(ids[last + 1 :], skip_special_tokens=False)
-    is_over = not rest.strip() or (said.strip() and said.strip() not in rest)
+    is_over = not rest.strip() or (message.strip() and message.strip() not in rest)
     return last + 1 if is_over else None
 
 
-def _ended(tokenizer: Any, ids: list[int], said: str = "", stops: frozenset[int] | None = None) -> IntArray:
-    """Return tokens up to their end; the end of sequence is added where they have none."""
-    end = end_of(tokenizer, ids, said, stops)
+def _ended(tokenizer: Any, ids: list[int], message: str = "", stops: frozenset[int] | None = None) -> IntArray:
+    """Return tokens up to their end. The end of sequence is added if they have none."""
+    end = end_of(tokenizer, ids, message, stops)
     return np.array([*ids, end_id(tokenizer)] if end is None else ids[:end], np.int32)
 
 
@@ -419,8 +415,8 @@ def encode_for_scoring(
 ) -> IntArray:
     """Return [T] token ids of a whole text that a reward model scores at its last token.
 
-    Its end is the tokenizer's end of sequence, whatever a run with that model stops at: trainer and scorer read the same text.
-    Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
+    It ends with the tokenizer's end of sequence, whatever a run with that model stops at, so that trainer and scorer
+    read the same text. Trailing padding tokens are removed, as transformers does to find the last token: if the end of
     sequence is also the padding, the score is read at the token before it.
     """
     stops = frozenset({end_id(tokenizer)})
@@ -432,8 +428,8 @@ def encode_for_scoring(
 
 
 def with_system_prompt(prompt: Any, data: DataSection) -> Any:
-    """Return the prompt, its text parts joined, with data.system_prompt put before it, if there is one. A chat that begins
-    with that very message, as of a run's exported samples, stays as it is."""
+    """Return the prompt with joined text parts and data.system_prompt, if set, in front. A chat that begins with the
+    same message, such as an exported sample of a run, stays unchanged."""
     prompt = plain(prompt)
     if data.system_prompt is None:
         return prompt

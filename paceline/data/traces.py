@@ -1,17 +1,17 @@
-"""Rows of traces, recorded completions with rewards, and their groups by prompt, which `offline_grpo` trains on.
+"""Reads traces, recorded completions with rewards, and groups them by prompt for `offline_grpo`.
 
-Forms that are read:
+Supported forms:
 
     own export     prompt_ids, token_ids, logprobs and final_reward, as `paceline traces export` writes them: the behaviour
                    policy is the recorded one
     text           prompt, completion and a reward: the behaviour policy is taken to be the starting policy
     TRL            the Parquet files of its completions: step, prompt, completion, a column for each reward function, and
                    advantage; the reward is the sum over the functions
-    verifiers      prompt and completion as messages, reward and example_id, as its `results.jsonl` has them
+    verifiers      prompt and completion as messages, reward and example_id, as in its `results.jsonl`
 
-Records of other forms become such rows first (`paceline.apps.traces.conversion`). Promise: a completion is the model's alone;
-one with messages of a tool or a user in between is refused, because they would train. A group has at least two traces of different
-rewards, and each trace that is left out is counted by its reason.
+Other forms are converted to such rows first (`paceline.apps.traces.conversion`). Promise: a completion has only the
+model's text; one with messages of a tool or a user in between is refused, because they would be trained. A group has at
+least two traces with different rewards, and each trace that is left out is counted by its reason.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.groups import FloatArray, IntArray
 
 REWARD_KEY = "final_reward"
 TRL_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
-"""Columns of TRL's completions that are no reward functions."""
+"""Columns of TRL's completions that are not reward functions."""
 VERIFIERS_COLUMNS = frozenset({"example_id", "prompt", "completion", "reward"})
 """Columns of each line of verifiers' `results.jsonl`."""
 TOKEN_COLUMNS = ("prompt_ids", "token_ids", "logprobs")
 
 
 class TraceTokens(NamedTuple):
-    """Tokens of a trace, with the log-probabilities under the policy that sampled them."""
+    """Tokens of a trace, with their log-probabilities under the policy that sampled them."""
 
     prompt_ids: IntArray
     token_ids: IntArray
@@ -57,13 +57,13 @@ class Trace(NamedTuple):
     completion: Any
     """Text, or messages that follow the prompt."""
     reward: float | None
-    """None where the row has none: nothing judged the completion."""
+    """None if the row has none, because nothing scored the completion."""
     tokens: TraceTokens | None
     """None for a text row."""
     tools: list[Any] | None = None
-    """Definitions of tools that the chat template gets with the prompt of a text row."""
+    """Definitions of tools for the chat template with the prompt of a text row."""
     finish_reason: str | None = None
-    """Why the completion of a text row ended, where the row says so."""
+    """Reason why the completion of a text row ended, if the row has one."""
 
 
 class TraceKeys(NamedTuple):
@@ -72,7 +72,7 @@ class TraceKeys(NamedTuple):
     prompt: str = "prompt"
     completion: str = "completion"
     rewards: tuple[str, ...] = ()
-    """Columns whose sum is the reward; empty: `final_reward`, the reward functions of TRL's completions, or verifiers' `reward`."""
+    """Columns whose sum is the reward; empty: `final_reward`, TRL's reward functions, or verifiers' `reward`."""
 
 
 def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
@@ -105,14 +105,14 @@ def format_of(row: Mapping[str, Any]) -> str:
 
 
 def is_trace(row: Mapping[str, Any], prompt_key: str, completion_key: str) -> bool:
-    """Return whether a row has the columns of a trace whose reward needs no name."""
+    """Return whether a row has the columns of a trace with a reward under a standard name."""
     if prompt_key not in row or not (completion_key in row or row.keys() >= set(TOKEN_COLUMNS)):
         return False
     return REWARD_KEY in row or row.keys() >= TRL_COLUMNS or row.keys() >= VERIFIERS_COLUMNS
 
 
 def _check_authors(completion: Any, key: str) -> None:
-    """Raises DataError for messages of others than the assistant in a completion."""
+    """Raise DataError for messages in a completion that are not the assistant's."""
     for index, message in enumerate(completion if isinstance(completion, list) else ()):
         if message["role"] != "assistant":
             raise DataError(
@@ -128,7 +128,7 @@ def prompt_digest(prompt: Any) -> bytes:
 
 
 def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
-    """Return the reward of a row; None where it has none. Raises DataError."""
+    """Return the reward of a row; None if it has none. Raises DataError."""
     names = keys.rewards or _reward_columns(row)
     if not names:
         raise DataError(
@@ -150,8 +150,7 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
 
 
 def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the reward: of TRL's completions those of its functions, which hold numbers; none where the row
-    has no reward that is known by its name."""
+    """Return the columns of the reward: for TRL its functions', which hold numbers; none if no name is standard."""
     if REWARD_KEY in row:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
@@ -160,7 +159,7 @@ def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
-    """Return the recorded tokens; None for a text row. Raises DataError where they cannot belong together."""
+    """Return the recorded tokens; None for a text row. Raises DataError if they are inconsistent."""
     if any(row.get(name) is None for name in TOKEN_COLUMNS):
         return None
     if row.get("messages") is not None:
@@ -187,7 +186,7 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
 
 
 class TraceGroups:
-    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds numbers alone.
+    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers.
 
     Own exports that name a group stay in it; all other traces belong to the group of their prompt.
     """
@@ -195,13 +194,13 @@ class TraceGroups:
     columns: tuple[str, ...] = ("traces",)
 
     def __init__(self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64) -> None:
-        """Group `rows`. Traces below `least_reward` are left out; a prompt of more than `max_size` traces is several groups.
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces is several groups.
 
-        Raises DataError: no group is left.
+        Raises DataError if no group is left.
         """
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
-        """Traces that are in no group, by reason."""
+        """Traces in no group, by reason."""
         self.formats: Counter[str] = Counter()
         """Traces in groups, by format."""
         members: dict[bytes, list[tuple[int, float]]] = {}
@@ -235,7 +234,7 @@ class TraceGroups:
 
     @property
     def report(self) -> str:
-        """Return a sentence on the groups, the behaviour policy and what was left out."""
+        """Return a sentence on the groups, the behaviour policy and the traces that were left out."""
         used = sum(map(len, self._groups))
         policies = [
             f"{number:,} have the recorded behaviour policy"

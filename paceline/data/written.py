@@ -1,6 +1,6 @@
-"""Numbers as files write them: texts that are numbers, and whether a text says what a column's value is. Pure.
+"""Parses numbers as files write them, and tells whether a text is the value of a column. Pure.
 
-Promise: a number is told from its text without loss, so nothing that was read as a number is compared in another form.
+Promise: a number is recognised without loss, so nothing that was read as a number is compared in another form.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ NUMBER = re.compile(r"-?(0|[1-9]\d{0,999})(\.\d{1,999})?([eE][+-]?\d{1,3})?", re
 
 
 def number_of(text: str) -> int | float | None:
-    """Return the number that a text is as JSON writes it, else None."""
+    """Return the number if a text is one in JSON's spelling, else None."""
     if WHOLE.fullmatch(text):
         return int(text)
     return float(text) if NUMBER.fullmatch(text) else None
 
 
 def as_number(value: Any) -> Any:
-    """Return the number of a cell whose form no number has (`0.50` in CSV); any other value as it is."""
+    """Return the number in a cell with a spelling that no number has (`0.50` in CSV); any other value unchanged."""
     found = number_of(value) if isinstance(value, str) else None
     return value if found is None else found
 
 
 def says(text: str, value: Any) -> bool:
-    """Return whether a text is the one of a column's value. Truth values and numbers that are no integers have several texts in
-    files, as `true` and `True`, or `0.5` and `0.50`; the value no longer tells which one it was."""
+    """Return whether a text is the value of a column. Files spell truth values and fractions in several ways, as `true`
+    and `True`, or `0.5` and `0.50`; the value no longer shows which one it was."""
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
     if isinstance(value, float) and number_of(text) == value:

@@ -1,7 +1,7 @@
-"""The built-in reward functions, by the name that a spec uses.
+"""The built-in reward functions by their names in a spec.
 
-All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; a spec's
-`kwargs` are their keyword-only parameters, or the settings that SETTINGS reads. Importing this package stays cheap: no mpmath, no numpy.
+All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`. A spec's
+`kwargs` are their keyword-only parameters, or settings that SETTINGS parses. Importing it loads no mpmath or numpy.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Readers of the `kwargs` of functions that get them as `settings`. They raise InvalidInput, and return the settings: the
-function reads their `columns`; `check_submitted` and `check_host` raise where a run or a worker cannot have it."""
+"""Parsers of `kwargs`, for functions that get them as `settings`. They raise InvalidInput and return settings with the
+`columns` that the function reads. `check_submitted` and `check_host` raise if a run or a worker cannot use them."""

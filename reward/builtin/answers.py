@@ -1,7 +1,7 @@
 r"""Finds the final answer in a text.
 
-Promise: the same text always gives the same answer, in time linear in its length; what holds no value is no answer where
-another statement holds one.
+Promise: the same text always gives the same answer, in time linear in its length. A statement without a value is
+ignored if another statement has one.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ CLAUSE = re.compile(
 )
 DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_STATEMENTS = 20
-"""Statements of each form that are read, from the end of a text."""
+"""Statements of each form that are read, counted from the end of a text."""
 MAX_WORDS = 4
-"""Words of an answer without mathematics; more are prose."""
+"""Most words of an answer without mathematics; longer texts are prose."""
 MAX_CLAUSES = 10
-"""Ends of clauses up to which prose is read."""
+"""Most ends of clauses that are tried as the end of a value in prose."""
 
 
 class Statement(NamedTuple):
-    """A place where a text states an answer. is_marked: by `\\boxed`, `####` or a tag, which beat prose."""
+    r"""A stated answer in a text. is_marked: by `\boxed`, `####` or a tag, which take precedence over prose."""
 
     at: int
     is_marked: bool
@@ -58,11 +58,11 @@ class Statement(NamedTuple):
 def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | None:
     r"""Return the answer that `text` states, or None.
 
-    Statements are `\boxed{…}` (braces balanced; `\fbox{…}` and `\boxed 42` too), `#### …` in front of a value, `<answer>…</answer>`, a
-    line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`, both up to the end of the value. Of those that hold a value the
-    last one with marks is the answer, else the last one in prose. `holds` decides what a value is: without it mathematics, and with
-    marks also a few words. Where none holds a value, the last statement counts as it is. A reasoning (`<think>…</think>`) counts only if nothing is stated
-    behind it, and not at all if it never ends.
+    Statements are `\boxed{…}` (braces balanced; also `\fbox{…}` and `\boxed 42`), `#### …` in front of a value,
+    `<answer>…</answer>`, a line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`; the last two end with the
+    value. The answer is the last marked statement that has a value, else the last one in prose. `holds` decides what is
+    a value: mathematics, and in marked statements also a few words. If no statement has a value, the last statement
+    counts unchanged. A reasoning (`<think>…</think>`) counts only if it is closed and no answer is stated behind it.
     """
     for part in _parts(text):
         if found := sorted(_statements(part, holds or holds_value)):
@@ -71,13 +71,13 @@ def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | 
 
 
 def holds_value(text: str) -> bool:
-    """Return whether `text` is readable mathematics, and not words."""
+    """Return whether `text` is readable mathematics and not words."""
     tree = read(text)
     return tree is not None and not _words_of(tree)
 
 
 def is_answer(text: str) -> bool:
-    """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
+    """Return whether `text` can be an answer: mathematics, or a few words such as a name."""
     tree = read(text)
     return "\\" in text or (tree is not None and all(len(each.split()) <= MAX_WORDS for each in _words_of(tree)))
 
@@ -107,7 +107,7 @@ def clean(answer: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the texts that may state the answer, the first that states one: what follows the reasoning, and the reasoning if it ended."""
+    """Return the texts to search, in this order: behind the reasoning, then the reasoning if it is closed."""
     reasoning, ended, _ = text.rpartition(END_THINK)
     return [answer_of(text), reasoning] if ended else [answer_of(text)]
 
@@ -116,7 +116,7 @@ def _statements(text: str, holds: Callable[[str], bool]) -> Iterator[Statement]:
     yield from _last(_boxes(text))
     yield from _tags(text)
     for match in _last(HASHES.finditer(text)):
-        # A heading of markdown has the same mark.
+        # A Markdown heading has the same mark.
         yield Statement(match.start(), holds(clean(inner := _inner(match[1]))), inner)
     for pattern in (ANSWER_LINE, ANSWER_IS):
         for match in _last(pattern.finditer(text)):
@@ -135,7 +135,7 @@ def _last(found: Iterable[Any]) -> Sequence[Any]:
 
 
 def _inner(text: str) -> str:
-    """Return what the text within an answer's marks states, if it states something, else the text."""
+    """Return the statement within the marks of an answer if there is one, else the text."""
     boxes = [each.text for each in _last(_boxes(text))]
     return boxes[-1] if boxes else _said(text) or text
 
@@ -146,7 +146,7 @@ def _said(text: str) -> str | None:
 
 
 def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callable[[str], bool]) -> str:
-    """Return the last answer with marks that `marked` accepts, else the last one in prose that `prose` accepts, else any."""
+    """Return the last marked answer that `marked` accepts, else the last in prose that `prose` accepts, else the last."""
     last = ""
     for is_marked, holds in ((True, marked), (False, prose)):
         for each in reversed([each for each in found if each.is_marked == is_marked]):
@@ -158,7 +158,7 @@ def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callab
 
 
 def _value(text: str, holds: Callable[[str], bool]) -> str:
-    """Return the value at the beginning of prose: the whole of it, else the longest part in front of a clause that holds one."""
+    """Return the value at the beginning of prose: all of it, else the longest part before a clause with a value."""
     text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
     if text.startswith("**") and "**" in text[2:]:
         text = text[2 : text.index("**", 2)]
@@ -171,7 +171,7 @@ def _value(text: str, holds: Callable[[str], bool]) -> str:
 
 
 def _boxes(text: str) -> Iterator[Statement]:
-    """Yield each box; boxes that only a comma, `and` or `or` divides are one statement of several values."""
+    """Yield each box. Boxes that only a comma, `and` or `or` separates are one statement of several values."""
     closings: dict[int, int] | None = None
     last: tuple[Statement, int] | None = None
     for match in BOXED.finditer(text):
@@ -196,7 +196,7 @@ def _boxes(text: str) -> Iterator[Statement]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Return the index of the closing brace of each opening one; `\\{` and `\\}` are no braces."""
+    r"""Return the index of the closing brace by the index of each opening one. `\{` and `\}` are not braces."""
     found, opened = {}, []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":
@@ -207,7 +207,7 @@ def _closings(text: str) -> dict[int, int]:
 
 
 def without_label(answer: str) -> str:
-    r"""Return `answer` without the letter of a choice in front of it: `\textbf{(B)}\ 12`, `(B) 12`."""
+    r"""Return `answer` without the letter of a choice in front: `\textbf{(B)}\ 12`, `(B) 12`."""
     label = re.match(r"\s*(?:\\text(?:bf)?\s*\{\s*)?\(([A-J])\)(?:[\s\\,:~]|\})+(?=\S)", answer)
     rest = answer[label.end() :] if label else answer
     return rest[:-1] if label and label[0].count("{") > label[0].count("}") and rest.endswith("}") else rest

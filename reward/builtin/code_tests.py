@@ -1,7 +1,7 @@
-"""`code_tests`: a program's tests, run in a sandbox, as a reward.
+"""Scores programs by running their tests in a sandbox.
 
-Promise: a program that fails its tests gets 0, or their share, with the outcome of each test kept beside; a sandbox that fails
-ends the attempt, and never makes a 0. The parts are in `paceline.reward.code` and `paceline.reward.sandbox`, imported at the first call.
+Promise: a program that fails tests gets 0 or the share of passed tests, and the outcome of each test is kept. A failed
+sandbox ends the attempt and never gives 0. The parts are imported at the first call.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from paceline.reward.sandbox import Sandbox
 
 LOGGED = ("passed", "wrong", "error", "time")
-"""States of tests whose share is a metric."""
+"""States of tests whose shares are metrics."""
 
 
 def code_tests(
     prompts: list[Any], completions: list[Any], call: CallView, settings: Mapping[str, Any], **columns: Any
 ) -> list[float | None]:
-    """Return [C] 1 where the program in a completion passes all its tests, else 0; or the share of tests that it passes.
+    """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests.
 
-    `settings` are those of `paceline.reward.code.settings.CodeSettings`. None where a row has no tests. Raises InvalidInput for
-    tests that cannot be read, SandboxFailed where the sandbox cannot run a program now.
+    `settings` are `paceline.reward.code.settings.CodeSettings`. None for a row without tests. Raises InvalidInput for
+    unreadable tests, SandboxFailed if the sandbox cannot run a program now.
     """
     from paceline.reward.code.grading import reward_of
 
@@ -62,7 +62,7 @@ def _sandbox(settings_json: str) -> Sandbox:
 
 
 def _work(prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings) -> tuple[list[str], Cases] | None:
-    """Return the programs of which the first that loads counts, and the tests; None without tests."""
+    """Return the candidate programs (the first that loads counts) and the tests; None without tests."""
     from paceline.reward.code.cases import Checks, names_in
     from paceline.reward.code.extraction import program_of, with_prompt
 
@@ -75,7 +75,7 @@ def _work(prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings) -> 
 
 
 def _last_text(prompt: Any) -> str:
-    """Return the text of a prompt, of messages that of the last one."""
+    """Return a text prompt, or the text of the last message of a chat."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
     content = last.get("content") if isinstance(last, Mapping) else last
     return content if isinstance(content, str) else ""
@@ -95,7 +95,7 @@ def _graded(
 
 
 def _log(call: CallView, graded: Sequence[Sequence[CaseResult] | None]) -> None:
-    """Log the shares of tests by what became of them, for the metrics of the run, and the outcomes beside the rewards."""
+    """Log the share of tests in each state as metrics of the run, and the outcomes beside the rewards."""
     from paceline.reward.code.grading import describe
 
     label = call.label[:40]

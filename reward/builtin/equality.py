@@ -1,8 +1,8 @@
-"""Decides whether two answers, read into trees, are the same value.
+"""Decides whether two answers, parsed into trees, have the same value.
 
-Numbers without decimals are compared to 30 digits, a decimal with any other number to six significant digits, and expressions
-with symbols at points that depend on nothing but the symbols' names. Promise: no result depends on time, and none takes long,
-because what would have too many digits is never computed; it equals only the same tree.
+Numbers without decimals are compared to 30 digits, a decimal with any other number to six significant digits, and
+expressions with symbols at points that depend only on the symbols' names. Promise: no result depends on time, and none
+takes long, because a value with too many digits is never computed; it equals only an identical tree.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def equal_values(gold: Node, answer: Node) -> bool:
-    """Return whether `answer` has the value of `gold`, as far as that can be computed with the work of one comparison."""
+    """Return whether `answer` has the value of `gold`, within the work limit of one comparison."""
     context().work = 0
     return same_value(gold, answer)
 
 
 def same_value(gold: Node, answer: Node) -> bool:
-    """Return whether `answer` has the value of `gold`. A bare value equals `x = value`; the order counts in tuples only."""
+    """Return whether `answer` has the value of `gold`. A bare value equals `x = value`; order matters only in tuples."""
     if gold == answer:
         return True
     if (units := _units(gold)) and (others := _units(answer)) and units != others:
@@ -91,11 +91,12 @@ def _chosen(node: Any, sign: int) -> Any:
 
 
 def _same_as_relation(gold: Node, answer: Node) -> bool:
-    """Compare a relation with a value: its right-hand side where it is an assignment, its interval where it is an inequality."""
+    """Compare a relation with a value: the right-hand side of an assignment, the interval of an inequality."""
     relation, value = (gold, answer) if gold.kind == "relation" else (answer, gold)
     operands, signs = relation.args
     if set(signs) <= {"=", "~"}:
-        # A gold answer gives up its left-hand side only if that is a name; a completion may show how it got its value.
+        # The left-hand side of a gold answer is dropped only if it is a name; a completion may show how it got its
+        # value.
         if relation is gold and not _is_name(operands[0]):
             return False
         candidates = [operands[-1]] if signs[-1] == "=" else [operands[-1], operands[-2]]
@@ -116,7 +117,7 @@ def _is_name(node: Node) -> bool:
 
 
 def _interval(relation: Node) -> Node | None:
-    """Return the interval of `a < x <= b` or `x > a`, None for another relation."""
+    """Return the interval of `a < x <= b` or `x > a`; None for another relation."""
     operands, signs = relation.args
     if all(sign in (">", ">=") for sign in signs):
         operands, signs = operands[::-1], tuple(MIRRORED[sign] for sign in signs[::-1])
@@ -145,7 +146,7 @@ def _same_relation(gold: Node, answer: Node) -> bool:
 
 
 def _same_equation(gold: tuple[Node, ...], sign: str, answer: tuple[Node, ...], other: str) -> bool:
-    """Compare two relations of two sides: side by side, or as multiples of one another."""
+    """Compare two relations of two sides each: side by side, or as multiples of each other."""
     if sign == other and _pairwise(gold, answer):
         return True
     if sign == MIRRORED.get(other) and _pairwise(gold, answer[::-1]):
@@ -165,7 +166,7 @@ def _pairwise(gold: Iterable[Node], answer: Iterable[Node]) -> bool:
 
 
 def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
-    """Return whether each item has a partner of its own among the others. Equality is close to transitive, so the first will do."""
+    """Return whether items and others pair one to one. The first match is taken, equality being almost transitive."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
     left = list(answer)  # each pair is compared once, because nested sets would double the work at each level
@@ -186,7 +187,7 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _items(node: Node) -> tuple[Node, ...]:
-    """Return the values of a list or set, each expanded; a value is a list of one."""
+    """Return the values of a list or set, each expanded; a single value is a list of one."""
     if node.kind not in ("list", "set"):
         return (node,)
     expanded = (_expanded(_bare(each)) for each in node.args)
@@ -220,7 +221,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union, `(a, b)` being open, with single points as closed ones; neighbours that touch are joined."""
+    """Return the intervals of a union, `(a, b)` as an open, a single point as a closed one, adjacent ones joined."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
@@ -240,7 +241,7 @@ def _intervals(node: Node) -> tuple[Node, ...] | None:
 
 
 def _joined(intervals: list[Node]) -> tuple[Node, ...]:
-    """Join neighbours like (1, 2] and (2, 3). Intervals without numeric ends stay as they are."""
+    """Join adjacent intervals such as (1, 2] and (2, 3). Intervals without numeric ends stay unchanged."""
     try:
         ends = [tuple(_float(end) for end in each.args[:2]) for each in intervals]
     except UNCOMPUTABLE:
@@ -264,7 +265,7 @@ def _float(node: Node) -> float:
 
 
 def _word(node: Node) -> Any:
-    """Return what is compared of words: a single letter is its symbol; for a number in a base its digits and base."""
+    """Return the comparable form of words: of a single letter its symbol, of a number in a base its digits and base."""
     if node.kind == "base":
         return _based(node)
     if node.kind == "text":
@@ -300,7 +301,7 @@ def _same_number(gold: Node, answer: Node) -> bool:
 
 
 def _same_percent(gold: Node, answer: Node) -> bool:
-    """Compare a percentage: with another by their numbers, with a number by its value or by the number before the sign."""
+    """Compare a percentage with another by number, or with a number by value or by the number before the sign."""
     if gold.kind == answer.kind:
         return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
     hundred = number_of(100)
@@ -312,12 +313,12 @@ def _same_percent(gold: Node, answer: Node) -> bool:
 
 
 def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: bool) -> bool | None:
-    """Return whether two values agree at a point; None where they say nothing."""
+    """Return whether two values agree at a point; None if they are not comparable."""
     (left, right), noise = values_of((gold, answer), point)
     mp = context()
     if mp.isnan(left) or mp.isnan(right):
         return None
-    # Roots and logarithms of negative numbers have several values, and which one is meant the texts do not say.
+    # Roots and logarithms of negative numbers have several values, and the texts do not say which one is meant.
     if is_last and (mp.im(left) or mp.im(right)):
         return None
     if mp.isinf(left) or mp.isinf(right):
@@ -330,10 +331,10 @@ def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: 
 
 
 def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
-    """Return how far an answer may be from a gold answer of this size, of which one at least has decimals.
+    """Return the allowed distance from a gold answer of this size if at least one of both has decimals.
 
-    It is half a unit of the sixth significant digit. Of numbers that are written out no more than half a unit of the last digit, where
-    that is above 5e-7: 1234567.9 is not 1234567.5. Integers have to be exact. Six digits of a coefficient are worth two millionths.
+    It is half a unit of the sixth significant digit. For numbers that are written out at most half a unit of the last
+    digit, if above 5e-7: 1234567.9 is not 1234567.5. Integers must be exact. Six digits of a coefficient: 2e-6.
     """
     mp = context()
     inexact = [each for each in (gold, answer) if has_decimals(each)]
@@ -352,7 +353,7 @@ def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
 
 
 def _constant_ratio(left: Node, right: Node) -> int | None:
-    """Return the sign of left/right if that is the same number at all points, else None."""
+    """Return the sign of left/right if the quotient is the same at all points, else None."""
     names = symbols(left) | symbols(right)
     try:
         pairs = [values_of((left, right), point_of(names, index, True))[0] for index in range(3)]

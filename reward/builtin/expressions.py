@@ -1,7 +1,7 @@
-r"""Reads an answer in LaTeX or plain notation into a tree of nodes, without evaluating anything.
+r"""Parses an answer in LaTeX or plain notation into a tree, without evaluating anything.
 
-Promise: the whole text is read or none of it (None). Only spacing, styles, known units and words behind a number that cannot
-change it are left out, and those stay in the tree as a `quantity`. Time and memory are linear in the text's length.
+Promise: the text is parsed completely or not at all (None). Only spacing, styles, known units and words behind a number
+that cannot change it are left out; the tree keeps units and words as a `quantity`. Time and memory are linear.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paceline.reward.builtin.notation import TEXT, phrase
 
 MAX_CHARS = 2000
 MAX_DEPTH = 40
-"""Of brackets and arguments within one another. They and MAX_LEVELS keep a reader and a comparison far from Python's limit of
-recursion, so that no result depends on the stack of the caller."""
+"""Largest depth of brackets and arguments. With MAX_LEVELS it keeps parsing and comparing far from Python's limit of
+recursion, so that no result depends on the caller's stack."""
 MAX_LEVELS = 120
-"""Of a tree; each factor of a product, sign and `!` is one."""
+"""Largest depth of a tree; each factor of a product, sign and `!` is one level."""
 MAX_EXPONENT = 400
 
 
 class Node(NamedTuple):
-    """A number, symbol, operation or collection: `args` are nodes, texts and numbers, by `kind`."""
+    """A number, symbol, operation or collection. `kind` decides whether `args` are nodes, texts or numbers."""
 
     kind: str
     args: tuple[Any, ...] = ()
@@ -36,12 +36,12 @@ def number_of(value: int | Fraction) -> Node:
 
 
 class Unreadable(ValueError):
-    """The text is not mathematics that is known here."""
+    """The text is not known mathematics."""
 
 
 @functools.lru_cache(maxsize=4096)
 def read(text: str) -> Node | None:
-    """Return the tree of the whole `text`, or None if a part of it is not known."""
+    """Return the tree of the whole `text`, or None if a part of it is unknown."""
     if len(text) > MAX_CHARS or not text.strip():
         return None
     try:
@@ -59,7 +59,7 @@ def _is_deep(tree: Node) -> bool:
 
 
 class _Reader:
-    """A recursive descent over a text. `brackets`: how many ( [ \\{ are open, where a comma separates and never groups digits."""
+    r"""A recursive descent parser. `brackets`: open ( [ \{, in which a comma separates and never groups digits."""
 
     def __init__(self, text: str, depth: int = 0) -> None:
         self.text, self.at, self.depth = text, 0, depth
@@ -103,7 +103,7 @@ class _Reader:
         return self.skip() >= len(self.text) or self.sees(")", "]", "}", r"\}", "&", r"\\", r"\end", r"\r", r"\|")
 
     def item(self) -> Node:
-        """Read one value with its unit, or words alone."""
+        """Parse one value with its unit, or only words."""
         start = self.at
         try:
             value = self.quantity(self.relation())
@@ -123,7 +123,7 @@ class _Reader:
         return Node("set") if found in notation.NO_SOLUTION else Node("text", (found,))
 
     def quantity(self, value: Node) -> Node:
-        """Add the unit behind `value`, if there is one."""
+        """Add the unit behind `value` if there is one."""
         match = notation.TAIL.match(self.text, self.skip())
         if match is None or not notation.RUN.search(match[0]) or notation.SEPARATOR.match(self.text, self.at):
             return value
@@ -196,7 +196,7 @@ class _Reader:
         return self.factor()
 
     def begins_factor(self) -> bool:
-        """Return whether a factor follows without a sign of multiplication; a unit or a word is none."""
+        """Return whether a factor follows without a multiplication sign. A unit or a word is not a factor."""
         at = self.skip()
         if at >= len(self.text) or self.text[at] in ")]}&,;:=<>+-*/^_!%.'0123456789":
             return False
@@ -362,7 +362,7 @@ class _Reader:
         return Node("set") if found in notation.NO_SOLUTION else Node("text", (found,))
 
     def argument(self) -> Node:
-        r"""Read the argument of a command: a group in braces, one digit (`\frac12`), or one atom."""
+        r"""Parse the argument of a command: a group in braces, one digit (`\frac12`), or one atom."""
         if digit := self.take(re.compile(r"\d")):
             return number_of(int(digit[0]))
         return self.atom()
@@ -394,7 +394,7 @@ class _Reader:
         return value if power is None or is_inverse else Node("power", (value, power))
 
     def bare_argument(self) -> Node:
-        r"""Read the argument of `\sin 2x`: factors up to a sign, a bracket or another function."""
+        r"""Parse the argument of `\sin 2x`: factors up to a sign, a bracket or another function."""
         value = self.factor()
         while self.begins_factor() and not notation.OPENING.match(self.text, self.at):
             match = notation.COMMAND.match(self.text, self.at)
@@ -443,7 +443,7 @@ def symbols(node: Any) -> frozenset[str]:
 
 
 def _name(node: Node) -> str:
-    """Return the name of a symbol with an accent, a prime or a subscript."""
+    """Return the name of a symbol including an accent, a prime or a subscript."""
     if node.kind in ("symbol", "constant"):
         return str(node.args[0])
     if node.kind in ("product", "number", "text"):
@@ -462,7 +462,7 @@ def _cell(text: str, depth: int) -> Node:
 
 
 def _decimal(text: str) -> Node:
-    """Return a number and the size of its last written digit, None for an integer."""
+    """Return a number and the unit of its last written digit; None as the unit of an integer."""
     digits, _, exponent = text.lower().partition("e")
     places = len(digits.partition(".")[2])
     power = int(exponent or 0)

@@ -1,7 +1,7 @@
-"""Rewards for what is seen of a completion at once: its text, form, length and refusal, and what its environment gave.
+"""Scores a completion without parsing its answer: text, form, length, refusal, and the environment's reward.
 
-Lengths are in tokens as sampled (stop token included). A refusal is found by the phrases with which assistants decline, at the beginning of the completion; a model that declines in
-other words needs a judge.
+Lengths are in sampled tokens, including the stop token. A refusal is detected by phrases at the beginning of the
+completion with which assistants decline; for a model that declines in other words, use a judge.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def exact_match(
     ignore_case: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] 1.0 where the whole completion, or its answer behind the reasoning, equals the text in `answer_column`, None
-    where that is null.
+    """Return [C] 1.0 if the whole completion, or its answer behind the reasoning, equals the text in `answer_column`,
+    else 0.0; None if the column is null.
 
-    strip: ignore white space around both. A number or truth value in the column is compared with the texts that files have of
-    it; of a list any entry will do. None also for NaN, and for a list without entries. Raises LookupError when there is no such
-    column, TypeError for an object in it.
+    strip: ignore white space around both. A number or truth value in the column is compared in the forms that files
+    write it in; a list matches if one entry does. NaN and a list without entries give None too. Raises LookupError if
+    there is no such column, TypeError for an object in it.
     """
 
     def texts_of(completion: Any) -> tuple[str, str]:
@@ -67,10 +67,10 @@ def format_regex(
     match: Literal["full", "search"] = "full",
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] 1.0 where `pattern` (Python syntax, flags inline: `(?s)`) matches the completion.
+    """Return [C] 1.0 if `pattern` (Python syntax, flags inline: `(?s)`) matches the completion, else 0.0.
 
-    match: `full` the whole text has to match, `search` any part. Raises re.error for a pattern that is none, and
-    ValueError for another `match`.
+    match: `full` for the whole text, `search` for a part. Raises re.error for a bad pattern, ValueError for a bad
+    `match`.
     """
     if match not in ("full", "search"):
         raise ValueError(f"match is {match!r}, it has to be 'full' or 'search'")
@@ -82,9 +82,9 @@ def format_regex(
 def think_answer_format(
     prompts: list[Any], completions: list[Any], *, think_in_prompt: bool = False, **columns: Any
 ) -> list[float | None]:
-    """Return [C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
+    """Return [C] 1.0 if the completion is only `<think>…</think><answer>…</answer>` and white space, else 0.0.
 
-    Each tag has to appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
+    Each tag must appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
     """
     opening = "<think>" if think_in_prompt else ""
     texts = [completion_text(completion, in_reasoning=think_in_prompt) for completion in completions]
@@ -97,15 +97,15 @@ def _is_think_answer(text: str) -> bool:
 
 
 REWARD_COLUMN = "environment_reward"
-"""Column of a run with an environment: what `get_reward`, `step` or the agent gave for each episode, or None."""
+"""Column of a run with an environment: the reward that `get_reward`, `step` or the agent gave each episode, or None."""
 
 
 def environment(
     prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
 ) -> list[float | None]:
-    """Return [C] the reward of the environment, None for an episode that it gave none. Raises MissingColumn without one."""
+    """Return [C] rewards of the environment; None for an episode without one. Raises MissingColumn."""
     if REWARD_COLUMN not in columns:
-        raise MissingColumn("the run has no environment, so nothing gave a reward; remove the function 'environment'")
+        raise MissingColumn("the run has no environment that gives a reward; remove the function 'environment'")
     return list(columns[REWARD_COLUMN])
 
 
@@ -120,8 +120,8 @@ def length(
 ) -> list[float | None]:
     """Return [C] max(0, 1 − |n − target_tokens| / tolerance_tokens) for n completion tokens.
 
-    1 at the target, falling linearly to 0 at `tolerance_tokens` from it. With target_tokens = 0, the default, shorter
-    is better. Raises ValueError for a tolerance that is not positive or a negative target.
+    1 at the target, falling linearly to 0 at a distance of `tolerance_tokens`. With target_tokens = 0, the default,
+    shorter is better. Raises ValueError for a tolerance that is not positive or a negative target.
     """
     if tolerance_tokens <= 0 or target_tokens < 0:
         raise ValueError(
@@ -139,7 +139,7 @@ def soft_overlong(
     soft_tokens: int,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] soft over-long punishment for n completion tokens, L = max_completion_tokens, C = soft_tokens.
+    """Return [C] the soft over-long punishment for n completion tokens, L = max_completion_tokens, C = soft_tokens.
 
     0 for n ≤ L − C; (L − C − n) / C for L − C < n ≤ L; −1 for n > L.
     Source: DAPO (arXiv 2503.14476), equation 13. Raises ValueError unless 0 < C ≤ L.
@@ -153,7 +153,7 @@ def soft_overlong(
 
 
 BEGINNING_CHARS = 300
-"""Characters in which a refusal has to begin: later ones are caveats of an answer."""
+"""A refusal must begin within this many characters; later phrases are caveats of an answer."""
 REFUSAL = re.compile(
     r"\b(?:i(?:['’]m| am)(?: very| so| really| truly)? sorry|i apologi[sz]e|my apologies"
     r"|i (?:can(?:['’]t|not| not)|could(?:n['’]t| not)|won['’]t|will not|am not able to|must (?:decline|refuse)"
@@ -173,10 +173,10 @@ def refusal(
     refuse: Sequence[str] = ("unsafe", "harmful"),
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] 1.0 where the completion refuses and `label_column` has one of `refuse`, or answers and it has another value;
-    else 0.0. With a null `label_column` every prompt is to be refused. None for a row without a label.
+    """Return [C] 1.0 if the completion refuses and `label_column` has one of `refuse`, or if it answers and the column
+    has another value; else 0.0. If `label_column` is null, every prompt must be refused. None without a label.
 
-    An empty completion neither answers nor refuses: 0.0. Raises LookupError when there is no such column.
+    An empty completion neither answers nor refuses: 0.0. Raises LookupError if there is no such column.
     """
     labels = [refuse[0]] * len(completions) if label_column is None else column_values(columns, label_column)
     return [

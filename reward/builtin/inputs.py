@@ -1,7 +1,4 @@
-"""Inputs of the built-in functions: the text of a completion and a column of the data set.
-
-The functions need not know the two forms of a completion (text, or chat messages).
-"""
+"""Reads the inputs of built-in functions: the text of a completion, and a column of the data set."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from paceline.chat.completion_texts import answer_of, message_text
 
 
 class MissingColumn(LookupError):
-    """The data set lacks a column that a function reads."""
+    """The data set lacks a required column."""
 
 
 def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
-    """Return the text that the model wrote: `completion` itself, or its last assistant message as text; see `message_text`.
+    """Return the model's text: `completion` itself, or its last assistant message by `message_text`.
 
-    Raises TypeError for anything that is neither text nor a list of chat messages with an assistant's among them.
+    Raises TypeError for anything but text or a list of chat messages with an assistant's among them.
     """
     if isinstance(completion, str):
         return completion
@@ -26,17 +23,18 @@ def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
         for message in reversed(completion):
             if isinstance(message, Mapping) and message.get("role") == "assistant":
                 return message_text(message, in_reasoning=in_reasoning)
-    raise TypeError(f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}")
+    raise TypeError(
+        f"a completion must be text or a list of chat messages with an assistant's, not {_short(completion)}"
+    )
 
 
 def answer_text(completion: Any) -> str:
-    """Return the answer in the text that the model wrote: what stands behind its reasoning. Raises TypeError as
-    `completion_text`."""
+    """Return the part of the model's text behind its reasoning. Raises TypeError as `completion_text` does."""
     return answer_of(completion_text(completion))
 
 
 def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
-    """Return column `name`, one value per completion. Raises MissingColumn with the names of the existing columns."""
+    """Return column `name`, one value for each completion. Raises MissingColumn with the names of the existing columns."""
     if name not in columns:
         existing = ", ".join(sorted(columns)) or "none"
         raise MissingColumn(

@@ -1,8 +1,8 @@
-"""`judge` and `judge_pairwise`: a language model behind an OpenAI-compatible endpoint scores the completions.
+"""Scores completions with a language model behind an OpenAI-compatible endpoint.
 
-Promise: a completion without a verdict gets None, never a number, and a service that gives no answer ends the attempt, so
-that the group is scored again later, unless the spec says otherwise. The parts are in `paceline.reward.judging` and
-`paceline.reward.endpoints`, which are imported at the first call.
+Promise: a completion without a verdict gets None, never a number. If the service gives no answer, the attempt ends and
+the group is scored again later, unless the spec says otherwise. `paceline.reward.judging` and
+`paceline.reward.endpoints` are imported at the first call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PAIR_SCHEMA = {"better": {"type": "string", "enum": ["A", "B", "tie"]}}
 async def judge(
     prompts: list[Any], completions: list[Any], call: CallView, settings: Mapping[str, Any], **columns: Any
 ) -> list[float | None]:
-    """Return [C] (score - min_score) / (max_score - min_score) of a judge that reads each completion alone.
+    """Return [C] (score - min_score) / (max_score - min_score) from a judge that reads each completion separately.
 
-    `settings` are those of `paceline.reward.judging.settings.ScoreSettings`. None where too few votes hold a verdict. Raises
-    EndpointUnavailable, RequestRefused and NoVerdict as the settings say; InvalidInput for wrong ones.
+    `settings` are `paceline.reward.judging.settings.ScoreSettings`. None if too few votes have a verdict. Raises
+    EndpointUnavailable, RequestRefused and NoVerdict according to the settings, InvalidInput for wrong settings.
     """
     from paceline.reward.judging.settings import DATA_ONLY, SCORE_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import combined, score_verdict
@@ -62,10 +62,10 @@ async def judge(
 async def judge_pairwise(
     prompts: list[Any], completions: list[Any], call: CallView, settings: Mapping[str, Any], **columns: Any
 ) -> list[float | None]:
-    """Return [C] scores from 0 to 1 of comparisons within the group, or with a reference, each pair in both orders.
+    """Return [C] scores from 0 to 1, from comparisons within the group or with a reference, each pair in both orders.
 
-    `settings` are those of `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal
-    texts are a tie without a question. None for a completion without any comparison. Raises as `judge`.
+    `settings` are `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5;
+    equal texts are a tie without a question. None for a completion without a comparison. Raises as `judge`.
     """
     from paceline.reward.judging.verdicts import balanced_pairs, bradley_terry, win_rates
 
@@ -81,7 +81,7 @@ async def judge_pairwise(
     agreements = []
     for pair, (forth, back) in zip(differing, zip(verdicts[::2], verdicts[1::2], strict=True), strict=True):
         if not (_is_enough(chosen, forth) and _is_enough(chosen, back)):
-            continue  # one order alone would let the judge's preference for a place decide
+            continue  # a single order would let the judge's preference for a position decide
         first = sum(v.value for v in forth) / len(forth)
         second = 1.0 - sum(v.value for v in back) / len(back)
         results[pair] = (first + second) / 2

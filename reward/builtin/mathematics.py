@@ -1,7 +1,7 @@
-"""`math_accuracy`: comparison of a completion's final answer with the gold answer.
+"""Compares the final answer of a completion with the gold answer.
 
-A completion that states no answer, or one that cannot be read, is wrong (0.0); an example without a readable gold answer is not
-scored (None). Equal texts are equal, whatever they say.
+A completion without an answer, or with an unreadable one, is wrong (0.0). A row without a readable gold answer is not
+scored (None). Equal texts are always equal.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ logger = logging.getLogger(__name__)
 
 DECIMAL_COMMA = re.compile(r"^([-+]?\d+),(\d+)$")
 MAX_CHECKED = 1000
-"""Rows of a data set whose gold answers are read before a run."""
+"""Rows of a data set whose gold answers are checked before a run."""
 
 
 def math_accuracy(
     prompts: list[Any], completions: list[Any], *, answer_column: str = "answer", **columns: Any
 ) -> list[float | None]:
-    r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
+    r"""Return [C] 1.0 if the completion's final answer equals the gold answer, else 0.0; None without a gold answer.
 
-    The completion has to state its answer, as `paceline.reward.builtin.answers.find_answer` reads it: `\boxed{…}`, `#### …`,
-    `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer, in `answer_column`, is stated in the same
-    way (GSM8K ends in `#### 72`) or is the whole text or a number. A null or unreadable gold answer gives None and a warning in the
-    log. Raises LookupError when there is no such column.
+    The completion must state its answer in a form that `paceline.reward.builtin.answers.find_answer` finds:
+    `\boxed{…}`, `#### …`, `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer in
+    `answer_column` is stated in the same way (GSM8K ends in `#### 72`), or is the whole text or a number. A null or
+    unreadable gold answer gives None and a warning in the log. Raises LookupError if there is no such column.
     """
     golds = column_values(columns, answer_column)
     return [_score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
 
 
 def equal_answers(gold: str, answer: str) -> bool:
-    """Return whether two cleaned answers are equal as texts, but for spacing, or as values."""
+    """Return whether two cleaned answers are equal, as texts without spacing or as values."""
     if (text := spelling(gold)) and text == spelling(answer):
         return True
     value = read(gold)
     candidates = {answer, without_label(answer)}
-    # A decimal comma is told from a list by the other side, which is no list.
+    # A comma is a decimal comma, and separates no list, if the other side is a number.
     if value is not None and value.kind == "number":
         candidates.add(_with_point(answer))
     elif (number := read(answer)) is not None and number.kind == "number":
@@ -62,7 +62,7 @@ def _with_point(text: str) -> str:
 
 
 def gold_answer(gold: Any) -> tuple[str | None, str]:
-    """Return the answer that a row's gold answer states, or None and why it has none."""
+    """Return the answer that a row's gold answer states, or None and the reason."""
     if gold is None or gold != gold:
         return None, "the gold answer is null"
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
@@ -74,8 +74,8 @@ def gold_answer(gold: Any) -> tuple[str | None, str]:
 
 
 def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each `math_accuracy` of a run that cannot score some of the first `rows` of the data set `field`, or
-    compares most of them as words."""
+    """Return a warning for each `math_accuracy` of a run that cannot score some of the first `rows` of the data set
+    `field`, or compares most of them as words."""
     checked, found = list(itertools.islice(rows, MAX_CHECKED)), []
     columns = {r.kwargs.get("answer_column", "answer"): None for r in rewards if r.function == "math_accuracy"}
     for column in columns if checked else ():
@@ -83,7 +83,7 @@ def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: It
         if reasons := [reason for answer, reason in answers if answer is None]:
             found.append(
                 f"math_accuracy gives no score to {len(reasons):,} of the first {len(checked):,} rows of {field} "
-                f"({len(reasons) / len(checked):.1%}), which count for nothing: {reasons[0]}; correct the column {column!r} of "
+                f"({len(reasons) / len(checked):.1%}): {reasons[0]}; correct the column {column!r} of "
                 "these rows or leave them out"
             )
         words = [answer for answer, _ in answers if answer is not None and not holds_value(answer)]

@@ -1,4 +1,4 @@
-"""The words and signs of answers in LaTeX or plain notation: patterns, names of functions, units and words, and what is only layout."""
+"""Defines words and signs of answers in LaTeX or plain notation: patterns, functions, units, words, layout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MEANINGFUL = {
     "which", "that", "double", "twice", "factorial", "exp", "point", "between", "thus", "hence", "therefore",
     "wrong", "incorrect",
 }  # fmt: skip
-"""Words that may change the number before them, so that they are never left out."""
+"""Words that may change the number before them and are therefore never left out."""
 SHORT_WORDS = {
     "and", "or", "not", "no", "yes", "is", "are", "was", "the", "of", "to", "in", "on", "at", "by", "if", "so",
     "as", "we", "it", "an", "for", "all", "any", "has", "but", "odd", "one", "two", "six", "ten", "let", "its",
@@ -112,12 +112,12 @@ SHORT_WORDS = {
 
 
 def spelling(text: str) -> str:
-    """Return `text` without layout and without the spaces that divide no words or numbers."""
+    """Return `text` without layout and without spaces that do not separate words or numbers."""
     return re.sub(r"(?<!\w) | (?!\w)", "", normal(text))
 
 
 def phrase(text: str) -> str:
-    """Return the words of `text` for a comparison: without styles, case, spacing and punctuation at the ends."""
+    """Return the words of `text` in a comparable form: without styles, case, spacing, and punctuation at the ends."""
     text = TEXT.sub(r" \1 ", text.replace(r"\%", "%").replace(r"\$", "$"))
     return re.sub(r"\s+", " ", LAYOUT.sub(" ", text)).strip(" .,;:!?'\"`*").casefold()
 
@@ -155,12 +155,12 @@ def is_product(word: str) -> bool:
 
 
 def is_inline(content: str) -> bool:
-    """Return whether the content of a style is mathematics: a number, a letter, a letter in brackets."""
+    """Return whether a style has mathematical content: a number, a letter, a letter in brackets."""
     return bool(re.fullmatch(r"\s*(?:[\d.,+\-/%\s]*\d[\d.,%]*|\(?\s*[A-Za-z]\s*\)?|\d+[a-zA-Z]*)\s*", content))
 
 
 def unit_of(text: str, *, is_number: bool) -> tuple[str, bool] | None:
-    """Return a unit's canonical name with True, or other words behind a number with False; None for what may change the value."""
+    """Return a unit's canonical name and True, or other words and False; None for words that may change the value."""
     text = TEXT.sub(r" \1 ", text).replace("²", "^2").replace("³", "^3").replace(r"\cdot", "*")
     tokens = re.findall(r"[^\W\d_]+(?:\.[a-z])?|[/*]|-?\d", text.replace("{", "").replace("}", ""))
     words = [token for token in tokens if token[0].isalpha()]

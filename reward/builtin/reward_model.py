@@ -1,7 +1,7 @@
-"""`reward_model` and `process_reward_model`: trained classification models as reward functions.
+"""Uses trained classification models as reward functions.
 
-In a run they are scored by `paceline.reward.models`, in a process for each model that all groups of a worker share. Called as functions
-they load the model into the caller's process and score there, with the same code.
+In a run `paceline.reward.models` scores them, in a process for each model that all groups of a worker share. If they
+are called as functions, they load the model into the caller's process and score there with the same code.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def reward_model(
     refresh_s: float = 0.0,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] scale · (score - offset) of each prompt with its completion, by the sequence classification with one output
-    in folder `path`; None for a text that is longer than the model reads.
+    """Return [C] scale · (score - offset) of each prompt with its completion. The sequence classification with one
+    output in folder `path` computes the score; None for a text that is longer than the model reads.
 
-    The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are those of
+    The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are
     `paceline.reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
     """
     return _rewards("reward_model", locals())
@@ -53,10 +53,10 @@ def process_reward_model(
     positive_label: int = 1,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] scale · (score - offset) of completions whose steps a token classification scores, each at the last token of
+    """Return [C] scale · (score - offset) of completions. A token classification scores each step at the last token of
     the separator behind it; the score of a completion is the `reduce` of its steps' probabilities.
 
-    The settings are those of `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
+    The settings are `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
     """
     return _rewards("process_reward_model", locals())
 

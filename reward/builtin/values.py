@@ -1,6 +1,6 @@
-"""The values of trees, as numbers of mpmath of any precision.
+"""Computes the values of trees as mpmath numbers of any precision.
 
-Promise: no value depends on time, and none takes long, because what would have too many digits is never computed.
+Promise: no value depends on time, and none takes long, because a value with too many digits is never computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.reward.builtin.expressions import Node, number_of
 MAX_SIZE_BITS = 25_000
 MAX_TRANSCENDENTAL_BITS = 4_000
 MAX_WORK = 60_000_000
-"""Of one comparison, about a second: values times their bits, and more above 2,000 bits."""
+"""Work limit of one comparison, about a second: values times their bits, weighted higher above 2,000 bits."""
 MAX_FACTORIAL = 3_000
 
 
@@ -38,7 +38,7 @@ def count_of(node: Any, kind: str) -> int:
 
 
 def point_of(names: Iterable[str], index: int, is_folded: bool) -> dict[str, Fraction]:
-    """Return values of the symbols between 1/2 and 5/2, negative at the last point: any, but the same in every process."""
+    """Return symbols' values between 1/2 and 5/2, negative at the last point, the same in every process."""
     values = {}
     for name in names:
         key = name.casefold() if is_folded else name
@@ -49,10 +49,9 @@ def point_of(names: Iterable[str], index: int, is_folded: bool) -> dict[str, Fra
 
 
 def values_of(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[list[Any], Any]:
-    """Return the values of trees where the symbols have the values of `point`, and a bound of their rounding errors.
+    """Return the values of trees with the symbols' values of `point`, and a bound of their rounding errors.
 
-    The largest and smallest intermediate values give the number of bits, so that `2^{2021} - 1` is not `2^{2021}`. Raises one of
-    UNCOMPUTABLE.
+    Intermediate values decide the number of bits, so that `2^{2021} - 1` is not `2^{2021}`. Raises one of UNCOMPUTABLE.
     """
     mp, sizes = context(), [0]
     if mp.work > MAX_WORK:
@@ -62,7 +61,7 @@ def values_of(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[lis
         _value(node, point, sizes)
     largest = max(map(abs, sizes))
     mp.prec = bits = 160 + 4 * largest
-    # Arithmetic takes time in proportion to the square of the digits.
+    # Arithmetic takes time proportional to the square of the digits.
     mp.work += len(sizes) * (bits * (1 + bits // 2000) + 4 * largest)
     if mp.work > MAX_WORK:
         raise TooLarge(f"{len(sizes)} values of {bits} bits")
@@ -75,7 +74,7 @@ def _contexts() -> threading.local:
 
 
 def context() -> Any:
-    """Return this thread's numbers of any precision."""
+    """Return this thread's mpmath context."""
     local = _contexts()
     if not hasattr(local, "mp"):
         import mpmath
@@ -148,7 +147,7 @@ FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "co
 FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
               "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
-"""mpmath's names."""
+"""Names in mpmath."""
 
 
 def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:
@@ -168,6 +167,6 @@ def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction
         _check_transcendental()
     if name in FUNCTIONS:
         return getattr(mp, FUNCTIONS[name])(*values)
-    # A function that nobody defined: some value that depends on its name and its arguments alone.
+    # An undefined function has an arbitrary value that depends only on its name and its arguments.
     key = " ".join((name, *(mp.nstr(each, 15) for each in values)))
     return real(point_of((key,), 0, is_folded=False)[key])

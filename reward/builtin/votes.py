@@ -1,7 +1,7 @@
-"""Votes of a problem's completions: the answer of each, and which answers are one vote, by the equality that scores them.
+"""Groups the answers of a problem's completions into votes, by the equality that scores them.
 
-Promise: what a built-in function scores alike because it is the same answer is one vote, so `1/2` and `0.5` are one for
-`math_accuracy`, and `exact_match` compares whole texts by its own settings.
+Promise: answers that a built-in function scores alike because they are the same answer are one vote. `1/2` and `0.5`
+are one for `math_accuracy`; `exact_match` compares whole texts by its own settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.spec import RewardFunctionSection
 
 
 class Vote(NamedTuple):
-    """Answer of a completion, and its score."""
+    """The answer of a completion, and its score."""
 
     answer: str
     score: float
@@ -27,7 +27,7 @@ class Vote(NamedTuple):
 def votes_of(
     reward: RewardFunctionSection, columns: Mapping[str, Any], texts: Sequence[str], scores: Sequence[float]
 ) -> list[Vote | None]:
-    """Return the vote of each completion; None for one that states no answer."""
+    """Return the vote of each completion; None if it states no answer."""
     match reward.function:
         case "exact_match":
             answers = [_normal(answer_of(text), reward.kwargs) or None for text in texts]
@@ -40,17 +40,17 @@ def votes_of(
 
 
 def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
-    """Return whether two answers are one. Those of functions that are not built in are compared as `math_accuracy` does."""
+    """Return whether two answers are the same vote. Without a built-in function, `math_accuracy` compares."""
     if one.answer == other.answer or reward.function in ("exact_match", "choice_accuracy"):
         return one.answer == other.answer
     if reward.function == "math_accuracy" and (one.score == 1.0 or other.score == 1.0):
-        return one.score == other.score  # both equal the gold answer, or one of them does not
+        return one.score == other.score  # equal if both equal the gold answer
     return _equal(one.answer, other.answer)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _equal(one: str, other: str) -> bool:
-    # In both directions, because `equal_answers` does not treat the gold answer and the other one alike.
+    # In both directions, because `equal_answers` is not symmetric.
     return equal_answers(one, other) and equal_answers(other, one)
 
 

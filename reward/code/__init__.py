@@ -1,1 +1,1 @@
-"""Rewards of programs by their tests: the program in a completion, the tests of a row, and what became of each in a sandbox."""
+"""Scores programs by their tests: finds the program in a completion, parses the tests of a row, runs them in a sandbox."""

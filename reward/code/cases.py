@@ -1,13 +1,13 @@
-"""The tests of a row, in the forms that data sets have them, and the comparison of outputs with the right ones. Pure.
+r"""Parses the tests of a row in the forms of common data sets, and compares outputs with the expected ones. Pure.
 
-    pairs      [{"input": "1 2\\n", "output": "3\\n"}, …] or {"inputs": […], "outputs": […]}   (APPS, TACO, CodeContests)
+    pairs      [{"input": "1 2\n", "output": "3\n"}, …] or {"inputs": […], "outputs": […]}   (APPS, TACO, CodeContests)
     calls      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, or pairs whose `testtype` is functional and whose input
                has one argument a line as JSON                                      (APPS, TACO, PRIME, LiveCodeBench)
     asserts    ["assert add(1, 2) == 3", …]                                                    (MBPP)
     humaneval  "def check(candidate): …", with the function's name in another column            (HumanEval)
     pytest     "def test_add(): …", or {"test_add.py": "…", …}, which import from `solution`
 
-Each may also be the JSON text of such a value. Promise: a key that no form has is refused by name, never ignored.
+Each may also be the JSON text of such a value. Promise: a key of no form is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}\.py")
 FUNCTION = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
 """Name of a function, or of a method as in `Solution().add`."""
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-"""Whether a test of this `testtype` (LiveCodeBench) or `type` (PRIME) calls a function."""
+"""Maps `testtype` (LiveCodeBench) or `type` (PRIME) of a test to whether it calls a function."""
 FURTHER_KEYS = frozenset({"testtype", "type", "fn_name", "metadata"})
 PAIR_KEYS = FURTHER_KEYS | {"input", "output"}
 PAIRS_KEYS = FURTHER_KEYS | {"inputs", "outputs"}
@@ -41,26 +41,26 @@ PAIRS_KEYS = FURTHER_KEYS | {"inputs", "outputs"}
 
 @dataclass(frozen=True)
 class Pairs:
-    """A program's inputs and the outputs that are right."""
+    """Inputs of a program and the expected outputs."""
 
     pairs: tuple[tuple[str, str], ...]
     decimals: bool = False
-    """Whether outputs are compared as LiveCodeBench does: lines without white space around them, or else their numbers."""
+    """True if outputs are compared as LiveCodeBench does: lines stripped of white space, or else their numbers."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function, or of a method of `Solution`, and the values that are right."""
+    """Calls of a function, or of a method of `Solution`, and the expected values."""
 
     function: str
     arguments: tuple[tuple[Any, ...], ...]
     outputs: tuple[tuple[Any, ...], ...]
-    """Values of each call, one of which it has to return."""
+    """Accepted values of each call."""
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Python that tests the program's module: one statement a test, or a function `check` of HumanEval's form."""
+    """Python code that tests the program's module: one statement for each test, or HumanEval's function `check`."""
 
     kind: Literal["asserts", "humaneval"]
     tests: tuple[str, ...]
@@ -82,11 +82,10 @@ Cases = Pairs | Calls | Checks | PytestFiles
 def read_cases(
     value: Any, kind: Kind | Literal["auto"], entry_point: Any = None, setup: Sequence[Any] = ()
 ) -> Cases | None:
-    """Return the tests in a row's value; None for null, which means that there are none.
+    """Return the tests in a row's value; None if it is null, which means that there are none.
 
-    entry_point: the function that tests call which do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
-    Python that runs before each of the asserts, as texts or lists of texts. Raises InvalidInput for a value of another form,
-    or without a test.
+    entry_point: the function for tests that do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
+    Python to run before each of the asserts, as texts or lists. Raises InvalidInput for another form or no test.
     """
     if value is None:
         return None
@@ -106,7 +105,7 @@ def read_cases(
 
 
 def names_in(cases: Cases) -> frozenset[str]:
-    """Return the names that a program has to define for its tests, as far as they tell: at least one of them."""
+    """Return names that the tests show; a program must define at least one."""
     if isinstance(cases, Calls):
         return frozenset({"Solution", cases.function})
     if not isinstance(cases, Checks):
@@ -118,7 +117,7 @@ def names_in(cases: Cases) -> frozenset[str]:
 
 
 def _function_of(entry_point: Any) -> Any:
-    """Return the name of a function; that of LiveCodeBench's metadata is in `func_name`."""
+    """Return the name of a function, from `func_name` if it is LiveCodeBench's metadata."""
     value = _parsed(entry_point)
     return value.get("func_name") if isinstance(value, Mapping) else value
 
@@ -138,7 +137,7 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text that holds a list or an object, and a list of such texts of objects, else `value`."""
+    """Return the value of a JSON text with a list or an object, also within a list of texts of objects; else `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -179,7 +178,7 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
 
 
 def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
-    """Return an object for each test, and whether they were lists in one object, as in APPS."""
+    """Return an object for each test, and whether the tests were lists in one object, as in APPS."""
     if isinstance(value, Mapping) and "test_cases" in value:  # verification_info of SYNTHETIC-1 and open-r1
         _check_keys(value, frozenset({"language", "test_cases"}), "the tests have")
         if value.get("language") not in (None, "python"):
@@ -219,7 +218,7 @@ def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> No
 
 
 def _is_call(row: Mapping[str, Any]) -> bool:
-    """Return whether a test calls a function: by its type, and where it has none by its `fn_name`."""
+    """Return whether a test calls a function: decided by its type, or if it has none by its `fn_name`."""
     kind = row.get("testtype") or row.get("type")
     if kind is None:
         return bool(row.get("fn_name"))
@@ -231,9 +230,9 @@ def _is_call(row: Mapping[str, Any]) -> bool:
 def _calls(
     rows: Sequence[Mapping[str, Any]], *, wrapped: bool
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]:
-    """Return the arguments and the right values of each call. An input that is text has one argument a line as JSON, and then
-    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped`, and of
-    the type `function_call`, a value may be the only entry of a list, as in APPS, whose rows PRIME took apart."""
+    """Return the arguments and the expected values of each call. A text input has one argument a line as JSON, and its
+    output is JSON too (LiveCodeBench, PRIME); other inputs and outputs are values. With `wrapped`, and for the type
+    `function_call`, a value may be the only entry of a list, as in APPS, from which PRIME took its rows."""
     arguments, outputs = [], []
     for index, row in enumerate(rows):
         given, right = row["input"], row["output"]
@@ -258,11 +257,11 @@ def _calls(
 
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-"""Texts of values that JSON and Python write in different ways."""
+"""Values that JSON and Python write differently."""
 
 
 def _value_of(text: Any) -> Any:
-    """Return the value of an output: of JSON, else of Python, else the text itself."""
+    """Return the value of an output: parsed as JSON, else as Python, else the text itself."""
     if not isinstance(text, str):
         return text
     for read in (json.loads, ast.literal_eval):
@@ -274,7 +273,7 @@ def _value_of(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text: a list is its lines."""
+    """Return an input or output as text; a list has its lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
@@ -331,10 +330,9 @@ Compare = Literal["lines", "tokens", "decimals", "exact"]
 
 
 def equal_outputs(found: str, right: str, compare: Compare = "lines", tolerance: float = 0.0) -> bool:
-    """Return whether two outputs are equal: `exact`; `tokens`, the words between white space; `lines`, without white space at
-    their ends and without empty lines at the end; or `decimals`, lines without white space on both sides, which may also be the
-    same numbers (LiveCodeBench's `grade_stdio`). With a `tolerance` words that are numbers may differ by it, absolutely or
-    relatively."""
+    """Return whether two outputs are equal: `exact`; `tokens`, by the words between white space; `lines`, without white
+    space at their ends and empty lines at the end; or `decimals`, lines without white space on both sides, or else
+    the same numbers (LiveCodeBench's `grade_stdio`). Numbers may differ by `tolerance`, absolutely or relatively."""
     if compare == "exact":
         return found == right
     if compare == "decimals":
@@ -351,8 +349,8 @@ def equal_outputs(found: str, right: str, compare: Compare = "lines", tolerance:
 
 
 def equal_values(found: Any, right: Any, tolerance: float = 0.0) -> bool:
-    """Return whether a value that a function returned is the right one: both as JSON has them, so a tuple is a list and the keys of
-    a mapping are texts; numbers and truth values as Python compares them."""
+    """Return whether a function returned the expected value. Both are compared as in JSON: a tuple equals a list, and
+    the keys of a mapping are texts. Numbers and truth values are compared as in Python."""
     if isinstance(right, list | tuple):
         return (
             isinstance(found, list)
@@ -376,7 +374,7 @@ def _same_decimals(found: str, right: str) -> bool:
         return True
     try:
         return [Decimal(word) for word in found.split()] == [Decimal(word) for word in right.split()]
-    except ArithmeticError:  # a word that is no number, or sNaN
+    except ArithmeticError:  # a word that is not a number, or sNaN
         return False
 
 

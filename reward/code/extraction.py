@@ -1,4 +1,4 @@
-"""The program in a completion, and how it goes together with its prompt. Pure."""
+"""Finds the program in a completion and joins it with its prompt. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ OPENING = re.compile(
 )
 """First line of a fenced block, which may be an entry of a list."""
 BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|py)[ \t]*\n?")
-"""The same behind text: `Here it is: ```python`."""
+"""The same behind text on its line: `Here it is: ```python`."""
 BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
 CONTAINERS = ("markdown", "md")
 BEGIN = re.compile(r"^\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
 """Line before a program in MBPP's prompts (Austin et al. 2021)."""
 DONE = re.compile(r"^\[DONE\]", re.MULTILINE)
-"""The mark behind it: a base model goes on, and a stop string stays in the text."""
+"""The mark behind it: a base model does not stop there, and a stop string stays in the text."""
 DEFINED = re.compile(r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE)
 CODE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]|(?:async[ \t]+)?def[ \t]|class[ \t]|@)", re.MULTILINE
 )
 BODY = re.compile(r"[^\n]*(?:\n(?:[ \t][^\n]*|(?=\n|\Z)))*")
-"""The first line and the indented ones behind it."""
+"""The first line and the indented lines behind it."""
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
@@ -40,11 +40,11 @@ def program_of(
 ) -> str | None:
     """Return the program that a completion states; None for `block` without a block.
 
-    The last fenced block of the answer counts, because a model may try others before: the last of those that
-    define one of `names`, or where none does of those in Python (`python`), or of all. A block that names no language and is no
-    program, such as an example of the output, gives way to others. The text before a bare fence counts too where
-    it alone defines one of `names`, because a prompt may have opened its block. `auto` takes the whole text where there is no
-    block, `none` always.
+    The last fenced block of the answer counts, because a model may try others before. Blocks that define one of `names`
+    take precedence, then those in Python (`python`). A block without a language that is not a program, such as an
+    example of the output, is passed over if there are others. The text before a bare fence counts too if only this text
+    defines one of `names`, because a prompt may have opened its block. `auto` takes a whole text without a block,
+    `none` always.
     """
     if extract == "none":
         return text
@@ -62,7 +62,7 @@ def program_of(
 
 
 def _acts(code: str) -> bool:
-    """Return whether Python does more with a text than to read values."""
+    """Return whether a text does more in Python than evaluate values."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -73,9 +73,10 @@ def _acts(code: str) -> bool:
 
 
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the language and the content of each fenced block, without the fence's indentation; one that nothing closes ends with
-    the text. As CommonMark 0.31, section 4.5, has them: a fence is closed by one as long or longer, which is indented by at most
-    three columns more. Blocks of Markdown are looked into, and a block in Python ends where another one opens."""
+    """Yield the language and the content of each fenced block, without the fence's indentation. A block that is not
+    closed ends with the text. As in CommonMark 0.31, section 4.5, a fence is closed by one at least as long that is
+    indented by at most three columns more. Blocks of Markdown are searched; a block in Python ends where another
+    opens."""
     fence, indent, word = "", 0, ""
     lines: list[str] = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
@@ -103,15 +104,16 @@ def _opens(opening: re.Match[str], fence: str, indent: int) -> bool:
 
 
 def defined_in(code: str) -> set[str]:
-    """Return the names that a program defines at its outermost level, as its text tells."""
+    """Return the names that a program defines at its outermost level, according to its text."""
     return {name for pair in DEFINED.findall(code) for name in pair if name}
 
 
 def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[str]:
-    """Return the programs that a completion of a prompt in code may be; the first one that loads is meant.
+    """Return the possible programs of a completion of a prompt in code; the first that loads counts.
 
-    A program that defines `entry_point` stands behind what the prompt has before its own definition: imports, and functions
-    to be called. Another one continues the prompt, as HumanEval has it, up to the end of the function where the rest does not load.
+    A program that defines `entry_point` is put behind what the prompt has before its own definition: imports, and
+    functions to be called. Any other continues the prompt, as in HumanEval, to the end of the function if the rest does
+    not load.
     """
     (name,) = re.findall(r"^\w+", entry_point)
     heads = list(_heads(prompt, name))
@@ -121,14 +123,14 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
     answer = answer_of(text)
     bodies = [each for each in (program, answer) if each.lstrip("\n")[:1] in (" ", "\t")] or [program, answer]
     bodies += [match[0] for each in bodies if (match := BODY.match(each))]
-    # A chat's text often begins without its white space.
+    # The text of a chat often begins without its white space.
     bodies += [f"    {each}" for each in bodies if each[:1].strip()]
     continued = [head + body for body in bodies for head in heads if name in defined_in(head)]
     return _once(continued or [program])
 
 
 def _heads(prompt: str, name: str) -> Iterator[str]:
-    """Yield the code in a prompt: a fenced block, or the prompt and what begins at its first line of code."""
+    """Yield the code in a prompt: a fenced block, or the prompt and its part from the first line of code on."""
     code = program_of(prompt, "block", frozenset({name}))
     if code is not None and name in defined_in(code):
         yield code

@@ -1,7 +1,8 @@
-"""`grade`: the outcome of each test of one program, run in a sandbox.
+"""Runs the tests of one program in a sandbox and returns the outcome of each.
 
-Promises: a program that hangs, dies or lies about its end fails its own tests only, by name; right outputs of `pairs` and
-right values of calls never enter the sandbox; a fault of the sandbox is raised and is no outcome; all runs together keep `total_time_s`.
+Promises: a program that hangs, dies or fakes its end fails only its own tests, by name. Expected outputs of `pairs` and
+expected values of calls never enter the sandbox. A fault of the sandbox is raised and is not an outcome. All runs
+together stay within `total_time_s`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from paceline.reward.sandbox import PYTHON, Outcome, Sandbox
 State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
-"""`wrong`: another output, or an assertion; `error`: an exception, or a status other than 0; `exited`: the program ended before
-its test did; `not run`: an earlier test failed or took the time; the others as a sandbox's `Outcome.ended`."""
+"""`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
+program ended before its test did; `not run`: an earlier test failed or used up the time; others as `Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200
@@ -42,16 +43,16 @@ MAX_DETAIL = 200
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Outcome of one test."""
+    """The outcome of one test."""
 
     state: State
     duration_s: float = 0.0
     detail: str = ""
-    """The error, what was printed in place of the right output, or the end of standard error."""
+    """The error, the wrong output, or the end of standard error."""
 
 
 def reward_of(results: Sequence[CaseResult], score: Literal["all", "share"]) -> float:
-    """Return 1 where all tests have passed, else 0; or the share of them. No test is no success."""
+    """Return 1 if all tests passed, else 0; or the share of passed tests. Without tests the reward is 0."""
     passed = sum(result.state == "passed" for result in results)
     if score == "share":
         return passed / len(results) if results else 0.0
@@ -59,7 +60,7 @@ def reward_of(results: Sequence[CaseResult], score: Literal["all", "share"]) -> 
 
 
 def describe(results: Sequence[CaseResult]) -> str:
-    """Return one text for people: `3/5 passed in 0.21 s; 2 wrong: AssertionError; 5 time`."""
+    """Return a summary for people: `3/5 passed in 0.21 s; 2 wrong: AssertionError; 5 time`."""
     passed = sum(result.state == "passed" for result in results)
     total_s = math.fsum(result.duration_s for result in results)
     parts = [f"{passed}/{len(results)} passed in {total_s:.2f} s"]
@@ -73,7 +74,7 @@ def describe(results: Sequence[CaseResult]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text in one line; of a long one the beginning and the end."""
+    """Return a text in one line; a long one is cut in the middle."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(line) <= MAX_DETAIL:
         return line
@@ -82,7 +83,7 @@ def shortened(text: str) -> str:
 
 HARNESS = "harness.py"
 LOAD_S = 1.0
-"""Seconds for the interpreter and the harness, beside those of the tests."""
+"""Seconds for the interpreter and the harness in addition to those of the tests."""
 STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
 """States that the harness reports."""
 
@@ -90,9 +91,8 @@ STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
 def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
-    """Return the outcome of each test; of checks and calls that of the first program that loads, where there are `others`.
-    Raises SandboxFailed; InvalidInput for a program that no sandbox takes; RuntimeError where the tests cannot run on this host.
-    """
+    """Return the outcome of each test. Checks and calls test the first program that loads if there are `others`. Raises
+    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the tests cannot run here."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)
     return _grade_in_harness([program, *others], cases, sandbox, settings)
@@ -133,9 +133,9 @@ def _compared(outcome: Outcome, right: str, compare: Compare, tolerance: float) 
 def _grade_in_harness(
     programs: list[str], cases: Calls | Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
 ) -> list[CaseResult]:
-    """Run the tests in one process, and after one that ended it those behind it in another."""
+    """Run the tests in one process, and after a test that ended it the remaining ones in another."""
     files, request = _request(programs, cases, settings)
-    # Those of pytest are counted by the first run.
+    # The first run counts the tests of pytest.
     count = None if isinstance(cases, PytestFiles) else len(request["tests"])
     judged = _judge(cases, settings.tolerance) if isinstance(cases, Calls) else None
     results: list[CaseResult] = []
@@ -189,7 +189,7 @@ def _request(
 
 
 def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
-    """Return what says of the index and the JSON text of a value whether it is right."""
+    """Return a function that decides by the index and the JSON text whether a value is right."""
 
     def judged(index: int, text: str) -> bool:
         try:
@@ -203,19 +203,18 @@ def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of the harness has told."""
+    """The reported results of one run of the harness."""
 
     results: list[CaseResult]
-    """Those of the tests from the first on, without a gap."""
+    """Results from the first test on, without a gap."""
     count: int | None
-    """Number of tests, where the harness finds it."""
+    """Number of tests, if the harness finds it."""
     loaded: bool
-    """Whether the program was loaded and the tests began."""
+    """True if the program was loaded and the tests began."""
 
 
 def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str], bool] | None) -> Report:
-    """Return what the harness has told; of calls `judged` alone says what has passed. Raises RuntimeError where the tests cannot
-    run here."""
+    """Return the harness's report. `judged` decides which calls passed. Raises RuntimeError if tests cannot run here."""
     results: list[CaseResult] = []
     count, loaded = None, False
     for line in stdout.decode(errors="replace").splitlines():
@@ -242,7 +241,7 @@ def _ended(outcome: Outcome) -> CaseResult:
     state: State = outcome.ended
     errors = _errors(outcome)
     if state == "exited":
-        hung = "Timeout (" in errors  # what faulthandler writes before it ends the process
+        hung = "Timeout (" in errors  # written by faulthandler before it ends the process
         state = "time" if hung else "exited"
     return CaseResult(state, outcome.duration_s, errors)
 

@@ -1,16 +1,15 @@
-"""Runs the tests of one program inside its sandbox: `python harness.py`, the request as JSON on standard input. `python
-harness.py FILE` runs a program with standard input as it is, and the names that LiveCodeBench's programs find imported.
+"""Runs the tests of one program inside its sandbox: `python harness.py`, with the request as JSON on standard input.
+`python harness.py FILE` runs a program with its standard input and the imports that LiveCodeBench expects.
 
-Request: `word` (begins each line of ours), `kind`, `tests` (texts, arguments, or files by name), `first` (index of the first
-test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that fails), `programs` (the
-first one that loads is tested). The first program lies beside as `solution.py`. When it is loaded, `WORD loaded COUNT` goes to
-standard output, COUNT the number of tests, and then for each of them `WORD INDEX STATE SECONDS TEXT`, STATE one of `passed`,
-`wrong`, `error`, `time`, or of calls `returned` with the value as JSON; or `WORD cannot TEXT`. What the program prints goes to
-standard error.
+Request: `word` (begins each line of the harness), `kind`, `tests` (texts, arguments, or files by name), `first` (index
+of the first test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that
+fails), `programs` (the first one that loads is tested). The first program is stored beside it as `solution.py`. After
+loading, the harness writes `WORD loaded COUNT` to standard output, COUNT being the number of tests, then for each test
+`WORD INDEX STATE SECONDS TEXT`. STATE is `passed`, `wrong`, `error`, `time`, or for calls `returned` with the value as
+JSON. If the tests cannot run, it writes `WORD cannot TEXT`. The program's own output goes to standard error.
 
-A test that hangs is ended by a signal, and where that does not help by a thread of C, which ends the process; the caller then
-goes on with the next one. The program shares this process: it cannot know the word before it is run, but what searches the
-interpreter's memory for it finds it.
+A signal ends a test that hangs; if that does not help, a C thread ends the process, and the caller continues with the
+next test. The program shares this process: it cannot know the word in advance, but can find it in memory.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ from typing import Any
 
 MODULE = "solution"
 HARD_S = 0.3
-"""Seconds behind a test's limit after which the process ends."""
+"""Seconds beyond a test's limit after which the process ends."""
 MAX_TEXT = 300
 PRESUMED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules that programs with calls, and those of LiveCodeBench, find imported, themselves and their names (LiveCodeBench, `testing_util.py`)."""
+"""Modules that programs with calls and LiveCodeBench's expect, with all names (its `testing_util.py`)."""
 MAX_RECURSION = 50_000
-"""Limit of recursion there."""
+"""Limit of recursion for these programs."""
 
 
 class TimeUp(BaseException):
-    """The test has passed its limit. No `Exception`, so that a program's own handlers let it through."""
+    """The test has passed its limit. Not an `Exception`, so that handlers of the program do not catch it."""
 
 
 class Report:
-    """The lines of ours."""
+    """Writes the lines of the harness."""
 
     def __init__(self, word: str) -> None:
         self._word, self._write = word, os.write
         self._out = os.dup(1)
         self.errors = os.dup(2)
-        """Standard error, also where pytest captures it."""
+        """Standard error, also if pytest captures it."""
         os.dup2(2, 1)
 
     def line(self, *parts: object) -> None:
@@ -68,7 +67,7 @@ class Report:
 
 
 def main() -> None:
-    """Read the request, run the tests, and end; with an argument run that program alone."""
+    """Read the request, run the tests, and end. With an argument, run only that program."""
     if len(sys.argv) > 1:
         _run_program(sys.argv[1])
         return
@@ -84,7 +83,7 @@ def main() -> None:
         _run_checks(request, report)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
-    os._exit(0)  # no handler of the program's, and no thread of it
+    os._exit(0)  # without the program's exit handlers and threads
 
 
 def _time_is_up(number: int, frame: object) -> None:
@@ -97,7 +96,7 @@ def _run_checks(request: dict[str, Any], report: Report) -> None:
     state, seconds, text = _load(request, clock)
     report.line("loaded", len(tests))
     if state != "passed":
-        state = "time" if state == "time" else "error"  # what the program asserts of itself is not a test's
+        state = "time" if state == "time" else "error"  # an assertion of the program itself is not a test's
         for index in range(first, len(tests)):
             report.line(index, state, seconds, text)
         return
@@ -118,14 +117,14 @@ def _run_checks(request: dict[str, Any], report: Report) -> None:
 
 
 def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
-    """Run the first of the programs that loads, as the module; return the outcome, of several failures the first one."""
+    """Run the first of the programs that loads, as the module. Return the outcome; if all fail, the first failure."""
     outcomes = []
     for source in request["programs"]:
         module = types.ModuleType(MODULE)
         sys.modules[MODULE] = module
         # An entry point with brackets is a method: LeetCode's starter.
         if request["kind"] == "calls" or "(" in request.get("entry_point", ""):
-            # Where the program finds Python's own names, so that no presumed one counts as its own.
+            # In the namespace of built-ins, so that no presumed name counts as the program's own.
             module.__dict__["__builtins__"] = _presume()
         outcomes.append(clock.timed(functools.partial(_execute, source, module)))
         if outcomes[-1][0] in ("passed", "time"):
@@ -134,12 +133,12 @@ def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
 
 
 def _execute(source: str, module: types.ModuleType) -> None:
-    # Without `dont_inherit` the program's annotations would not be evaluated, because those of this file are not.
+    # Without `dont_inherit` the program would inherit this file's `from __future__ import annotations`.
     exec(compile(source, f"{MODULE}.py", "exec", dont_inherit=True), module.__dict__)
 
 
 def _presume() -> dict[str, Any]:
-    """Return Python's own names and the presumed ones, and lift the limits of recursion and of digits."""
+    """Return Python's built-in names and the presumed ones, and raise the limits of recursion and of digits."""
     sys.setrecursionlimit(MAX_RECURSION)
     sys.set_int_max_str_digits(0)
     libraries = {name: importlib.import_module(name) for name in PRESUMED}
@@ -157,7 +156,7 @@ def _run_program(path: str) -> None:
 
 
 def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Callable[[], object]:
-    """Return what runs one test. The test's names are its own, so that none sees those of another one."""
+    """Return a function that runs one test. Each test has its own names."""
 
     def check() -> None:
         names: dict[str, Any] = dict(module.__dict__)
@@ -182,7 +181,7 @@ def _call(arguments: list[Any], function: str, module: types.ModuleType, returne
 
 
 def _function(name: str, names: dict[str, Any]) -> Any:
-    """Return the function that the program defines, of `Solution` its method, or what `Solution().add` names."""
+    """Return the function that the program defines, a method of `Solution`, or the one that `Solution().add` names."""
     owner = names.get("Solution")
     if "." not in name and owner is not None and hasattr(owner, name):
         return getattr(owner(), name)
@@ -192,25 +191,25 @@ def _function(name: str, names: dict[str, Any]) -> Any:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Return a mapping whose keys are whole numbers with such keys, which JSON has as texts."""
+    """Return a mapping with whole numbers as keys, which JSON turns into texts."""
     if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
         return {int(key): each for key, each in value.items()}
     return value
 
 
 class Clock:
-    """The limit of one test."""
+    """Enforces the time limit of one test."""
 
     def __init__(self, time_s: float, errors: int) -> None:
         self.time_s, self._errors = time_s, errors
 
     def start(self) -> None:
         faulthandler.dump_traceback_later(self.time_s + HARD_S, exit=True, file=self._errors)
-        # Again and again: a bare `except` may catch one.
+        # Repeatedly, because a bare `except` may catch one.
         signal.setitimer(signal.ITIMER_REAL, self.time_s, 0.05)
 
     def stop(self) -> None:
-        """End; the signal may come in here once."""
+        """Disarm the limit; its signal may still arrive once."""
         while True:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -220,7 +219,7 @@ class Clock:
                 continue
 
     def timed(self, run: Callable[[], object]) -> tuple[str, str, str]:
-        """Return the state, the seconds and the error's text of a call."""
+        """Return the state, the seconds and the error text of a call."""
         started_s = time.perf_counter()
         try:
             try:
@@ -244,12 +243,12 @@ class Clock:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:MAX_TEXT]
-    except BaseException:  # its own `__str__`
+    except BaseException:  # an error in `__str__`
         return "an error without a text"
 
 
 def _run_pytest(request: dict[str, Any], report: Report) -> None:
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of the worker's environment
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest options of the worker's environment
     try:
         import pytest
     except ImportError as error:
@@ -259,7 +258,7 @@ def _run_pytest(request: dict[str, Any], report: Report) -> None:
     failures: list[tuple[str, str]] = []
 
     class Plugin:
-        """Gives each test its limit and reports it."""
+        """Applies the time limit to each test and reports it."""
 
         def pytest_collection_finish(self, session: Any) -> None:
             report.line("loaded", len(session.items))

@@ -15,7 +15,7 @@ from paceline.reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SHARE_OF_CALL = 0.9
-"""Part of `timeout_s` that the programs of a group may take; the rest is for the sandbox and the answer."""
+"""Part of `timeout_s` that the programs of a group may use; the rest is for the sandbox and the answer."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -23,43 +23,42 @@ class CodeSettings(Section):
     """`code_tests`."""
 
     sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
-    """What isolates the programs: auto takes the first that holds on the worker's host, and the run is refused where none does."""
+    """Isolation of the programs: auto takes the first that holds on the worker's host, else refuses the run."""
     url: str | None = None
     """Address of `remote`."""
     readable: tuple[str, ...] = ()
     """Further absolute paths that programs may read."""
     tests_column: Annotated[str, Field(min_length=1)] = "tests"
-    """Column with the tests of a row; null there gives None."""
+    """Column with the tests of a row; null gives None."""
     kind: Kind | Literal["auto"] = "auto"
-    """Form of the tests: auto tells it from the value."""
+    """Form of the tests; auto recognises it from the value."""
     entry_point_column: Annotated[str, Field(min_length=1)] = "entry_point"
-    """Column with the name of the function that `humaneval` tests call, and other tests that do not name it: LiveCodeBench's
-    `metadata` too."""
+    """Column with the function's name if tests do not name it (`humaneval`), or LiveCodeBench's `metadata`."""
     setup_columns: tuple[str, ...] = ("test_setup_code", "test_imports")
-    """Columns, where the data set has them, with Python that runs before each of the `asserts`, as MBPP has it."""
+    """Columns with Python that runs before each of the `asserts`, as in MBPP; missing columns are ignored."""
     score: Literal["all", "share"] = "all"
-    """Reward: 1 where all tests pass, else 0; or the share of tests that pass."""
+    """Reward: 1 if all tests pass, else 0; or the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
-    """Command of a program with pairs of input and output, in a folder with the program; `python` is the worker's interpreter."""
+    """Command of a program with pairs of input and output, beside the program; `python` is the worker's interpreter."""
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
-    """The program in a completion: its last fenced block, or without one all of it (auto) or nothing (block); none takes all."""
+    """The program in a completion: its last fenced block, without one all (auto) or nothing (block); none takes all."""
     compare: Compare = "lines"
-    """How outputs are compared: lines without white space at their ends, words alone, lines of which only the numbers count
-    (decimals: the rule of tests with a `testtype`, if this is not set), or every byte."""
+    """Comparison of outputs: lines without white space at their ends, only the words, lines that are equal or have
+    equal numbers (decimals: the rule of tests with a `testtype`, if this is not set), or every byte."""
     tolerance: NonNegativeFloat = 0.0
-    """Largest difference of two numbers, absolute or relative, that `lines` and `tokens` take for equal, and values of calls."""
+    """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""
     time_s: PositiveFloat = 3.0
     """Time limit of one test."""
     total_time_s: PositiveFloat = 6.0
-    """Time limit of all tests of one completion; what is left then has not passed."""
+    """Time limit of all tests of one completion; tests that are left then have not passed."""
     parallel: PositiveInt = 2
-    """Programs that one call runs at a time; a worker runs as many for each of its `--processes`."""
+    """Programs that one call runs at the same time; a worker runs as many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program, as the sandbox's limit of that name."""
+    """Memory of a program, see the sandbox's limit of that name."""
     processes: PositiveInt = 1
-    """Processes of a program at one time; `landlock` allows 1."""
+    """Concurrent processes of a program; `landlock` allows 1."""
     disk_mb: PositiveInt = 64
     """Files of a program."""
     output_bytes: PositiveInt = 1 << 20
@@ -85,11 +84,11 @@ class CodeSettings(Section):
         return cases
 
     def longest_s(self, num_completions: int) -> float:
-        """Return the seconds that a call needs in which every program uses all its time."""
+        """Return the seconds of a call in which every program uses all its time."""
         return math.ceil(num_completions / self.parallel) * self.total_time_s / SHARE_OF_CALL
 
     def limits(self, time_s: float) -> Limits:
-        """Return the sandbox's limits of a program that has `time_s`."""
+        """Return the sandbox's limits for a program with `time_s`."""
         return Limits(
             time_s=time_s,
             memory_mb=self.memory_mb,
@@ -99,11 +98,11 @@ class CodeSettings(Section):
         )
 
     def make_sandbox(self) -> Sandbox:
-        """Return the sandbox. Raises InvalidInput where it does not hold on this host."""
+        """Return the sandbox. Raises InvalidInput if it does not hold on this host."""
         return make_sandbox(self.sandbox, readable=self.readable, url=self.url)
 
     def check_host(self) -> None:
-        """Raises InvalidInput where this host cannot run the tests."""
+        """Raise InvalidInput if this host cannot run the tests."""
         self.make_sandbox()
         if self.kind == "pytest" and self.sandbox != "remote" and importlib.util.find_spec("pytest") is None:
             raise InvalidInput(
@@ -111,7 +110,7 @@ class CodeSettings(Section):
             )
 
     def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
-        """Raises InvalidInput for tests of a row that cannot be read, or groups whose programs may take longer than a call."""
+        """Raise InvalidInput for unreadable tests of a row, or for groups whose programs may take longer than a call."""
         self.read_row(row)
         if (longest_s := self.longest_s(num_completions)) > timeout_s:
             raise InvalidInput(

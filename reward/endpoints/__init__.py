@@ -1,1 +1,1 @@
-"""Requests to HTTP services that score completions: judges, and reward models behind a server."""
+"""Sends requests to HTTP services that score completions: judges, and reward models behind a server."""

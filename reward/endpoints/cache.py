@@ -1,9 +1,10 @@
-"""`AnswerCache`: answers of services by the digest of their question, in one SQLite file of the host's user.
+"""Caches answers of services in one SQLite file of the host's user.
 
-Promise: an answer survives restarts and is shared by all processes of the user; the file stays below its limit; and
-nothing fails for the cache's sake: a file that cannot be used means that every question is asked.
+Promise: an answer survives restarts, and all processes of the user share it. The file stays below its limit. A fault of
+the cache never fails a request: without a usable file every question is sent.
 
-The folder is `PACELINE_ANSWER_CACHE` (default `~/.cache/paceline/answers`), the limit `PACELINE_ANSWER_CACHE_MB` (1024; 0 keeps none).
+`PACELINE_ANSWER_CACHE` is the folder (default `~/.cache/paceline/answers`), `PACELINE_ANSWER_CACHE_MB` its limit (1024;
+0: off).
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ FILE = "answers-1.sqlite"
 DEFAULT_MB = 1024
 BUSY_S = 5.0
 REMOVED_SHARE = 0.2
-"""Part of the rows that goes when the file has reached its limit: those that were written first."""
+"""Share of the rows that is deleted at the limit, oldest first."""
 WRITES_PER_CHECK = 64
 
 
 def digest_of(question: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a question in canonical JSON."""
+    """Return the SHA-256 of a question as canonical JSON."""
     text = json.dumps(question, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class AnswerCache:
-    """The file, opened at the first use."""
+    """The cache file, opened at first use."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = folder / FILE, max_bytes
@@ -48,8 +49,8 @@ class AnswerCache:
 
     @classmethod
     def of_user(cls) -> AnswerCache | None:
-        """Return the cache that the environment names; None where answers are not kept, because the limit is 0 or files are encrypted with
-        a storage key, as these are not."""
+        """Return the cache that the environment names. Return None if the limit is 0, or if files are encrypted with a
+        storage key, because the cache is not encrypted."""
         given = os.environ.get("PACELINE_ANSWER_CACHE")
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
         text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")
@@ -84,7 +85,7 @@ class AnswerCache:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[sqlite3.Connection | None]:
-        """Give the open file, or None where it cannot be used; a fault of it ends its use, with one warning."""
+        """Yield the open file, or None if it cannot be used. A fault disables the file, with one warning."""
         if self._db is None and not self._unusable:
             try:
                 self._db = _opened(self._path)
@@ -99,7 +100,7 @@ class AnswerCache:
         self._unusable = True
         with contextlib.suppress(sqlite3.Error):
             self.close()
-        log.warning("the cache of answers %s cannot be used, so every question is asked: %s", self._path, error)
+        log.warning("the cache of answers %s cannot be used, so every question is sent: %s", self._path, error)
 
     def _shrink(self, db: sqlite3.Connection) -> None:
         (pages,), (size,), (free,) = (
@@ -116,7 +117,7 @@ class AnswerCache:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Return the file, made where there is none; one that is no database is set aside. Raises OSError, sqlite3.Error."""
+    """Return the file, created if needed. A file that is no database is renamed. Raises OSError, sqlite3.Error."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         return _connected(path)

@@ -1,16 +1,14 @@
-"""`Endpoint`: POST requests to one service, with attempts, backoff, limits and bounded answers.
+"""Sends POST requests to one service, with retries, back-off, rate limits and bounded answers.
 
-Promise: every request ends in an answer or in one of three errors, and no error's text holds the key. The caller sets the
-deadline over all its requests.
+Promise: every request ends in an answer or in one of three errors, and no error message has the key. The caller sets
+the deadline for all its requests.
 
-    EndpointUnavailable   no answer after all attempts: a fault of the service or the network, or a key that it refuses
-    RequestRefused        the service will not answer this request (400, 413, 422)
-    BadAnswer             it answered something that is no JSON object, or one that is too large
+    EndpointUnavailable   no answer after all attempts: a fault of the service or the network, or a refused key
+    RequestRefused        the service rejects this request (400, 413, 422)
+    BadAnswer             the answer is not a JSON object, or too large
 
-Rate of requests of one process: its share of a limit that holds for the whole reward pool.
-
-Promise: processes that keep their shares keep the limit together, without talking to each other. A pause that the service
-asks for holds for all requests of the process.
+Each process keeps its share of the rate limit of the whole reward pool, so the pool keeps the limit without
+communication. A pause that the service requests applies to all requests of the process.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from paceline.errors import Unreadable
 from paceline.reward.endpoints.settings import EndpointSettings
 
 MAX_PAUSE_S = 300.0
-"""Longest pause that a service may ask for."""
+"""Longest pause that a service may request."""
 
 
 class RequestRate:
-    """Starts of requests, spaced evenly."""
+    """Spaces the starts of requests evenly."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class RequestRate:
         self._next_s = self._paused_until_s = 0.0
 
     async def turn(self, per_minute: float | None) -> None:
-        """Wait until the next request may start; `per_minute` is this process's share, None without a limit."""
+        """Wait until the next request may start. `per_minute` is this process's share; None for no limit."""
         now_s = self._clock()
         start_s = max(now_s, self._paused_until_s)
         if per_minute is not None:
@@ -56,17 +54,17 @@ class RequestRate:
             await self._sleep(start_s - now_s)
 
     def pause(self, seconds: float) -> None:
-        """Start no request for so many seconds, MAX_PAUSE_S at most."""
+        """Start no request for this many seconds, at most MAX_PAUSE_S."""
         self._paused_until_s = max(self._paused_until_s, self._clock() + min(seconds, MAX_PAUSE_S))
 
 
 def share_of(limit: float, num_processes: int) -> float:
-    """Return one process's part of a limit."""
+    """Return one process's share of a limit."""
     return limit / max(1, num_processes)
 
 
 def slots_of(limit: int, num_processes: int) -> int:
-    """Return the requests that one process may have under way, of `limit` in the pool; at least one."""
+    """Return how many of the pool's `limit` concurrent requests one process may have; at least one."""
     return max(1, limit // max(1, num_processes))
 
 
@@ -76,13 +74,13 @@ LONGEST_BACKOFF_S = 30.0
 SHOWN_CHARS = 6
 REFUSED = (400, 413, 422)
 LASTING = (401, 403, 404, 405, 407)
-"""Statuses that another attempt at once would get again: of a key, model or URL that a person has to correct."""
+"""Statuses that a retry would get again, because a person must correct the key, model or URL."""
 
 Count = Callable[[str, float], None]
 """Adds a value to one of the function's sums: `requests`, `failed`, `prompt_tokens`, …"""
 
 _rates: dict[tuple[str, str], RequestRate] = {}
-"""Rates by URL and model: they hold over all calls of the process."""
+"""Rates by URL and model, shared by all calls of the process."""
 
 
 class EndpointUnavailable(ConnectionError):
@@ -90,15 +88,15 @@ class EndpointUnavailable(ConnectionError):
 
 
 class RequestRefused(Exception):
-    """The service refuses the content of a request."""
+    """The service rejects the content of a request."""
 
 
 class BadAnswer(Exception):
-    """The service answered something else than its protocol allows."""
+    """The service violated its protocol."""
 
 
 class _Passing(Exception):
-    """An attempt failed in a way that may pass."""
+    """An attempt failed in a way that a retry may resolve."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -106,11 +104,10 @@ class _Passing(Exception):
 
 
 class Endpoint:
-    """Connections to one service for one call of a reward function; an async context manager."""
+    """Connections to one service for one call of a reward function. An async context manager."""
 
     def __init__(self, settings: EndpointSettings, count: Count, num_processes: int = 1) -> None:
-        """Set the service. num_processes: processes of the pool that share its limits. Raises EndpointUnavailable when its key is
-        not there any more."""
+        """`num_processes` of the pool share the service's limits. Raises EndpointUnavailable if its key is missing."""
         self._settings, self._count = settings, count
         try:
             self._key = settings.key()
@@ -143,7 +140,7 @@ class Endpoint:
         return await self._attempts("POST", route, sent)
 
     async def get(self, route: str) -> dict[str, Any]:
-        """Return the JSON object at a route. Raises as `post`."""
+        """Return the JSON object of a route. Raises as `post`."""
         return await self._attempts("GET", route, None)
 
     async def _attempts(self, method: str, route: str, sent: bytes | None) -> dict[str, Any]:
@@ -170,7 +167,7 @@ class Endpoint:
         assert self._session is not None, "used inside its context"
         headers = {"Content-Type": "application/json"}
         try:
-            # A redirect could carry the key elsewhere.
+            # A redirect could send the key elsewhere.
             async with self._session.request(method, url, data=sent, headers=headers, allow_redirects=False) as answer:
                 text = await _read(answer)
                 status, retry_after = answer.status, answer.headers.get("Retry-After", "")
@@ -189,10 +186,10 @@ class Endpoint:
         raise _Passing(why, _seconds(retry_after))
 
     def _redacted(self, text: str) -> str:
-        """Return a text in one line, cut off, without the key, which a service may repeat."""
+        """Return a text in one line, shortened and without the key, which a service may repeat."""
         if self._key:
             text = text.replace(self._key, "…")
-        if len(self._key) > 2 * SHOWN_CHARS:  # services repeat its first characters, and asterisks
+        if len(self._key) > 2 * SHOWN_CHARS:  # services repeat its first characters and asterisks
             text = re.sub(re.escape(self._key[:SHOWN_CHARS]) + r"\S*", "…", text)
         return "".join(c if c.isprintable() else " " for c in text[:MAX_EXCERPT])
 
@@ -218,7 +215,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _reason(text: bytes) -> str:
-    """Return the message of an error, as OpenAI's services give it, or the text itself."""
+    """Return the message of an error in the format of OpenAI's services, or the text itself."""
     found: Any = text.decode("utf-8", "replace")
     try:
         parsed = json.loads(text)
@@ -231,7 +228,7 @@ def _reason(text: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, a number or a date; 0 without or for nonsense."""
+    """Return the seconds of a Retry-After header, given as a number or a date; 0 if it is missing or invalid."""
     if retry_after.strip().isdecimal():
         return float(retry_after[:9])
     try:

@@ -1,6 +1,6 @@
-"""`kwargs.endpoint` of a reward function: where a service is, how often it may be asked, and where its key comes from.
+"""Settings `kwargs.endpoint` of a reward function: address, limits and key of a service.
 
-Promise: no message that is made here holds a key, or a value of the spec that could be one.
+Promise: no message of this module has a key, or a value of the spec that could be one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
-"""Ends of the names of variables and files that may hold a key: a spec must not have the worker send another secret."""
+"""Allowed ends of the names of variables and files with a key, so that a spec cannot have another secret sent."""
 MAX_KEY_CHARS = 4096
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -36,23 +36,23 @@ class EndpointSettings(Section):
     api_key_file: str | None = None
     """File of the reward workers' hosts that holds the key; absolute, and its name ends in api_key."""
     max_concurrency: PositiveInt = 32
-    """Requests at one time by the whole reward pool, divided among its processes; each has at least one."""
+    """Concurrent requests of the whole reward pool, divided among its processes; each has at least one."""
     max_requests_per_minute: PositiveFloat | None = None
-    """Requests in a minute by the whole reward pool, divided among its processes; null is no limit."""
+    """Requests in a minute of the whole reward pool, divided among its processes; null is no limit."""
     attempts: PositiveInt = 4
     """Attempts at a request before the service counts as unavailable."""
     first_backoff_s: NonNegativeFloat = 0.5
-    """Pause after the first failed attempt, then doubled up to 30 s; a longer `Retry-After` of the service wins."""
+    """Pause after the first failed attempt, then doubled up to 30 s; a longer `Retry-After` takes precedence."""
     request_timeout_s: PositiveFloat = 60.0
     """Time limit of one attempt."""
     cache: bool = True
-    """Keep answers on the worker's disk, so that the same question is free later."""
+    """Keep answers on the worker's disk, so that a repeated question costs nothing."""
     prompt_price: NonNegativeFloat = 0.0
     """Price of a million prompt tokens, for the metric `endpoint_cost`."""
     completion_price: NonNegativeFloat = 0.0
     """Price of a million completion tokens."""
     extra_body: dict[str, JsonValue] = {}
-    """Further fields of each request; they win over those that are set here, and null removes one."""
+    """Further fields of each request; they replace those that are set here, and null removes one."""
 
     @field_validator("base_url")
     @classmethod
@@ -83,7 +83,7 @@ class EndpointSettings(Section):
         return self
 
     def key(self) -> str:
-        """Return the key, read anew, or empty without one. Raises Unreadable when it is not there on this host."""
+        """Return the key, read at each call; empty if none is set. Raises Unreadable if it is missing on this host."""
         if self.api_key_env is not None:
             source, found = f"the variable {self.api_key_env}", os.environ.get(self.api_key_env, "")
         elif self.api_key_file is not None:
@@ -101,7 +101,7 @@ class EndpointSettings(Section):
 
 
 def checked_settings(kind: type[SectionT], values: object, what: str) -> SectionT:
-    """Return settings of a kind. `what` names them in messages. Raises InvalidInput that names a field and never a value."""
+    """Return validated settings, called `what` in messages. Raises InvalidInput that names a field, never a value."""
     if not isinstance(values, Mapping):
         raise InvalidInput(f"{what} is {type(values).__name__}, it has to be a mapping")
     try:

@@ -1,1 +1,1 @@
-"""Judges: language models that score completions, alone or in pairs."""
+"""Scores completions with language models as judges, separately or in pairs."""

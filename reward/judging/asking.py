@@ -1,8 +1,8 @@
-"""`Panel`: asks a judge all questions of a group at once, each as often as there are votes.
+"""Asks a judge all questions of a group, each as often as there are votes.
 
-Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them, and what was
-answered by then is in the cache, so another attempt at the group goes on from there. The first request that fails after all its
-attempts ends the others too, because the service is away.
+Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them, and the
+cache keeps their answers, so that another attempt at the group continues from there. If a request fails after all its
+attempts, the others end too, because the service is unavailable.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Messages = list[dict[str, str]]
 Parse = Callable[[str], Verdict | None]
 
 REASKED_SEED = 1_000_003
-"""Added to the seed of a vote that is asked for again, because the same seed may give the same answer."""
+"""Added to the seed when a vote is retried, because the same seed may give the same answer."""
 _without_schema: set[tuple[str, str]] = set()
 """Services and models that refused `response_format`."""
 
 
 class NoVerdict(RuntimeError):
-    """Too few answers of the judge hold a verdict, and the spec does not take None for that."""
+    """Too few answers of the judge have a verdict, and the spec does not allow None."""
 
 
 class Panel:
@@ -46,7 +46,7 @@ class Panel:
         count: Count,
         verdict: dict[str, Any],
     ) -> None:
-        """Set the judge. verdict: JSON schema of the field that holds the verdict, by its name."""
+        """`verdict` is the JSON schema of the verdict's field, by its name."""
         self._settings, self._endpoint, self._count = settings, endpoint, count
         self._cache = cache if settings.endpoint.cache else None
         self._schema = {
@@ -56,14 +56,14 @@ class Panel:
             "additionalProperties": False,
         }
         self._running: dict[str, asyncio.Future[str]] = {}
-        """Requests under way by the digest of their question."""
+        """Unanswered requests by the digest of their question."""
         self._refusal = ""
 
     async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:
-        """Return the verdicts of each question, as many as there are at the end or at the deadline.
+        """Return the verdicts of each question that have arrived at the end or the deadline.
 
-        Raises EndpointUnavailable when an answer is missing because the service gave none in time (unless
-        `when_unavailable` is none), and RequestRefused when it refused every question.
+        Raises EndpointUnavailable if the service gave no answer in time (unless `when_unavailable` is none), and
+        RequestRefused if it refused every question.
         """
         found: list[list[Verdict]] = [[] for _ in questions]
         missing = len(questions) * self._settings.votes
@@ -93,7 +93,7 @@ class Panel:
         if fault is not None and self._settings.when_unavailable != "none":
             raise fault
         if fault is not None:
-            seldom.warning("unavailable", "rewards are None where the judge gave no answer: %s", fault)
+            seldom.warning("unavailable", "rewards are None because the judge gave no answer: %s", fault)
         if self._refusal and not any(found):
             raise RequestRefused(self._refusal)
         return found
@@ -135,11 +135,11 @@ class Panel:
         except BaseException as error:
             if isinstance(error, Exception):
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting
+                future.exception()  # possibly nobody waits for it
             else:
                 future.cancel()
             if isinstance(error, BadAnswer):
-                seldom.warning("answer", "the judge's answer is none: %s", error)
+                seldom.warning("answer", "the judge's answer is invalid: %s", error)
                 return None
             raise
         future.set_result(text)
@@ -159,7 +159,7 @@ class Panel:
             if self._settings.structured != "auto" or kind == "none" or not _names_format(str(refusal)):
                 raise
             _without_schema.add(key)
-            log.warning("the judge takes no response_format, so the prompt alone asks for JSON: %s", refusal)
+            log.warning("the judge does not support response_format, so only the prompt asks for JSON: %s", refusal)
             answer = await self._endpoint.post("chat/completions", body)
         self._count_usage(answer.get("usage"))
         try:
@@ -191,7 +191,7 @@ def _names_format(refusal: str) -> bool:
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """Return an error of a group; one of an unavailable service before others."""
+    """Return one error of a group, preferably one of an unavailable service."""
     flat: list[Exception] = []
     for error in group.exceptions:
         flat.append(_first(error) if isinstance(error, ExceptionGroup) else error)

@@ -1,6 +1,6 @@
-"""Settings of the judges, the `kwargs` of `judge` and `judge_pairwise`, and the messages to them from a template and the data.
+"""Settings of the judges (`kwargs` of `judge` and `judge_pairwise`), and their messages from a template and the data.
 
-Promise: a value is put in once and never read as a template again, so a completion that holds `{answer}` stays as it is.
+Promise: inserted values are never read as a template, so a completion that contains `{answer}` stays unchanged.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ Reply with one JSON object and nothing else: {"reasoning": "<two sentences>", "b
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Return the template with the values in place of their names, as a judge reads them; names without a value stay."""
+    """Return the template with the values in place of their names. Names without a value stay unchanged."""
     return templates.fill(template, values, as_text)
 
 
 def as_text(value: Any) -> str:
-    """Return a value as a judge reads it: text, a conversation line by line, or JSON."""
+    """Return a value as text for a judge: text, a conversation line by line, or JSON."""
     if isinstance(value, str):
         return value
     are_messages = isinstance(value, list | tuple) and all(isinstance(m, Mapping) and "role" in m for m in value)
@@ -88,15 +88,15 @@ def messages(system: str, user: str) -> list[dict[str, str]]:
 
 
 class JudgeSettings(Section):
-    """What both judges have."""
+    """Settings of both judges."""
 
     endpoint: EndpointSettings
     rubric: Annotated[str, Field(min_length=1)]
-    """Criteria, as the judge reads them."""
+    """Criteria for the judge."""
     system: str | None = None
-    """System message in place of the built-in one; `{rubric}` and the scale are put in. It has to ask for the JSON object."""
+    """System message in place of the built-in one, with `{rubric}` and the scale. It has to ask for the JSON object."""
     votes: PositiveInt = 1
-    """Answers to each question, each with a seed of its own."""
+    """Answers to each question, each with its own seed."""
     min_votes: PositiveInt | None = None
     """Fewest answers with a verdict; default more than half of the votes."""
     temperature: float | Literal["auto"] | None = "auto"
@@ -104,37 +104,38 @@ class JudgeSettings(Section):
     max_tokens: PositiveInt = 1024
     """Limit of an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """How the JSON object is enforced: `response_format` of that type, or by the prompt alone. auto takes json_schema, and none
-    once the service has refused it."""
+    """Way to enforce the JSON object: `response_format` of that type, or only by the prompt. auto takes json_schema,
+    and none after the service has refused it."""
     answer_attempts: PositiveInt = 2
-    """Questions for one vote, while the answers hold no verdict."""
+    """Attempts for one vote while the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
-    """The service gives no answer: wait and score the group again later, None for the completions concerned, or a failed attempt."""
+    """If the service gives no answer: wait and score the group later, None for these completions, or a failed attempt.
+    """
     when_no_verdict: Literal["none", "fail"] = "none"
-    """Too few answers have a verdict: None for the completion, or a failed attempt."""
+    """If too few answers have a verdict: None for the completion, or a failed attempt."""
     reasoning: bool = False
-    """Show the judge the whole completion, not its answer alone."""
+    """Show the judge the whole completion instead of only its answer."""
     seed: int = 0
     """Seed of the first vote."""
 
     @property
     def needed_votes(self) -> int:
-        """The fewest verdicts that make a result."""
+        """Return the fewest verdicts that make a result."""
         return self.min_votes or self.votes // 2 + 1
 
     @property
     def used_temperature(self) -> float | None:
-        """The temperature of a request; None leaves it to the service."""
+        """Return the temperature of a request; None leaves it to the service."""
         if self.temperature == "auto":
             return 0.0 if self.votes == 1 else 0.7
         return self.temperature
 
     def check_host(self) -> None:
-        """Raises Unreadable where this worker has no key; another one may have it."""
+        """Raise Unreadable if this worker has no key; another worker may have it."""
         self.endpoint.key()
 
     def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
-        """Nothing of a judge depends on the data but its columns."""
+        """Check nothing, because a judge depends only on the columns of the data."""
 
     @model_validator(mode="after")
     def _check_votes(self) -> JudgeSettings:
@@ -153,7 +154,7 @@ class ScoreSettings(JudgeSettings):
     max_score: float = 10.0
     """Best score; the reward is 1 there."""
     vote: Vote = "mean"
-    """How votes combine."""
+    """Combination of the votes."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ScoreSettings:
@@ -174,11 +175,11 @@ class PairSettings(JudgeSettings):
     template: str = PAIR_TEMPLATE
     """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """Scores from the comparisons: the share of wins, or the strengths of Bradley and Terry as chances of a win."""
+    """Scores from the comparisons: the share of wins, or the chances of a win by the strengths of Bradley and Terry."""
     max_pairs: PositiveInt | None = None
     """Pairs of a group that are compared, spread evenly over the completions; default all."""
     reference_column: str | None = None
-    """Compare each completion with the text in this column, in place of the other completions; the reward is its share of wins."""
+    """Compare each completion with this column's text instead of with each other; the reward is its share of wins."""
 
     @model_validator(mode="after")
     def _check_template(self) -> PairSettings:

@@ -1,6 +1,6 @@
-"""Verdicts in a judge's answers, the result of several votes, and scores from comparisons of pairs. Pure.
+"""Parses a judge's verdicts, combines votes, and computes scores from comparisons of pairs. Pure.
 
-Promise: what is no clear verdict is None, never a number.
+Promise: an unclear verdict is None, never a number.
 
 Suffix: C completions of a group.
 """
@@ -23,14 +23,14 @@ Vote = Literal["mean", "median", "majority"]
 
 
 class Verdict(NamedTuple):
-    """A judge's verdict: a score on its scale, or 1, 0.5 or 0 for the first of a pair; with its reasons."""
+    """A judge's verdict with its reasons: a score on its scale, or 1, 0.5 or 0 for the first of a pair."""
 
     value: float
     reasoning: str
 
 
 def score_verdict(text: str, min_score: float, max_score: float) -> Verdict | None:
-    """Return the last JSON object of `text` that has a `score` on the scale; None without one."""
+    """Return the verdict of the last JSON object in `text` with a `score` on the scale; None if there is none."""
 
     def value_of(found: dict[str, Any]) -> float | None:
         score = found.get("score")
@@ -47,7 +47,7 @@ def score_verdict(text: str, min_score: float, max_score: float) -> Verdict | No
 
 
 def pair_verdict(text: str) -> Verdict | None:
-    """Return the last JSON object of `text` whose `better` is A, B or tie; None without one."""
+    """Return the verdict of the last JSON object in `text` whose `better` is A, B or tie; None if there is none."""
 
     def value_of(found: dict[str, Any]) -> float | None:
         better = found.get("better")
@@ -78,7 +78,7 @@ def _last(text: str, value_of: Callable[[dict[str, Any]], float | None]) -> Verd
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, from the front; what is inside of one is not looked at again."""
+    """Yield the outermost JSON objects in a text, from the front."""
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -92,7 +92,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Wins that each side of a compared pair gets beforehand, so that a completion that always won has a finite strength."""
+"""Wins that each side of a compared pair gets in advance, so that a completion that always won has a finite strength.
+"""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 
@@ -100,7 +101,7 @@ Pair = tuple[int, int]
 
 
 def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[Pair]:
-    """Return up to `max_pairs` pairs i < j, neighbours on a circle first: every completion is compared about as often."""
+    """Return up to `max_pairs` pairs i < j, neighbours on a circle first, so that all are compared about equally often."""
     found: list[Pair] = []
     for distance in range(1, num_completions // 2 + 1):
         for first in range(num_completions):
@@ -112,7 +113,7 @@ def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[P
 
 
 def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean result of each completion's comparisons, a tie half; None for one that was never compared.
+    """Return [C] mean result of each completion's comparisons, a tie as half; None for one that was never compared.
 
     results: for a pair (i, j) the share of wins of i, from 0 to 1.
     """
@@ -124,11 +125,10 @@ def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float
 
 
 def bradley_terry(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] the chance of each completion to beat another compared one of the group, averaged over those; None for one
-    that was never compared.
+    """Return [C] mean chance of each completion to beat the other compared ones; None for one that was never compared.
 
-    Strengths p maximise Σ w_ij log(p_i / (p_i + p_j)) (Bradley and Terry 1952) with PRIOR wins added to both sides of each
-    compared pair, by the iteration of Hunter 2004, p_i = W_i / Σ_j n_ij / (p_i + p_j), which rises at every step.
+    Strengths p maximise Σ w_ij log(p_i / (p_i + p_j)) (Bradley and Terry 1952) with PRIOR wins added to both sides of
+    each compared pair, by the iteration of Hunter 2004, p_i = W_i / Σ_j n_ij / (p_i + p_j), which rises at every step.
     """
     wins, games = [0.0] * num_completions, 1.0 + 2 * PRIOR
     rivals: list[list[int]] = [[] for _ in range(num_completions)]

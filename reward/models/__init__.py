@@ -1,1 +1,1 @@
-"""Reward models in the pool: each in a process of its own, shared by all processes of a worker that run functions."""
+"""Runs reward models in the pool, each in a separate process that all function processes of a worker share."""

@@ -1,9 +1,7 @@
-"""`RewardModels`: the reward models among a run's functions, each in one process for all groups that a worker scores.
+"""Runs the reward models among a run's functions, each in one process for all groups that a worker scores.
 
-Functions with equal settings share a process. A model whose process has ended is started again by the next group.
-
-A caller waits no longer than its own limit; a process that answers nobody for that long is killed. Whoever calls next
-starts it again.
+Functions with equal settings share a process. A caller waits no longer than its own limit; a process that answers
+nobody for that long is killed. If a process has ended, the next caller starts it again.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class RewardModels:
     """The models by the index of their function."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
-        """Set the functions of the run. Raises InvalidInput for settings of a model that are wrong."""
+        """`functions` are the run's. Raises InvalidInput for wrong settings of a model."""
         self._functions: dict[int, tuple[RewardFunctionSection, Any, Any]] = {}
         shared: dict[str, Any] = {}
         for index, function in enumerate(functions):
@@ -45,7 +43,7 @@ class RewardModels:
         return index in self._functions
 
     async def start(self) -> None:
-        """Load all models, one after another, because they may share a device. Raises InvalidInput, Unreadable, Unavailable."""
+        """Load all models one by one, because they may share a device. Raises InvalidInput, Unreadable, Unavailable."""
         for process in self._processes:
             await process.start()
 
@@ -53,8 +51,7 @@ class RewardModels:
         await asyncio.gather(*(process.shared.close() for process in self._processes))
 
     async def score(self, index: int, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
-        """Return the reply for the function at `index`, as a process of functions gives it. Raises ProcessTimeout and
-        ProcessDied."""
+        """Return the reply for the function at `index`, as a function process does. Raises ProcessTimeout, ProcessDied."""
         function, settings, process = self._functions[index]
         try:
             await process.start()
@@ -75,23 +72,23 @@ class RewardModels:
 
 
 LOAD_TIMEOUT_S = 1800.0
-"""Limit of loading a model, its transfer from a URL included."""
+"""Time limit of loading a model, including its transfer from a URL."""
 
 
 class ModelProcess:
     """One child process with one model."""
 
     def __init__(self, function: str, settings: ModelSettings, memory_mb: int) -> None:
-        """Set the model; `start` loads it. memory_mb: address space that it may add on a CPU."""
+        """`start` loads the model. memory_mb: address space that it may add on a CPU."""
         load = {"function": function, "model": settings.shared(), "memory_bytes": memory_mb << 20}
         self.shared = SharedProcess("paceline.reward.models.serving", load, None)
         self._starting = asyncio.Lock()
         self.version = ""
-        """Version of the weights that scored last."""
+        """Version of the weights that scored the last group."""
 
     async def start(self) -> None:
-        """Start the process and load the model, unless it runs. Raises InvalidInput for a model that does not fit, Unreadable
-        for one that cannot be read now, Unavailable for a process that ended or took too long."""
+        """Start the process and load the model, unless it runs. Raises InvalidInput for an unsuitable model, Unreadable
+        for one that cannot be read now, Unavailable if the process ended or took too long."""
         async with self._starting:
             if self.shared.usable:
                 return

@@ -1,8 +1,8 @@
-"""Scores of texts by a classification model that vLLM serves (`vllm serve MODEL --runner pooling`): for models that need several
-GPUs, which are the server's matter (`--tensor-parallel-size`).
+"""Scores texts with a classification model that vLLM serves (`vllm serve MODEL --runner pooling`), for models that need
+several GPUs (the server's `--tensor-parallel-size`).
 
-Promise: the same scores as `paceline.reward.models.scorer` up to the rounding of the server's type, because token ids are sent and
-outputs without an activation come back; a server that gives no answer is no score.
+Promise: the same scores as `paceline.reward.models.scorer` up to the rounding of the server's type, because token ids
+are sent and outputs without an activation come back. A server without an answer gives no score.
 
 `POST /pooling` {model, input: [[ids], …], task, use_activation: false} → {data: [{index, data}]}, where data is [L] outputs
 of `classify` or [T][L] of `token_classify` (vLLM's online serving of pooling models, 0.11 and later).
@@ -37,17 +37,16 @@ from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
-    """Load the model, or open the server that holds it. Raises as `load_scorer`, and Unreadable for a server that cannot be
-    asked now."""
+    """Load the model, or open the server that holds it. Raises as `load_scorer`, Unreadable for an unreachable server."""
     return load_scorer(settings) if settings.endpoint is None else PooledScorer(settings)
 
 
 class PooledScorer:
-    """A model on a server, as `paceline.reward.models.scorer.Scorer`."""
+    """A model on a server, with the interface of `paceline.reward.models.scorer.Scorer`."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Read the tokenizer and ask the server for the model. Raises InvalidInput for a model of another kind, Unreadable for
-        files or a server that cannot be read now."""
+        """Read the tokenizer and the server's model list. Raises InvalidInput for a model of another kind, Unreadable
+        if files or the server cannot be read now."""
         from transformers import AutoConfig, AutoTokenizer
 
         assert settings.endpoint is not None
@@ -69,7 +68,7 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """The server's name of the model; only a person exchanges its weights."""
+        """The server's name of the model, whose weights only a person replaces."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
@@ -78,8 +77,8 @@ class PooledScorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """As `Scorer.scores`; requests of `max_batch_tokens` each go out together. Raises EndpointUnavailable for a server that
-        gives no answer, InvalidInput for one that answers something else."""
+        """As `Scorer.scores`, with concurrent requests of `max_batch_tokens` each. Raises EndpointUnavailable if the
+        server gives no answer, InvalidInput for an invalid answer."""
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         lengths = [len(texts[index].ids) for index in fitting]
@@ -111,7 +110,7 @@ class PooledScorer:
                 raise InvalidInput(f"the server of the reward model {self.version}: {error}") from None
 
     def _score(self, text: Text, outputs: Any) -> list[float]:
-        """Return the score, or those of the steps. Raises InvalidInput for outputs of another form."""
+        """Return the score, or those of the steps. Raises InvalidInput for outputs of another shape."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         shape = (len(text.ids), self._num_outputs) if by_step else (1,)
         try:
@@ -133,7 +132,7 @@ class PooledScorer:
 
 
 def _uncounted(name: str, value: float) -> None:
-    """Count nothing: the process of a model has no call to count for."""
+    """Count nothing, because the process of a model has no call with sums."""
 
 
 def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
@@ -143,18 +142,18 @@ def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
     if isinstance(rows, list):
         found = {row.get("index"): row.get("data") for row in rows if isinstance(row, dict)}
     if sorted(found, key=str) != sorted(range(count), key=str):
-        raise BadAnswer(f"it answered {str(answer)[:200]}, which has not one result for each of {count} texts")
+        raise BadAnswer(f"it answered {str(answer)[:200]}, which does not have one result for each of {count} texts")
     return [found[index] for index in range(count)]
 
 
 async def _longest_of_server(settings: EndpointSettings) -> int:
-    """Return the tokens of the longest text that the server takes. Raises Unreadable where it does not serve the model now."""
+    """Return the tokens of the longest text that the server accepts. Raises Unreadable if it does not serve the model."""
     try:
         async with Endpoint(settings, _uncounted) as endpoint:
             answer = await endpoint.get("v1/models")
     except (EndpointUnavailable, RequestRefused, BadAnswer) as error:
         raise Unreadable(
-            f"the server of the reward model cannot be asked: {error}; start it with vllm serve MODEL --runner pooling"
+            f"cannot reach the reward model server: {error}; start it with vllm serve MODEL --runner pooling"
         ) from None
     models = answer.get("data")
     served = {

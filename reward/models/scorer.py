@@ -1,7 +1,7 @@
-"""Scores of texts by a classification model, computed in passes of a token budget.
+"""Scores texts with a classification model, in passes of a token budget.
 
-Promise: a text's score is that of transformers' own forward pass on the text alone, up to the rounding of its type, whatever
-shares the pass. A text that is longer than the model reads has no score.
+Promise: a text's score is that of transformers' own forward pass on this text alone, up to the rounding of its type,
+whatever other texts are in the pass. A text that is longer than the model reads has no score.
 
 Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
 """
@@ -37,7 +37,7 @@ UNBOUNDED = 1 << 30
 
 
 class Scorer:
-    """A loaded model and how its outputs become scores. `max_tokens`: longest text that it reads."""
+    """A loaded model and the conversion of its outputs to scores. `max_tokens`: longest text that it reads."""
 
     def __init__(self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int) -> None:
         self._settings, self._model, self._tokenizer = settings, model, tokenizer
@@ -45,7 +45,7 @@ class Scorer:
         self._texts = TextEncoder(settings, tokenizer)
 
     def encode(self, prompt: Any, completion: Any) -> Text:
-        """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
+        """Return the tokens of a prompt with its completion. Raises InvalidInput if they cannot be rendered."""
         return self._texts.encode(prompt, completion)
 
     def scores(
@@ -53,7 +53,7 @@ class Scorer:
     ) -> list[list[float] | None]:
         """Return the scores of each text, one, or one for each step; None for a text that is too long.
 
-        `ran` is told the texts of each pass. Raises InvalidInput for a score that is not finite; torch's errors.
+        `ran` is called with the texts of each pass. Raises InvalidInput for a score that is not finite, torch's errors.
         """
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
@@ -92,8 +92,8 @@ def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) ->
 
 
 def load_scorer(settings: ModelSettings) -> Scorer:
-    """Load the model as it is now. Raises InvalidInput for a model of another kind or damaged files, Unreadable for files or a
-    device that are not there now."""
+    """Load the current model. Raises InvalidInput for another kind of model or damaged files, Unreadable for missing
+    files or devices."""
     from transformers import (
         AutoConfig,
         AutoModelForSequenceClassification,
@@ -129,7 +129,7 @@ def longest_text(config: Any) -> int:
 
 
 def check_separator(settings: ModelSettings, tokenizer: Any) -> None:
-    """Raises InvalidInput for a separator of steps that has no token."""
+    """Raise InvalidInput for a separator of steps that has no token."""
     if isinstance(settings, ProcessModelSettings):
         separator = settings.step_separator
         if not tokenizer(separator, add_special_tokens=False)["input_ids"]:
@@ -151,7 +151,7 @@ def device_of(settings: ModelSettings) -> torch.device:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Raises InvalidInput for a model of another kind."""
+    """Raise InvalidInput for a model of another kind."""
     by_step = isinstance(settings, ProcessModelSettings)
     kinds = config.architectures or []
     wanted = "ForTokenClassification" if by_step else "ForSequenceClassification"
@@ -173,24 +173,24 @@ class Text(NamedTuple):
 
     ids: list[int]
     places: list[int]
-    """Tokens at which the model's outputs count: the ends of steps; none where the model itself finds the last token."""
+    """Tokens whose outputs count: the ends of steps; empty if the model itself finds the last token."""
 
 
 class TextEncoder:
-    """A tokenizer and how it writes the texts of a model."""
+    """Renders the texts of a model with its tokenizer."""
 
     def __init__(self, settings: ModelSettings, tokenizer: Any) -> None:
         self._settings, self.tokenizer = settings, tokenizer
 
     def encode(self, prompt: Any, completion: Any) -> Text:
-        """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
+        """Return the tokens of a prompt with its completion. Raises InvalidInput if they cannot be rendered."""
         kwargs = self._settings.chat_template_kwargs or {}
         if isinstance(self._settings, ProcessModelSettings):
             return self._steps(prompt, completion, self._settings.step_separator)
         return Text(encode_for_scoring(self.tokenizer, prompt, completion, "auto", kwargs).tolist(), [])
 
     def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
-        """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
+        """Return the prompt and the steps. Each step ends with the separator, at whose last token the model scores it."""
         text = completion if isinstance(completion, str) else message_text(completion[-1])
         tokenizer = self.tokenizer
         ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
@@ -203,14 +203,14 @@ class TextEncoder:
 
 
 def steps_of(text: str, separator: str) -> list[str]:
-    """Return the steps of a completion, without empty ones; an empty completion is one step."""
+    """Return the steps of a completion without empty ones; an empty completion is one step."""
     return [step for step in text.split(separator) if step.strip()] or [text]
 
 
 def passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return the indices of the texts in passes, longest first, so that texts of similar length share one.
 
-    A pass has at most `max_tokens` tokens, padding included (texts times the longest), or one text.
+    A pass has at most `max_tokens` tokens including padding (texts times the longest), or one text.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     found = []
@@ -226,8 +226,7 @@ FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja")
 
 
 def located(path: str) -> str:
-    """Return `path`, or of a folder of exports (`step-10`, `step-20` …) its newest one. Raises Unreadable for a folder with
-    neither."""
+    """Return `path`, or the newest export (`step-10`, `step-20` …) in it. Raises Unreadable for a folder with neither."""
     is_folder = is_url(path) or Path(path).expanduser().is_dir()
     if not is_folder:
         return path
@@ -249,9 +248,10 @@ def located(path: str) -> str:
 
 
 def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
-    """Return what transformers' `from_pretrained` takes, and the version of the files there: both change with them.
+    """Return the argument of transformers' `from_pretrained`, and the version of the files; both change with them.
 
-    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable when they cannot be read now, InvalidInput for an unknown URL.
+    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable if they cannot be read now,
+    InvalidInput for an unknown URL.
     """
     place = located(path)
     source = model_source(place, "reward model", weights=weights)

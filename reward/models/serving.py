@@ -1,8 +1,8 @@
-"""The process of one reward model: it scores what all runners' calls have sent, together, and takes newer weights.
+"""The process of one reward model: scores the requests of all runners together, and loads newer weights.
 
-Threads: one reads requests from the socket into a queue; the main thread takes all that wait, scores them in common passes and
-answers; with `refresh_s` a third one looks for other weights and loads them, and the main thread changes to them between two
-batches. The runner's end of the socket ends the process.
+Threads: one reads requests from the socket into a queue. The main thread takes all waiting requests, scores them in
+common passes and answers. With `refresh_s` a third one checks for other weights and loads them, and the main thread
+switches to them between two batches. The process ends when the runner closes its socket.
 
 runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
                     {"id": n, "prompts": [C], "completions": [C]}
@@ -44,14 +44,14 @@ def _serve(connection: socket.socket) -> None:
         passing = isinstance(error, Unreadable) or not isinstance(error, InvalidInput)
         connection.sendall(encode({"refused": str(error), "passing": passing}))
         return
-    except Exception as error:  # of torch, its device or the memory limit
+    except Exception as error:  # from torch, its device or the memory limit
         why = (
             f"the reward model cannot be loaded: {error_text(error)}; memory_mb of its function may be too small for it"
         )
         connection.sendall(encode({"refused": why, "passing": True}))
         return
     connection.sendall(encode({"loaded": server.version}))
-    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()  # bounded by the runner's processes
+    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()  # bounded by the number of the runner's processes
     reader = threading.Thread(target=_read, args=(connection, requests), daemon=True, name="requests")
     reader.start()
     server.start_refreshing()
@@ -75,10 +75,10 @@ def _read(connection: socket.socket, requests: queue.Queue[dict[str, Any] | None
 
 
 class ModelServer:
-    """The loaded model, and the one that takes its place."""
+    """Holds the loaded model and its successor."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. Raises what `open_scorer` raises."""
+        """Load the model. Raises as `open_scorer`."""
         from paceline.reward.models.pooled import open_scorer
         from paceline.reward.models.scorer import device_of
         from paceline.reward.models.settings import model_settings
@@ -97,8 +97,8 @@ class ModelServer:
         return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a reply to each request. Groups share passes; where a common pass fails, each is scored alone, so that it
-        fails alone."""
+        """Return a reply to each request. Groups share passes; if one fails, each is scored alone, so that only the
+        faulty one fails."""
         newer = self._newer
         if newer is not None and newer is not self._scorer:
             log.info("the reward model %s scores with version %s now", self._settings.path, newer.version)
@@ -109,7 +109,7 @@ class ModelServer:
             try:
                 pairs = zip(request["prompts"], request["completions"], strict=True)
                 encoded.append((index, [self._scorer.encode(*pair) for pair in pairs]))
-            except Exception as error:  # a text that the tokenizer or its template does not take
+            except Exception as error:  # a text that the tokenizer or its template rejects
                 found[index] = _raised(request, error)
         try:
             self._score_together(requests, encoded, found)
@@ -136,7 +136,7 @@ class ModelServer:
             found[index] = {"id": requests[index]["id"], "scores": own, "version": self.version}
 
     def start_refreshing(self) -> None:
-        """Look for other weights every `refresh_s`, in a thread, if that is set."""
+        """Start a thread that checks for other weights every `refresh_s`, if that is set."""
         if self._settings.refresh_s:
             threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
 
@@ -155,7 +155,7 @@ class ModelServer:
                     self._newer = self._load(self._settings)
                     seen = self._newer.version
             except Exception as error:
-                # The present weights go on, and the files may be complete at the next look.
+                # The present weights stay in use; the files may be complete at the next check.
                 if refused != version + str(error):
                     log.warning("the reward model %s keeps version %s: %s", self._settings.path, seen, error)
                 refused = version + str(error)

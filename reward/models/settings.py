@@ -1,6 +1,6 @@
-"""Settings of reward models, the `kwargs` of `reward_model` and `process_reward_model`, and rewards from a process's reply.
+"""Settings of reward models (`kwargs` of `reward_model` and `process_reward_model`), and rewards from a reply.
 
-Promise: the reply is checked as that of a process that may be wrong: C results, each finite numbers or None.
+Promise: the reply is checked, because the process may be faulty: C results, each with finite numbers or None.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class ModelSettings(Section):
     """`reward_model`: a sequence classification with one output."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder, fsspec URL, name on the hub, or a folder of exports, of which the newest step is taken. With `endpoint` only its
+    """Folder, fsspec URL, name on the hub, or a folder of exports (its newest step is used). With `endpoint` only its
     tokenizer and config.json are read."""
     endpoint: EndpointSettings | None = None
-    """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`."""
+    """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`.
+    """
     scale: float = 1.0
     """Factor of the score, after `offset`."""
     offset: float = 0.0
-    """Taken from the score."""
+    """Subtracted from the score."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Arguments of the model's chat template."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$")] = "auto"
@@ -36,7 +37,7 @@ class ModelSettings(Section):
     max_batch_tokens: PositiveInt = 16384
     """Tokens of one pass, padding included; a longer text is a pass alone."""
     refresh_s: NonNegativeFloat = 0.0
-    """Seconds between two looks for other weights at `path`, which take the place of the present ones; 0 is never."""
+    """Seconds between two checks for other weights at `path`, which replace the present ones; 0 is never."""
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> ModelSettings:
@@ -49,7 +50,7 @@ class ModelSettings(Section):
         return self
 
     def shared(self) -> dict[str, Any]:
-        """Return the settings that functions have in common which share one process."""
+        """Return the settings that must be equal for functions that share a process."""
         return self.model_dump(mode="json", exclude={"scale", "offset"})
 
 
@@ -59,9 +60,9 @@ class ProcessModelSettings(ModelSettings):
     step_separator: Annotated[str, Field(min_length=1)] = "\n\n"
     """Text between two steps; the model scores a step at the last token of the separator behind it."""
     reduce: Literal["min", "product", "mean", "last"] = "min"
-    """How the scores of the steps become one."""
+    """Combination of the steps' scores."""
     positive_label: Annotated[int, Field(ge=0)] = 1
-    """Output whose probability is the score of a step; of a model with one output it is the sigmoid."""
+    """Output whose probability is the score of a step; for a model with one output it is the sigmoid."""
 
 
 def model_settings(function: str, kwargs: object) -> ModelSettings:
@@ -75,7 +76,7 @@ MAX_LABEL = 40
 
 
 def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: int) -> list[float | None]:
-    """Return [C] scale · (score - offset), of steps their reduced score; None for a text without a score. Raises InvalidInput."""
+    """Return [C] scale · (score - offset), with the combined score of steps; None without a score. Raises InvalidInput."""
     scores = reply.get("scores")
     if not isinstance(scores, list) or len(scores) != num_completions:
         raise InvalidInput(f"its process has not sent a score for each of {num_completions} completions")
@@ -83,7 +84,7 @@ def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: 
 
 
 def extra_of(reply: dict[str, Any], settings: ModelSettings, label: str, num_completions: int) -> dict[str, list[Any]]:
-    """Return the columns that are kept beside the rewards: the steps' scores, and the version of weights that may change."""
+    """Return the columns to store beside the rewards: the steps' scores, and the version of weights that may change."""
     columns: dict[str, list[Any]] = {}
     if isinstance(settings, ProcessModelSettings):
         columns[f"{label[:MAX_LABEL]}_steps"] = [
@@ -95,7 +96,7 @@ def extra_of(reply: dict[str, Any], settings: ModelSettings, label: str, num_com
 
 
 def reduced(values: list[float], how: str) -> float:
-    """Return one number for the scores of the steps: their `min`, `product`, `mean` or the `last`."""
+    """Return the combined score of the steps: their `min`, `product`, `mean` or the `last`."""
     if how == "min":
         return min(values)
     if how == "product":
@@ -107,7 +108,7 @@ def _reward(values: Any, settings: ModelSettings) -> float | None:
     if values is None:
         return None
     if not isinstance(values, list) or not values or not all(_is_finite(value) for value in values):
-        raise InvalidInput("its process sent something else than finite scores")
+        raise InvalidInput("its process sent scores that are not finite numbers")
     score = reduced(values, settings.reduce) if isinstance(settings, ProcessModelSettings) else values[0]
     return settings.scale * (score - settings.offset)
 

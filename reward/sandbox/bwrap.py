@@ -1,7 +1,7 @@
 """Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces, with the same filter and rlimits inside.
 
-It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk, and
-the pid namespace ends everything with the program.
+It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk,
+and the end of the pid namespace ends all processes of the program.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
-"""bwrap outside, and the first process of the pid namespace."""
+"""bwrap on the outside, and the first process of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
-"""Options that the oldest accepted version has (0.8)."""
+"""Options of the oldest accepted version (0.8)."""
 
 
 class BwrapSandbox:
-    """As `paceline.reward.sandbox.protocol.Sandbox`."""
+    """Implements `paceline.reward.sandbox.protocol.Sandbox`."""
 
     name = "bwrap"
 
     def __init__(self, readable: Readable) -> None:
-        """Set what programs may read. Raises SandboxFailed without a bwrap that is new enough."""
+        """Set what programs may read. Raises SandboxFailed if bwrap is missing or too old."""
         self._readable = readable
         found = shutil.which("bwrap")
         if found is None:
@@ -70,7 +70,7 @@ class BwrapSandbox:
             )
 
     def _namespaces(self, disk_bytes: int, contents: Mapping[str, int]) -> list[str]:
-        """Return bwrap's command up to that of the program. The root is a tmpfs without a bound, so it becomes read-only."""
+        """Return bwrap's command up to the program's. The root, a tmpfs without a size limit, is read-only."""
         words = [
             self._bwrap,
             "--unshare-all",
@@ -93,10 +93,10 @@ class BwrapSandbox:
 
 
 class InnerFolder:
-    """The tmpfs of a program: the kernel bounds its bytes but not its entries, so it is measured too."""
+    """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in it, seen through a process that has it mounted; an entry counts as ENTRY_BYTES at least."""
+        """Return the bytes in it, read through a process that has it mounted. An entry counts as at least ENTRY_BYTES."""
         for pid in reversed(pids):
             with contextlib.suppress(OSError):
                 state = os.statvfs(f"/proc/{pid}/root{FOLDER}")
@@ -106,7 +106,7 @@ class InnerFolder:
 
 
 def _bind(path: str) -> list[str]:
-    """Return the words that show `path`, read-only; a link of the root folder (`/bin`) as a link."""
+    """Return the arguments that mount `path` read-only; a link in the root folder (`/bin`) stays a link."""
     if os.path.islink(path) and path.count("/") == 1:
         return ["--symlink", os.readlink(path), path]
     return ["--dev-bind-try" if path.startswith("/dev/") else "--ro-bind-try", path, path]

@@ -1,13 +1,13 @@
-"""The choice of a backend: the named one, or the first of `AUTO` that holds on this host.
+"""Chooses a backend: the named one, or the first of `AUTO` that holds on this host.
 
-A backend holds when a small program in it runs and fails at what it must not do. A run whose backend does not hold is
-refused; nothing falls back to less.
+A backend holds if a small program runs in it and fails at everything that is forbidden. A run whose backend does not
+hold is refused; there is no weaker fallback.
 
-Backend `none`, for trusted code and for hosts where something else isolates the whole worker: a program may do whatever the
-caller's user may. Output, disk in the program's folder, time, memory and threads are bounded as elsewhere.
+Backend `none` is for trusted code, and for hosts where something else isolates the whole worker: a program may do
+whatever the caller's user may. Output, disk in the folder, time, memory and threads are bounded as elsewhere.
 
-Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts. It
-needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
+Backend `landlock` uses Landlock, a filter of system calls and rlimits, applied by the program's own process before it
+starts. It needs no privilege, namespace or cgroup, so it holds in a restricted pod. A program is one process.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from paceline.reward.sandbox.supervisor import LOOK_S, supervise
 from paceline.reward.sandbox.workspace import Workspace
 
 MIN_ABI = 3
-"""The first that handles truncation (Linux 6.2)."""
+"""The first version that restricts truncation (Linux 6.2)."""
 
 
 class LandlockSandbox:
-    """As `paceline.reward.sandbox.protocol.Sandbox`."""
+    """Implements `paceline.reward.sandbox.protocol.Sandbox`."""
 
     name = "landlock"
 
     def __init__(self, readable: Readable) -> None:
-        """Set what programs may read. Raises SandboxFailed where the kernel or the architecture does not have what is needed."""
+        """Set what programs may read. Raises SandboxFailed if the kernel or the architecture lacks what is needed."""
         self._readable = readable
         self._abi = landlock_abi()
         if self._abi < MIN_ABI:
@@ -67,7 +67,7 @@ class LandlockSandbox:
 
 LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {"bwrap": BwrapSandbox, "landlock": LandlockSandbox}
 AUTO = tuple(LOCAL)
-"""Backends in the order in which `auto` tries them."""
+"""Backends in the order that `auto` tries them."""
 NAMES = ("auto", *AUTO, "remote", "none")
 PROBE_LIMITS = Limits(time_s=20)
 PROBE = b"""
@@ -92,7 +92,7 @@ print("the program ran")
 def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str | None = None) -> Sandbox:
     """Return a sandbox that holds here. readable: further absolute paths that programs may read; url: of `remote`.
 
-    Raises InvalidInput: an unknown name, or nothing holds, with the reason of each backend.
+    Raises InvalidInput for an unknown name, or if nothing holds, with the reason of each backend.
     """
     if name not in NAMES:
         raise InvalidInput(f"sandbox {name!r} is none of {', '.join(NAMES)}")
@@ -120,13 +120,13 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
 
 
 def probe(name: str, readable: Readable) -> Sandbox | str:
-    """Return local backend `name` if a program in it is isolated here, else the reason why not."""
+    """Return the local backend `name` if it isolates a program here, else the reason why not."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         sandbox = LOCAL[name](readable)
-        outside = f"/proc/{os.getpid()}/environ"  # a file of this process' user that no program may read
+        outside = f"/proc/{os.getpid()}/environ"  # a file of this process's user that no program may read
         arguments = [str(listener.getsockname()[1]), outside, str(os.getpid())]
         outcome = sandbox.run(["python", "probe.py", *arguments], {"probe.py": PROBE}, PROBE_LIMITS)
     except (SandboxFailed, InvalidInput, OSError) as error:
@@ -141,7 +141,7 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
 
 
 class NoSandbox:
-    """As `paceline.reward.sandbox.protocol.Sandbox`, without its promises of isolation."""
+    """Implements `paceline.reward.sandbox.protocol.Sandbox` without its promises of isolation."""
 
     name = "none"
 
@@ -157,12 +157,12 @@ def _run_in_folder(
     stdin: bytes,
     rules: Sequence[str] | None,
 ) -> Outcome:
-    """Run a program in a new folder, confined by Landlock's `rules`; None confines it not at all."""
+    """Run a program in a new folder, confined by Landlock's `rules`, or not confined if they are None."""
     ready = new_ready()
     try:
         workspace = Workspace(files)
     except OSError as error:
-        raise SandboxFailed(f"no folder could be made for the program: {error}") from error
+        raise SandboxFailed(f"no folder could be created for the program: {error}") from error
     with workspace:
         lines = [] if rules is None else [*rules, f"workspace {workspace.path}"]
         launched = launch_command(command(argv), limits, ready, confined=rules is not None, landlock=lines)
@@ -176,7 +176,7 @@ def _run_in_folder(
 
 
 READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
-LOOKS = f"a look every {1000 * LOOK_S:.0f} ms"
+LOOKS = f"measured every {1000 * LOOK_S:.0f} ms"
 SOCKETS = "no sockets but pairs (filter of system calls)"
 MEANS = {
     "bwrap": {
@@ -192,7 +192,7 @@ MEANS = {
         "memory limit": "address space (RLIMIT_AS)",
     },
 }
-"""What reaches each goal, by the backend."""
+"""The mechanism for each goal, by backend."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +200,15 @@ class Report:
     """The backends of a host."""
 
     holding: tuple[str, ...]
-    """Those that hold, in the order of `auto`."""
+    """Backends that hold, in the order of `auto`."""
     reasons: dict[str, str]
-    """Why the others do not."""
+    """Reasons of the backends that do not hold."""
     means: dict[str, str]
-    """What isolates files, network, processes, memory and kernel with the first that holds; empty where none does."""
+    """Mechanisms of the first that holds, for files, network, processes, memory and kernel; empty if none holds."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
-    """Probe each backend and return what was found."""
+    """Probe each backend and return the results."""
     paths = Readable.of_interpreter()
     holding, reasons = [], {}
     for name in backends:
@@ -224,7 +224,7 @@ def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = No
 
 
 def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], bytes] | None = None) -> str:
-    """Return whose kernel serves the programs: every local backend shares it with this process."""
+    """Return a description of the kernel, which every local backend shares with this process."""
     if b"gVisor" in (log or _kernel_log)():
         return "gVisor's, which stands between the programs and the host's"
     try:
@@ -233,11 +233,11 @@ def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], byt
         flags = []
     if any("hypervisor" in line for line in flags):
         return "shared with all of this virtual machine: a bug of it ends at the hypervisor"
-    return "shared with the host: a bug of it is not held; docs/use/sandbox.md names gVisor and Kata"
+    return "shared with the host: a bug of it is not contained; docs/use/sandbox.md names gVisor and Kata"
 
 
 def _kernel_log() -> bytes:
-    """Return the kernel's log, which in gVisor everybody may read; empty where it may not be read."""
+    """Return the kernel's log, which everybody may read in gVisor; empty if it is not readable."""
     if not sys.platform.startswith("linux"):
         return b""
     buffer = ctypes.create_string_buffer(1 << 16)

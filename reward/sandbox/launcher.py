@@ -1,13 +1,13 @@
-"""The program that limits itself and becomes the sandboxed one: `python -I -S launcher.py PLAN ARGV...`.
+"""Limits its own process and becomes the sandboxed program: `python -I -S launcher.py PLAN ARGV...`.
 
-PLAN has lines `NAME VALUE`: `parent` (process id of the starter, or 0 where another program starts this one), `limit`
-(`RLIMIT_NAME NUMBER`), `tasks` (more tasks than the user has now that the kernel allows), `seccomp` (the filter, hex),
-`capabilities none`, `landlock` (its ABI), `read`, `file`, `write` and `workspace` (paths, as `_restrict_files`), and `ready`
-(the word that begins standard error once everything holds). Lines may be absent or repeated. What cannot be applied ends
-it with status 125 before the program starts.
+PLAN has lines `NAME VALUE`: `parent` (process id of the starter, or 0 if another program starts this one), `limit`
+(`RLIMIT_NAME NUMBER`), `tasks` (tasks that the kernel allows in addition to the user's present ones), `seccomp` (the
+filter, hex), `capabilities none`, `landlock` (its ABI), `read`, `file`, `write` and `workspace` (paths, see
+`_restrict_files`), and `ready` (the word that begins standard error once everything is applied). Lines may be absent or
+repeated. If something cannot be applied, the launcher ends with status 125 before the program starts.
 
-It starts for every program, and a supervisor may answer each of its system calls. So it imports three modules, and where a
-line needs the C library, `_ctypes`, the extension module below ctypes: ctypes itself would open ten files more.
+It starts for every program, and a supervisor may have to answer each of its system calls. So it imports only three
+modules, and for a line that needs the C library `_ctypes`, because ctypes itself would open ten more files.
 """
 
 import os
@@ -26,13 +26,13 @@ SIGKILL = 9
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, IOCTL_DEV = 1 << 6, 1 << 9, 1 << 11, 1 << 15
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Rights on files that a Landlock ABI knows, from that version on."""
+"""Rights on files by the Landlock ABI that introduced them."""
 NETWORK_RIGHTS, SCOPES = 0b11, 0b11  # bind and connect by TCP (ABI 4); abstract sockets and signals (ABI 6)
 SETUP_FAILED = 125
 
 _functions: dict = {}  # type: ignore[type-arg]
 _kinds: dict = {}  # type: ignore[type-arg]
-"""C functions by name, and C types by their code, once they were needed."""
+"""C functions by name and C types by code, filled when they are needed."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def _read(text: str) -> dict[str, list[str]]:
 
 
 def apply(plan: dict[str, list[str]]) -> None:
-    """Apply everything of the plan to this process, the filter of system calls last. Raises OSError."""
+    """Apply the whole plan to this process, the filter of system calls last. Raises OSError."""
     for parent in plan.get("parent", ()):
         _call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if os.getppid() != int(parent):
@@ -99,7 +99,7 @@ def _be_killed_first() -> None:
 
 
 def _tasks_of_user() -> int:
-    """Return the number of tasks of this user; RLIMIT_NPROC counts them all."""
+    """Return the number of tasks of this user, because RLIMIT_NPROC counts them all."""
     uid, tasks = os.getuid(), 0
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -110,24 +110,24 @@ def _tasks_of_user() -> int:
             if os.stat(f"/proc/{number}").st_uid == uid:
                 tasks += os.stat(f"/proc/{number}/task").st_nlink - 2
         except OSError:
-            continue  # it ended
+            continue  # it has ended
     return tasks
 
 
 def _drop_capabilities() -> None:
-    """Give up all capabilities for good; no_new_privs keeps root from regaining them."""
+    """Drop all capabilities for good; no_new_privs keeps root from regaining them."""
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for number in range(64):
         try:
             _call("prctl", PR_CAPBSET_DROP, number, 0, 0, 0)
         except OSError:
-            break  # EINVAL: the kernel has no further ones; EPERM: there are none to lose
+            break  # EINVAL: the kernel knows no more of them; EPERM: there are none to drop
     header = CAPABILITY_VERSION_3.to_bytes(4, sys.byteorder) + bytes(4)
     _call("syscall", CAPSET[os.uname().machine], header, bytes(24))
 
 
 def _restrict_files(abi: int, read: list[str], files: list[str], write: list[str], workspace: list[str]) -> None:
-    """Leave only: reading and executing below `read`, reading `files`, reading and writing the devices `write`, and
+    """Allow only reading and executing below `read`, reading `files`, reading and writing the devices `write`, and
     everything but device nodes and sockets below `workspace`."""
     handled = max(rights for version, rights in FILE_RIGHTS.items() if version <= abi)
     attributes = [handled, *([NETWORK_RIGHTS] if abi >= 4 else []), *([SCOPES] if abi >= 6 else [])]
@@ -163,7 +163,7 @@ def _filter_calls(program: bytes) -> None:
     own = os.getpid().to_bytes(4, sys.byteorder)
     program = program.replace(OWN_PID.to_bytes(4, sys.byteorder), own)
     length = (len(program) // 8).to_bytes(8, sys.byteorder)
-    # `program` lives until the call below has ended.
+    # `program` must exist until the call below has ended.
     pointer = bytes(memoryview(_value("z", program)).cast("B"))
     _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, length + pointer, 0, 0)
 
@@ -187,7 +187,7 @@ def _call(name: str, *arguments: int | bytes) -> int:
 
 
 def _value(code: str, value: int | bytes):  # type: ignore[no-untyped-def]
-    """Return a C value: `i` an int, `l` a long, `z` the address of bytes."""
+    """Return a C value: `i` for an int, `l` for a long, `z` for the address of bytes."""
     import _ctypes
 
     if code not in _kinds:

@@ -1,4 +1,4 @@
-"""How the local backends start a program, and what it and its descendants use, read from `/proc`: what has ended counts nothing."""
+"""Starts a program for the local backends, and measures its processes in `/proc`; ended processes count nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024
-"""Tasks beyond the user's that the kernel allows. The watch ends a program far below; this bounds what it can start between
-two looks, and is so far above that programs beside each other do not take each other's."""
+"""Tasks beyond the user's present ones that the kernel allows. The supervisor ends a program far below; this only
+bounds what it can start between two measurements, high enough that concurrent programs do not use up each other's."""
 
 
 def launch_command(
@@ -34,9 +34,9 @@ def launch_command(
 ) -> list[str]:
     """Return the command that applies `limits` and becomes `argv`.
 
-    ready: as `new_ready`. parent: the caller starts it, and it dies with the calling thread. confined: the filter of system
-    calls, no capabilities. landlock: further lines of the launcher's plan. Raises InvalidInput where the system calls are
-    not known.
+    ready: from `new_ready`. parent: the caller starts the command, which dies with the calling thread. confined: the
+    filter of system calls, no capabilities. landlock: further lines of the launcher's plan. Raises InvalidInput for
+    unknown system calls.
     """
     kernel_limits = {
         "RLIMIT_AS": limits.memory_bytes,
@@ -57,12 +57,12 @@ def launch_command(
 
 
 def new_ready() -> str:
-    """Return a word that no program can know."""
+    """Return a word that a program cannot guess."""
     return secrets.token_hex(12)
 
 
 class PopenChild:
-    """A started sandbox with the program in it: a child of this process."""
+    """A started sandbox with its program: a child of this process."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. helpers: processes of the sandbox that are not the program's. Raises OSError."""
+        """Start `argv` in `folder`. helpers: processes of the sandbox, not of the program. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -93,7 +93,7 @@ class PopenChild:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process, everything below it, and its process group. Calling it again changes nothing."""
+        """Kill the process, its descendants, and its process group. Repeated calls have no effect."""
         if self._process.returncode is not None:
             return
         for pid in reversed(descendants(self.pid)):
@@ -114,7 +114,7 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def _taken(stream: Any) -> int:
-    """Return the descriptor of a pipe as the caller's; the file object gives it up."""
+    """Return the descriptor of a pipe, detached from its file object."""
     number = os.dup(stream.fileno())
     stream.close()
     return number
@@ -125,7 +125,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants(pid: int) -> list[int]:
-    """Return `pid` and all processes below it that are alive or not reaped yet."""
+    """Return `pid` and its descendants that are alive or not reaped yet."""
     found, waiting = [], [pid]
     while waiting:
         parent = waiting.pop()
@@ -150,7 +150,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def unlinked_bytes(pid: int) -> int:
-    """Return the bytes on disk of files that a process holds open and that have no name any more."""
+    """Return the bytes on disk of deleted files that a process holds open."""
     used = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -169,12 +169,12 @@ def processor_seconds(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Return whether a process waits for a processor or the disk; a sleeping one waits by its choice."""
+    """Return whether a process waits for a processor or the disk, rather than sleeping."""
     with contextlib.suppress(OSError, IndexError):
         return _status_fields(pid)[0] in ("R", "D")
     return False
 
 
 def _status_fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` behind the name, which may hold anything: state, parent, …"""
+    """Return the fields of `/proc/PID/stat` behind the name, which may contain anything: state, parent, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""What a sandbox is: `run(argv, files, limits) -> Outcome`, whatever isolates the program.
+"""Defines a sandbox: `run(argv, files, limits) -> Outcome`, whatever isolates the program.
 
-Promises of every backend but `none`: the program reads the interpreter and its own folder only, writes its own folder only,
-reaches no network, no other process and nothing of the caller's environment, and nothing of it is left after `run`. Output,
-disk and time are bounded by the caller's side.
+Promises of every backend but `none`: the program reads only the interpreter and its own folder, writes only its own
+folder, reaches no network, no other process and nothing of the caller's environment. Nothing of it is left after `run`.
+The caller's side bounds output, disk and time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from paceline.errors import InvalidInput, Unavailable
 
 Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "memory"]
-"""How a program ended: by itself, by a signal, or ended for passing a limit of that name."""
+"""Ending of a program: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
 """As argv[0]: the interpreter of the caller's environment, or the remote sandbox's."""
@@ -23,29 +23,29 @@ MAX_INPUT_BYTES = 16 << 20
 
 
 class SandboxFailed(Unavailable, ConnectionError):
-    """The sandbox itself could not run the program: no fault of the program, and never a score. A reward worker returns the
-    task, as for a service that cannot be reached."""
+    """The sandbox itself could not run the program. This is not the program's fault and never a score: a reward worker
+    returns the task, as for an unavailable service."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     time_s: float = 10.0
-    """Seconds by the clock; also the processor seconds of each process."""
+    """Elapsed seconds; also the processor seconds of each process."""
     memory_mb: int = 512
-    """Address space of each process, in MiB; with several processes also their resident memory together."""
+    """Address space of each process, in MiB; for several processes also their total resident memory."""
     processes: int = 1
-    """Processes at one time. 1: the program cannot start another one. Backend `landlock` allows 1 only."""
+    """Concurrent processes. 1: the program cannot start another one. Backend `landlock` allows only 1."""
     threads: int = 64
-    """Threads at one time, of all processes."""
+    """Concurrent threads of all processes."""
     output_bytes: int = 1 << 20
-    """Bytes of standard output and of standard error, each. The program is ended when it writes more."""
+    """Bytes of standard output and of standard error, each. A program that writes more is ended."""
     disk_mb: int = 64
     """MiB of files in its folder, and of a single file."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidInput for a limit that is not positive."""
+        """Raise InvalidInput for a limit that is not positive."""
         for name in ("time_s", "memory_mb", "processes", "threads", "output_bytes", "disk_mb"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**40:
@@ -62,18 +62,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program."""
+    """The outcome of one program."""
 
     ended: Ending
     exit_code: int | None
-    """None unless it exited by itself."""
+    """Status; None unless it exited by itself."""
     signal: int | None
-    """Number of the signal that ended it, where it was one."""
+    """Number of the signal, if one ended it."""
     stdout: bytes
     stderr: bytes
-    """What was written, up to `Limits.output_bytes`."""
+    """The written bytes, up to `Limits.output_bytes`."""
     duration_s: float
-    """Seconds from the start to the end, those of the sandbox included."""
+    """Seconds from start to end, including those of the sandbox."""
 
     @property
     def succeeded(self) -> bool:
@@ -89,23 +89,23 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """One way of running programs that are not trusted. Used from several threads at a time."""
+    """Runs untrusted programs. Used from several threads at a time."""
 
     name: str
-    """The backend's: `bwrap`, `landlock`, `remote` or `none`."""
+    """Name of the backend: `bwrap`, `landlock`, `remote` or `none`."""
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
         """Run `argv` in a new folder with `files` (relative path → content) and wait for its end.
 
-        argv[0] is PYTHON, a command's name or an absolute path. The thread that calls has to last until the return. Raises
-        InvalidInput for files, arguments or limits that no sandbox of this kind takes; SandboxFailed when the sandbox
-        could not run the program.
+        argv[0] is PYTHON, the name of a command or an absolute path. The calling thread must live until the return.
+        Raises InvalidInput for files, arguments or limits that this kind of sandbox does not accept; SandboxFailed if
+        the sandbox could not run the program.
         """
         ...
 
 
 def check_request(argv: Sequence[str], files: Mapping[str, bytes], stdin: bytes) -> None:
-    """Raises InvalidInput for a command, file names or sizes that no sandbox takes."""
+    """Raise InvalidInput for a command, file names or sizes that no sandbox accepts."""
     if not argv or any(not isinstance(part, str) or "\0" in part for part in argv):
         raise InvalidInput(f"a sandbox runs a list of texts without NUL, not {argv!r:.80}")
     for path in files:

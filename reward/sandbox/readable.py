@@ -1,5 +1,5 @@
-"""What every sandboxed program may read besides its own folder: the interpreter, system programs and libraries, and a few
-devices. Nothing of the user's home, of `/etc` as a whole, of `/proc` or `/sys`."""
+"""Lists what every sandboxed program may read besides its own folder: the interpreter, system programs and libraries,
+and a few devices. Nothing of the user's home, of `/etc` as a whole, of `/proc` or `/sys`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
 FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
 WRITABLE = ("/dev/null",)
 PYTHON_PROGRAM = os.path.realpath(sys.executable)
-"""The interpreter itself, not a virtual environment's link to it, whose following costs each start a dozen system calls."""
+"""The interpreter itself, not a virtual environment's link, because a link costs each start a dozen system calls."""
 TOO_WIDE = {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/run", "/var", "/tmp"}
 
 
@@ -28,7 +28,7 @@ class Readable:
     """Paths that programs may read."""
 
     folders: tuple[str, ...]
-    """Read and executed from, with all that is below; single files too."""
+    """Paths to read and execute, with everything below; also single files."""
     files: tuple[str, ...] = FILES
     writable: tuple[str, ...] = WRITABLE
 
@@ -36,7 +36,7 @@ class Readable:
     def of_interpreter(cls, extra: Sequence[str] = ()) -> Readable:
         """Return the paths of this interpreter and its packages, the system's, and `extra`, absolute and existing.
 
-        Raises InvalidInput for an `extra` that is relative, absent, or so wide that it would show the host.
+        Raises InvalidInput for an `extra` that is relative, missing, or so wide that it would show the host.
         """
         for path in extra:
             wide = os.path.realpath(path) in TOO_WIDE
@@ -53,8 +53,8 @@ class Readable:
 def command(argv: Sequence[str]) -> list[str]:
     """Return `argv` with this interpreter for PYTHON.
 
-    It finds the environment's packages by PYTHONPATH and skips the module `site`, whose `.pth` files can take longer than a
-    small program; so `exit` and `quit` are not built in.
+    It finds the environment's packages by PYTHONPATH and skips the module `site`, whose `.pth` files can take longer
+    than a small program. So `exit` and `quit` are not built in.
     """
     if argv[0] == PYTHON:
         return [PYTHON_PROGRAM, "-S", "-s", *argv[1:]]
@@ -63,7 +63,7 @@ def command(argv: Sequence[str]) -> list[str]:
 
 @functools.cache
 def launcher() -> Path:
-    """Return the launcher's file: compiled where Python could keep that, else its source, which each start would compile."""
+    """Return the launcher's file: compiled if Python could store that, else its source, which each start would compile."""
     from paceline.reward.sandbox import launcher as module
 
     compiled = Path(importlib.util.cache_from_source(module.__file__))
@@ -72,7 +72,7 @@ def launcher() -> Path:
 
 @functools.cache
 def environment(workspace: str) -> Mapping[str, str]:
-    """Return the whole environment of a program, nothing of which is the caller's."""
+    """Return the complete environment of a program, which has nothing of the caller's."""
     paths = sysconfig.get_paths()
     return {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
@@ -83,7 +83,7 @@ def environment(workspace: str) -> Mapping[str, str]:
         "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([paths["purelib"], paths["platlib"]])),
-        # One thread for numerical libraries: their stacks count as address space.
+        # One thread for numerical libraries, because their stacks count as address space.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MALLOC_ARENA_MAX": "2",
@@ -91,7 +91,7 @@ def environment(workspace: str) -> Mapping[str, str]:
 
 
 def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths without those below another one, in order."""
+    """Return the paths that are not below another one, in order."""
     kept: list[str] = []
     for path in dict.fromkeys(os.path.normpath(path) for path in paths):
         if not any(path != other and Path(path).is_relative_to(other) for other in paths):

@@ -1,7 +1,7 @@
-"""Backend `remote`: a service that runs code elsewhere, in the shape of SandboxFusion's `POST /run_code`.
+"""Backend `remote`: a service that runs code elsewhere, with the interface of SandboxFusion's `POST /run_code`.
 
-E2B, Modal and own services fit behind the same shape. What isolates is theirs; the answer is read up to a bound, and a
-service that does not answer is a failure of the sandbox, never a score. A token for it comes from PACELINE_SANDBOX_TOKEN.
+E2B, Modal and other services fit behind the same interface. The service isolates. Its answer is read up to a bound, and
+without an answer the sandbox has failed, which is never a score. Its token comes from PACELINE_SANDBOX_TOKEN.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paceline.reward.sandbox.protocol import PYTHON, Ending, Limits, Outcome, Sa
 
 TOKEN_VARIABLE = "PACELINE_SANDBOX_TOKEN"
 OVERHEAD_S = 30.0
-"""Seconds beyond the program's limit that the service may take."""
+"""Seconds that the service may take beyond the program's limit."""
 
 
 class RemoteSandbox:
-    """As `paceline.reward.sandbox.protocol.Sandbox`; what the limits mean beside time and output is the service's."""
+    """Implements `paceline.reward.sandbox.protocol.Sandbox`; other limits than time and output are the service's."""
 
     name = "remote"
 
     def __init__(self, url: str) -> None:
-        """Set the service: `url` is what `/run_code` is appended to. Raises InvalidInput for anything but http and https."""
+        """`/run_code` is appended to `url`. Raises InvalidInput for anything but http and https."""
         if not url.startswith(("http://", "https://")):
             raise InvalidInput(f"url {url!r} of sandbox remote has to begin with http:// or https://")
         self._url = f"{url.rstrip('/')}/run_code"
@@ -55,12 +55,12 @@ class RemoteSandbox:
             headers["Authorization"] = f"Bearer {token}"
         body = json.dumps(request).encode(errors="surrogateescape")
         posted = urllib.request.Request(self._url, body, headers)
-        most_bytes = 12 * limits.output_bytes + 65536  # two outputs, six bytes for each of theirs in JSON
+        most_bytes = 12 * limits.output_bytes + 65536  # two outputs, whose bytes take up to six bytes each in JSON
         try:
             with urllib.request.urlopen(posted, timeout=limits.time_s + OVERHEAD_S) as answer:
                 text = _read(answer, most_bytes + 1, time.monotonic() + limits.time_s + OVERHEAD_S)
         except urllib.error.HTTPError as error:
-            with error:  # it holds the connection
+            with error:  # because it holds the connection
                 raise SandboxFailed(f"the sandbox at {self._url} answered {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
             raise SandboxFailed(f"the sandbox at {self._url} cannot be reached: {error}") from error
@@ -76,7 +76,7 @@ class RemoteSandbox:
 
 
 def _read(answer: http.client.HTTPResponse, most_bytes: int, until_s: float) -> bytes:
-    """Return up to `most_bytes` of an answer. Raises TimeoutError for one that trickles past `until_s`."""
+    """Return up to `most_bytes` of an answer. Raises TimeoutError if it is not complete at `until_s`."""
     text = bytearray()
     while len(text) < most_bytes and (piece := answer.read1(min(65536, most_bytes - len(text)))):
         text += piece
@@ -96,7 +96,7 @@ def _program(argv: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _outcome(answer: dict[str, Any], limits: Limits, duration_s: float) -> Outcome:
-    """Return the outcome that an answer tells. Raises SandboxFailed where the service says that it failed, or says nothing."""
+    """Return the outcome in an answer. Raises SandboxFailed if the service reports a failure, or no outcome."""
     result = answer.get("run_result")
     if answer.get("status") == "SandboxError" or not isinstance(result, dict):
         raise SandboxFailed(f"the sandbox failed: {str(answer.get('message') or answer)[:200]}")

@@ -1,11 +1,10 @@
-"""The filter of system calls for a sandboxed program, as a classic BPF program (seccomp(2), mode filter).
+"""Builds the filter of system calls for a sandboxed program, as a classic BPF program (seccomp(2), mode filter).
 
-With a single process it also refuses to start another one and to signal
-any process but the program's own, so a fork bomb, a daemon and a signal to the caller are impossible without namespaces or
-cgroups.
+With a single process it also refuses to start another one and to signal any process but the program's own, so that a
+fork bomb, a daemon and a signal to the caller are impossible without namespaces or cgroups.
 
-A call that is in none of the tables answers ENOSYS, so the C library falls back to an older one, and calls of newer kernels
-stay closed. Numbers are those of the kernel's `asm/unistd_64.h` and `asm-generic/unistd.h`.
+A call that is in none of the tables answers ENOSYS, so that the C library falls back to an older one, and calls of
+newer kernels stay blocked. Numbers are those of the kernel's `asm/unistd_64.h` and `asm-generic/unistd.h`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables and AUDIT_ARCH, by `platform.machine()`."""
 
 OWN_PID = 0x7FEEDFEE
-"""Stands for the program's process id; the launcher, which becomes the program, puts its own there."""
+"""Placeholder of the program's process id; the launcher, which becomes the program, inserts its own."""
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 
 CLONE_THREAD = 0x00010000
-CLONE_NAMESPACES = 0x7E020000  # all CLONE_NEW* that clone(2) takes
+CLONE_NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone(2)
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 PRCTLS = (3, 15, 16, 21, 38, 39, 0x53564D41)
 """PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS, PR_SET_VMA."""
@@ -41,7 +40,7 @@ X32_BIT = 0x40000000
 def build_filter(machine: str, single_process: bool) -> bytes:
     """Return the program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID for the process.
 
-    Raises InvalidInput for an architecture whose system calls are not known here.
+    Raises InvalidInput for an architecture without known system calls.
     """
     if machine not in ARCHITECTURES:
         raise InvalidInput(
@@ -110,7 +109,7 @@ def _when(number: int, block: list[bytes]) -> list[bytes]:
 
 
 def _argument(index: int) -> bytes:
-    """Load the low half of an argument; all arguments that are compared here are 32 bits wide for the kernel."""
+    """Load the low half of an argument, because the kernel reads all compared arguments as 32 bits."""
     return _op(LOAD, FIRST_ARGUMENT + 8 * index)
 
 
@@ -123,7 +122,7 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _numbers(table: str) -> dict[str, tuple[int | None, int | None]]:
-    """Return {name: (x86_64, aarch64)} of words `name:x86_64:aarch64`; None where an architecture has no such call."""
+    """Return {name: (x86_64, aarch64)} of words `name:x86_64:aarch64`; None if an architecture has no such call."""
     words = (word.split(":") for word in table.split())
     return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in words}
 
@@ -164,14 +163,14 @@ ALLOWED = _numbers("""
     times:100:153 umask:95:166 uname:63:160 unlink:87:- unlinkat:263:35 wait4:61:260 waitid:247:95
     write:1:64 writev:20:66
 """)
-"""Calls on the program's own memory, files, threads and time. Files are bounded by Landlock or by mounts."""
+"""Allowed calls on the program's own memory, files, threads and time. Landlock or mounts restrict files."""
 
 CONDITIONAL = _numbers("""
     clone:56:220 clone3:435:435 fcntl:72:25 fork:57:- ioctl:16:29 kill:62:129 prctl:157:167
     prlimit64:302:261 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 sched_setaffinity:203:122
     socketpair:53:199 tgkill:234:131 vfork:58:-
 """)
-"""Calls that are allowed by their arguments."""
+"""Calls that are allowed depending on their arguments."""
 
 REFUSED = _numbers("""
     accept:43:202 accept4:288:242 acct:163:89 add_key:248:217 adjtimex:159:171 bind:49:200 bpf:321:280
@@ -198,7 +197,7 @@ IGNORED = _numbers("""
     chmod:90:- chown:92:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 fchown:93:55 fchownat:260:54
     futimesat:261:- lchown:94:- utime:132:- utimensat:280:88 utimes:235:-
 """)
-"""Calls that answer success and do nothing: Landlock does not bound owners, modes and times of files."""
+"""Calls that answer success and do nothing, because Landlock does not restrict owners, modes and times of files."""
 
 UNSUPPORTED = _numbers("""
     fallocate:285:47 fremovexattr:199:16 fsetxattr:190:7 lremovexattr:198:15 lsetxattr:189:6

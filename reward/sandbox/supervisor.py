@@ -1,9 +1,7 @@
-"""Watches a sandboxed program: feeds it, reads a bounded amount, measures it, and ends it at a limit.
+"""Supervises a sandboxed program: feeds its input, reads bounded output, measures it, and ends it at a limit.
 
-What bounds output, disk and time is here, in the caller's process, whatever the sandbox promises itself. One thread does
-all of it with a poll of the pipes; between events it looks at the program every `LOOK_S`, from the program's own start on.
-
-The three pipes of a sandboxed program, served by one thread: its input is written, its output read up to a bound.
+Output, disk and time are bounded here, in the caller's process, whatever the sandbox promises. One thread polls the
+three pipes, and measures the program every `LOOK_S` from its start on.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from paceline.reward.sandbox.launching import (
 from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
-"""Seconds between two looks; longer where one takes more than a tenth of that."""
+"""Seconds between two measurements; more if one takes more than a tenth of that."""
 FULL_SHARE = 0.25
-"""Part of the disk limit from which the looks are ten times as frequent."""
+"""Part of the disk limit above which measurements are ten times as frequent."""
 START_S = 30.0
-"""Seconds that the sandbox has to start the program, on a host that is busy with others."""
+"""Seconds for starting the program, on a busy host."""
 END_S = 5.0
-"""Seconds that the sandbox has to end everything after the kill."""
+"""Seconds for all processes to end after the kill."""
 STARVED_SHARE = 0.1
-"""Fraction of its time limit: a runnable program that got less of a processor is starved."""
+"""Fraction of the time limit: a runnable program that got less processor time is starved."""
 
 
 class Files(Protocol):
     """The folder of a program."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in it and in removed files that `pids` hold open, or any number above `most_bytes`."""
+        """Return the bytes in it and in deleted files that `pids` hold open, or any number above `most_bytes`."""
         ...
 
 
@@ -55,11 +53,11 @@ def supervise(
     *,
     start_s: float = START_S,
 ) -> Outcome:
-    """Start a program, watch it to its end, and return what became of it.
+    """Start a program, supervise it, and return its outcome.
 
-    files: the program's folder. ready: what the launcher writes to standard error once everything holds; the limits count
-    from there. start_s: the longest wait for it. Raises SandboxFailed: it did not start, nothing ended it, or it was left
-    without a processor.
+    files: the program's folder. ready: the launcher's word on standard error once everything is applied; the limits
+    count from there. start_s: the longest wait for it. Raises SandboxFailed if the program did not start, did not end,
+    or got no processor.
     """
     began_s = time.monotonic()
     try:
@@ -96,9 +94,9 @@ def supervise(
 
 
 def _started(child: PopenChild, pipes: Pipes, ready: bytes, until_s: float) -> bool:
-    """Serve the pipes until the program starts or the sandbox ends; return False where neither came in time.
+    """Serve the pipes until the program starts or the sandbox ends; return False if neither happened in time.
 
-    Until then the process is a copy of this one, whose memory is shared and would count as the program's, or the launcher.
+    Until then the process is the launcher, or a copy of this process, whose shared memory would count as the program's.
     """
     while not pipes.stderr_bytes.startswith(ready) and not child.ended():
         left_s = until_s - time.monotonic()
@@ -109,7 +107,7 @@ def _started(child: PopenChild, pipes: Pipes, ready: bytes, until_s: float) -> b
 
 
 def _watch(child: PopenChild, pipes: Pipes, limits: Limits, files: Files) -> Ending | None:
-    """Serve the pipes until the program ends; return the limit that it passed before, if it did."""
+    """Serve the pipes until the program ends; return the limit that it exceeded, if any."""
     started_s = time.monotonic()
     look_s = started_s + LOOK_S
     while not child.ended():
@@ -144,7 +142,7 @@ def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: 
 
 
 def _is_starved(pid: int, time_s: float) -> bool:
-    """Return whether the program was runnable and hardly got a processor, which is no fault of its own."""
+    """Return whether the program was runnable and hardly got a processor, which is not its fault."""
     pids = descendants(pid)
     used_s = sum(map(processor_seconds, pids))
     return used_s < STARVED_SHARE * time_s and any(map(is_runnable, pids))
@@ -169,12 +167,11 @@ PIECE_BYTES = 65536
 
 
 class Pipes:
-    """The caller's ends, which it closes."""
+    """Serves the caller's ends of the three pipes, and closes them."""
 
     def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
-        """Take the ends of standard input, output and error. data: what the program reads. output_bytes: bound of each
-        output; skip_bytes: bytes at the beginning of standard error that are the sandbox's. pid: the process whose end
-        ends a wait."""
+        """Take the ends of standard input, output and error. data: the program's input. output_bytes: bound of each
+        output; skip_bytes: bytes of the sandbox at the beginning of standard error. pid: its end ends waits."""
         stdin, stdout, stderr = ends
         self._rest = memoryview(data)
         self._output_bytes, self._skip_bytes = output_bytes, skip_bytes
@@ -200,16 +197,16 @@ class Pipes:
 
     @property
     def stdout(self) -> bytes:
-        """Return what the program wrote to standard output, up to the bound."""
+        """Return the program's standard output, up to the bound."""
         return bytes(self.stdout_bytes[: self._output_bytes])
 
     @property
     def stderr(self) -> bytes:
-        """Return what the program wrote to standard error, up to the bound."""
+        """Return the program's standard error, up to the bound."""
         return bytes(self.stderr_bytes[self._skip_bytes : self._skip_bytes + self._output_bytes])
 
     def serve(self, timeout_s: float) -> None:
-        """Wait for at most `timeout_s`, and write and read what is possible."""
+        """Wait for at most `timeout_s`, then write and read what is possible."""
         for stream, _ in self._poller.poll(1000 * timeout_s + 1):
             if stream == self._stdin:
                 self._write()
@@ -217,7 +214,7 @@ class Pipes:
                 self._read_piece(stream)
 
     def read_rest(self) -> None:
-        """Read what is in the pipes after the program's end, up to the bound."""
+        """Read what is left in the pipes after the program's end, up to the bound."""
         for stream in list(self._read):
             while stream in self._open and self._read_piece(stream) and not self.full:
                 pass
@@ -238,7 +235,7 @@ class Pipes:
             self._close(self._stdin)
 
     def _read_piece(self, stream: int) -> bool:
-        """Read once; return whether there was something."""
+        """Read once; return whether there was data."""
         target, most = self._read[stream]
         try:
             piece = os.read(stream, max(1, min(PIECE_BYTES, most + 1 - len(target))))

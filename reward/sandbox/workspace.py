@@ -1,7 +1,7 @@
 """The folder of one sandboxed program: written before it starts, measured while it runs, removed at its end.
 
-The program may do anything inside: deep trees, folders without permissions, links to anywhere, swapped while they are read.
-So nothing here follows a link, and no path longer than one name is given to the kernel.
+The program may do anything inside: deep trees, folders without permissions, links to anywhere, entries that it swaps
+during reading. So nothing here follows a link, and the kernel never gets a path longer than one name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from paceline.reward.sandbox.launching import unlinked_bytes
 
 MAX_DEPTH = 48
-"""Nested folders that are measured; deeper ones count as too much."""
+"""Levels of nested folders that are measured; deeper ones count as exceeding the limit."""
 ENTRY_BYTES = 4096
-"""What an entry counts at least, so that empty files are bounded too."""
+"""Least size that an entry counts as, so that empty files are bounded too."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -25,7 +25,7 @@ class Workspace:
     """A new folder with `files`; a context manager that removes it."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Make the folder below TMPDIR. Raises OSError."""
+        """Create the folder in TMPDIR. Raises OSError."""
         self.path = tempfile.mkdtemp(prefix="paceline-sandbox-")
         try:
             for name, content in files.items():
@@ -44,8 +44,8 @@ class Workspace:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes on disk of everything below and of the removed files that `pids` hold open, or a number above
-        `most_bytes` as soon as that is certain."""
+        """Return the bytes on disk of everything below and of the deleted files that `pids` hold open; once it is
+        certain that they exceed `most_bytes`, return any larger number."""
         try:
             folder = os.open(self.path, FOLDER)
         except OSError:
@@ -53,7 +53,7 @@ class Workspace:
         return sum(map(unlinked_bytes, pids)) + _used_bytes(folder, most_bytes, MAX_DEPTH)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it. No process of the program may be alive."""
+        """Remove the folder with its content. No process of the program may be alive."""
         try:
             folder = os.open(self.path, FOLDER)
         except OSError:
@@ -66,7 +66,7 @@ class Workspace:
 
 
 def _used_bytes(folder: int, most_bytes: int, depth: int) -> int:
-    """Return as `Workspace.used_bytes`, of an open folder, which is closed."""
+    """As `Workspace.used_bytes`, for an open folder, which is closed."""
     used = 0
     try:
         if depth == 0:
@@ -80,7 +80,7 @@ def _used_bytes(folder: int, most_bytes: int, depth: int) -> int:
                         below = os.open(entry.name, FOLDER, dir_fd=folder)
                         used += _used_bytes(below, most_bytes - used, depth - 1)
                 except OSError:
-                    continue  # removed or swapped meanwhile, or closed to everyone
+                    continue  # removed or swapped meanwhile, or without permissions
                 if used > most_bytes:
                     return used
         return used
@@ -89,7 +89,7 @@ def _used_bytes(folder: int, most_bytes: int, depth: int) -> int:
 
 
 def _empty(top: int) -> None:
-    """Remove everything in the open folder `top`; nested folders are moved up first, so no path and no stack grows."""
+    """Remove everything in the open folder `top`. Nested folders move up first, so that no path and no stack grows."""
     number, unused = 0, secrets.token_hex(8)
     while names := os.listdir(top):
         for name in names:
@@ -100,17 +100,17 @@ def _empty(top: int) -> None:
 
 
 def _flatten(top: int, name: str, unused: str, number: int) -> int:
-    """Move the folders in folder `name` up to `top`, as `unused` with numbers from `number` on, and remove it with its files.
+    """Move the folders in folder `name` up to `top`, as `unused` with numbers from `number` on, then remove it.
 
     Return the next number.
     """
-    # Modes alone can keep the owner out; nothing runs any more that could put a link in its place.
+    # Only modes can keep the owner out; nothing runs any more that could put a link in its place.
     os.chmod(name, 0o700, dir_fd=top)
     below = os.open(name, FOLDER, dir_fd=top)
     try:
         for entry in os.listdir(below):
             if stat.S_ISDIR(os.stat(entry, dir_fd=below, follow_symlinks=False).st_mode):
-                os.chmod(entry, 0o700, dir_fd=below)  # moving a folder writes its `..`
+                os.chmod(entry, 0o700, dir_fd=below)  # because moving a folder writes its `..`
                 os.rename(entry, f"{unused}-{number}", src_dir_fd=below, dst_dir_fd=top)
                 number += 1
             else:

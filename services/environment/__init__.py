@@ -1,1 +1,1 @@
-"""Environment workers: they hold the leases of runs with an environment and run the episodes."""
+"""Environment workers: lease groups of runs with an environment and run their episodes."""

@@ -1,4 +1,4 @@
-"""`paceline serve environment` (also `paceline-environment`): parse, wire, run."""
+"""Entry point of `paceline serve environment` (also `paceline-environment`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.tracing import set_up_tracing
 from paceline.user_code.surroundings import remove_left_over
 
 NAME = "paceline.v1.EnvironmentWorker"
-"""Name in health checks; there are no calls of it."""
+"""Name in health checks; the service has no calls."""
 
 
 @click.command()
@@ -38,7 +38,7 @@ NAME = "paceline.v1.EnvironmentWorker"
     "--processes",
     default=0,
     show_default=True,
-    help="Processes for user code; 0 takes environment.processes of the run, and with 0 there too one for each core.",
+    help="Processes for user code; 0: environment.processes of the run, or if that is 0 too, one for each core.",
 )
 @functions_from_option
 @user_code_options

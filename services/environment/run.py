@@ -1,14 +1,15 @@
-"""An environment worker's work on one run: request leases as there is room, run the episodes, submit the groups.
+"""Runs an environment worker's part of one run: leases groups, runs their episodes, submits the results.
 
-Order of waiting: the lease loop waits for room or for the exchange; the task of each group waits for its episodes, which wait
-for rollout workers, for user code and for the exchange's commits, and then for the reply to its result. A finished group is
-kept until that reply.
+Order of waiting: the lease loop waits for room or for the exchange. The task of a group waits for its episodes (which
+wait for rollout workers, user code and the exchange's commits), then for the reply to its result, and keeps the group
+until then.
 
-Promise: whatever happens to a group ends in a submission, in a returned lease with the reason, or with the news that another
-worker holds the lease. A fault of one group ends neither the others nor the worker.
+Promise: every leased group ends in a submission, in a returned lease with the reason, or in the message that another
+worker holds the lease. A fault of one group ends neither other groups nor the worker.
 
-A request is sent again until it is answered (`services/common/worker/membership.py`), also through a restart of the coordinator, and
-a record that is there already is answered `duplicate`. So a call ends with the record in the ledger, or the lease is lost.
+A request is repeated until it is answered (`services/common/worker/membership.py`), also across a restart of the
+coordinator, and the exchange answers `duplicate` to what it has already. So a call ends with the turn recorded or the
+lease lost.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.life import EpisodeCounts
 from paceline.environment.protocols import (
     EpisodeLease,
-    GroupRows,
-    Journal,
+    FinishedGroup,
     LeaseLost,
-    SampleJournal,
+    RecordedSample,
     TokenSource,
+    TurnLog,
     TurnParams,
 )
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError, error_text
@@ -36,7 +37,13 @@ from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
-from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost, Wanted
+from paceline.services.environment.sampling_workers import (
+    LeasedTokens,
+    PinLost,
+    RequiredWeights,
+    SamplingWorkers,
+    WorkersEnd,
+)
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
@@ -44,9 +51,9 @@ from paceline.wire import TurnArrays, encode_result, parse_message
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 2.0
-"""Part of a drain's grace for the return of the leases, half of the grace at most."""
+"""Part of a drain's grace period for returning leases, at most half of it."""
 
-RunGroup = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
+RunGroup = Callable[[EpisodeLease, TokenSource, TurnLog], Awaitable[FinishedGroup]]
 """Runs the episodes of a leased group (`paceline.environment.episodes.run_episodes`)."""
 
 log = logging.getLogger(__name__)
@@ -60,27 +67,26 @@ class EnvironmentRun:
         spec: RunSpec,
         run_id: str,
         membership: Membership,
-        engines: Engines,
+        workers: SamplingWorkers,
         run_group: RunGroup,
         max_samples: int,
         counts: EpisodeCounts,
     ):
-        """`max_samples` are the episodes at a time; a group that is larger runs alone. `counts` are the sums of the run's
-        episodes."""
-        self.spec, self.run_id, self.engines = spec, run_id, engines
+        """`max_samples` limits concurrent episodes; a larger group runs alone. `counts` are sums of the run's episodes."""
+        self.spec, self.run_id, self.workers = spec, run_id, workers
         self._membership = membership
         self._run_group = run_group
         self._max_samples, self._counts = max_samples, counts
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
-        """Samples of each of these groups."""
+        """Number of samples of each of these groups."""
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = asyncio.Event()
         self.refused_pause = ExponentialBackoff()
-        """Backoff before the next request for leases, after the exchange has refused a request."""
+        """Back-off before the next lease request after a refusal by the exchange."""
         self._progress = ProgressLog(log)
         self.pace = TurnPace()
         self._occupancy = Occupancy()
@@ -99,9 +105,9 @@ class EnvironmentRun:
             "running": float(self.num_samples),
             "occupied": self._occupancy.take(),
             "leases": float(self.num_leases),
-            "engines": float(len(self.engines.list)),
-            "broken_turns": float(self.engines.num_broken),
-            "moved_sessions": float(self.engines.list.num_moved),
+            "engines": float(len(self.workers.list)),
+            "broken_turns": float(self.workers.num_broken),
+            "moved_sessions": float(self.workers.list.num_moved),
             "bridge_breaks": float(self._counts.bridge_breaks),
             "tool_errors": float(self._counts.tool_errors),
             "failed_lives": float(self._counts.failures),
@@ -111,13 +117,13 @@ class EnvironmentRun:
         }
 
     async def work(self) -> None:
-        """Take leases and run their episodes until cancelled, or until all leases are gone after `drain`."""
+        """Lease groups and run their episodes until cancelled, or until all leases have ended after `drain`."""
         async with asyncio.TaskGroup() as tasks:
             await self._lease_forever(tasks)
 
     async def drain(self, grace_s: float) -> int:
-        """Take no further lease; let episodes end, then return the leases of the others, whose journals have every finished
-        turn. Return the number of returned leases. Returns within `grace_s` seconds."""
+        """Lease nothing more, let episodes end, then return the other leases, whose finished turns are all in the
+        ledger. Return the number of returned leases. Takes at most `grace_s` seconds."""
         self._draining.set()
         self._room.set()
         return_s = min(RETURN_S, grace_s / 2)
@@ -141,7 +147,7 @@ class EnvironmentRun:
             room = self._max_samples - self.num_samples
             if room < group_size and self._groups:
                 self._room.clear()
-                await self._room.wait()  # every group ends, and says so
+                await self._room.wait()  # set at the end of every group
                 continue
             held = pb.Held(group_ids=self._groups)
             request = pb.ExchangeRequest(
@@ -160,15 +166,17 @@ class EnvironmentRun:
 
     async def _pause_requests(self, refusal: str) -> None:
         pause_s = self.refused_pause.next_s()
-        log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        log.error("the exchange refused the lease request, retrying in %.0f s: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._draining.wait()
 
     async def _end_earlier(self, group_id: int) -> None:
-        """End the earlier attempt at a group that is leased to this worker again: the journal belongs to the new one."""
+        """End the earlier attempt at a group that is leased here again, because the turn log belongs to the new one."""
         if (task := self._groups.get(group_id)) is not None:
-            log.warning("group %d is leased to this worker again: its episodes begin from their journal", group_id)
+            log.warning(
+                "group %d is leased to this worker again: its episodes continue from the recorded turns", group_id
+            )
             task.cancel()
             await asyncio.wait((task,))
 
@@ -192,17 +200,17 @@ class EnvironmentRun:
 
     async def _work_on(self, lease: pb.Lease, payloads: Sequence[bytes]) -> None:
         started_s = time.monotonic()
-        wanted = wanted_by(lease, self.spec.async_grpo.max_trajectory_age_steps)
-        tokens = LeasedTokens(self.engines, wanted, self.pace.note)
-        journal = LeasedJournal(self._membership, self.run_id, lease.group_id, lease.attempt)
+        required = required_by(lease, self.spec.async_grpo.max_trajectory_age_steps)
+        tokens = LeasedTokens(self.workers, required, self.pace.note)
+        turn_log = LeasedTurnLog(self._membership, self.run_id, lease.group_id, lease.attempt)
         try:
             with span("episodes", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
-                rows = await self._run_group(read_lease(lease, payloads), tokens, journal)
+                rows = await self._run_group(read_lease(lease, payloads), tokens, turn_log)
             await self._submit(lease, rows, time.monotonic() - started_s)
         except asyncio.CancelledError:
             if not self._draining.is_set():
                 raise
-            await self._return_lease(lease)  # its journal goes on elsewhere
+            await self._return_lease(lease)  # another worker continues from the recorded turns
         except LeaseLost as lost:
             await self._on_lost(lease, lost)
         except InvalidInput as error:
@@ -216,19 +224,19 @@ class EnvironmentRun:
             tokens.close()
 
     async def _on_lost(self, lease: pb.Lease, lost: LeaseLost) -> None:
-        """Return a lease that cannot go on here; where another worker holds it, nothing is left to do."""
+        """Return a lease that cannot continue here. If another worker holds it, do nothing."""
         match lost:
             case PinLost():
-                log.warning("group %d goes back: %s", lease.group_id, lost)
+                log.warning("returning group %d: %s", lease.group_id, lost)
                 await self._return_lease(lease)
-            case EnginesEnd():
+            case WorkersEnd():
                 await self._return_lease(lease, str(lost), "")
             case LeaseRefused():
                 await self._return_lease(lease, str(lost), "invalid_result")
             case _:
                 log.info("%s", lost)
 
-    async def _submit(self, lease: pb.Lease, rows: GroupRows, generate_s: float) -> None:
+    async def _submit(self, lease: pb.Lease, rows: FinishedGroup, generate_s: float) -> None:
         if not rows.completions:
             detail = next((sample.detail for sample in rows.samples if sample.detail), "no sample has a turn")
             await self._return_lease(lease, detail, "environment_failed")
@@ -255,8 +263,8 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its journal stays in the ledger. With an error the attempt counts as a failure, for good where the
-        reason says that no other attempt would succeed."""
+        """Return a lease; its recorded turns stay in the ledger. With an error the attempt counts as a failure, a final
+        one if no other attempt could succeed according to `reason`."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -264,7 +272,7 @@ class EnvironmentRun:
             data_error_reason=reason if error else "",
         )
         if error:
-            log.error("group %d goes back: %s", lease.group_id, error)
+            log.error("returning group %d: %s", lease.group_id, error)
         await self._membership.request(pb.ExchangeRequest(run_id=self.run_id, lease_return=returned))
 
 
@@ -273,11 +281,11 @@ MAX_ERROR_CHARS = 2000
 
 
 class LeaseRefused(LeaseLost):
-    """The exchange refuses a record of this lease for good: it is returned with the reason."""
+    """The exchange refuses a turn of this lease for good. The lease is returned with the reason."""
 
 
-class LeasedJournal:
-    """`Journal` of one leased group."""
+class LeasedTurnLog:
+    """`TurnLog` of one leased group."""
 
     def __init__(self, membership: Membership, run_id: str, group_id: int, attempt: int):
         self._membership, self._run_id = membership, run_id
@@ -311,17 +319,17 @@ class LeasedJournal:
         group = f"group {self._group_id}, attempt {self._attempt}"
         if reply.status == pb.REPLY_STATUS_STALE:
             raise LeaseLost(f"{group}: {reply.message or 'another worker holds the lease'}")
-        raise LeaseRefused(f"{group}: the exchange refuses the record: {reply.message}")
+        raise LeaseRefused(f"{group}: the exchange refuses the turn: {reply.message}")
 
 
 def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:
-    """Return the group of a lease with its journal. Raises WireError."""
+    """Return the group of a lease with its recorded turns. Raises WireError."""
     try:
         prompt, columns = json.loads(lease.prompt_json), json.loads(lease.columns_json or "{}")
     except ValueError as error:
-        raise WireError(f"prompt or columns of group {lease.group_id} are no JSON: {error}") from None
+        raise WireError(f"prompt or columns of group {lease.group_id} are not JSON: {error}") from None
     if not isinstance(columns, dict):
-        raise WireError(f"columns of group {lease.group_id} are {type(columns).__name__}, have to be an object")
+        raise WireError(f"columns of group {lease.group_id} are {type(columns).__name__}; they must be an object")
     return EpisodeLease(
         group_id=lease.group_id,
         attempt=lease.attempt,
@@ -330,19 +338,19 @@ def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:
         num_samples=lease.num_generations,
         seed=lease.seed,
         params=TurnParams.of(lease.params),
-        journal={record.sample: _read_journal(record, payloads) for record in lease.journal},
+        recorded={record.sample: _read_recorded(record, payloads) for record in lease.journal},
     )
 
 
-def wanted_by(lease: pb.Lease, max_age: int) -> Wanted:
-    """Return the weights that a lease asks for: η steps old at most when the group was leased."""
+def required_by(lease: pb.Lease, max_age: int) -> RequiredWeights:
+    """Return the weights that a lease requires: at most η steps older than the step of the lease."""
     if lease.HasField("pinned_version"):
         pinned = Version(lease.pinned_version.session, lease.pinned_version.step)
-        return Wanted(pinned=pinned, pinned_member=lease.pinned_member)
-    return Wanted(oldest_step=max(0, lease.step - max_age))
+        return RequiredWeights(pinned=pinned, pinned_member=lease.pinned_member)
+    return RequiredWeights(oldest_step=max(0, lease.step - max_age))
 
 
-def _read_journal(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> SampleJournal:
+def _read_recorded(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> RecordedSample:
     if len(record.arrays_frames) != len(record.note_frames):
         raise WireError(
             f"sample {record.sample} has {len(record.arrays_frames)} turns and {len(record.note_frames)} notes"
@@ -350,13 +358,15 @@ def _read_journal(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> Sampl
     turns = []
     for arrays, note in zip(record.arrays_frames, record.note_frames, strict=True):
         if not (0 < arrays <= len(payloads) and 0 < note <= len(payloads)):
-            raise WireError(f"sample {record.sample} has frames {arrays} and {note} of a message with {len(payloads)}")
+            raise WireError(
+                f"sample {record.sample} has frames {arrays} and {note}, but the message has {len(payloads)}"
+            )
         turns.append((TurnArrays.decode(payloads[arrays - 1]), parse_message(pb.TurnNote, payloads[note - 1])))
-    return SampleJournal(record.life, record.failures, record.finished, record.given_up, tuple(turns))
+    return RecordedSample(record.life, record.failures, record.finished, record.given_up, tuple(turns))
 
 
 class TurnPace:
-    """Turns that were sampled since the last heartbeat."""
+    """Counts the turns since the last heartbeat."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -1,8 +1,7 @@
-"""The environment service: it takes the leases of runs with an environment and runs their episodes.
+"""The environment service: leases groups of runs with an environment and runs their episodes.
 
-`EnvironmentWorker` is a member of the pool; `services/environment/run.py` is its work on one run. User code runs in separate
-processes (`environment/hosting/`), so it cannot stop the service. Started by `paceline serve environment` (also
-`paceline-environment`).
+`EnvironmentWorker` is a member of the pool; `services/environment/run.py` does its work on one run. User code runs in
+separate processes (`environment/hosting/`), so it cannot stop the service. Started by `paceline serve environment`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from paceline.bundle.imports import check_requirements
@@ -18,15 +17,15 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.environment.episodes import run_episodes
 from paceline.environment.hosting.pool import UserCode
-from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
+from paceline.environment.protocols import EpisodeLease, FinishedGroup, TokenSource, TurnLog
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
 from paceline.host.resources import usable_cores
 from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.environment.engines import Engines
+from paceline.services.environment.conversation_server import ConversationServer
 from paceline.services.environment.run import EnvironmentRun
-from paceline.services.environment.session_server import SessionServer
+from paceline.services.environment.sampling_workers import SamplingWorkers
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
@@ -34,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentWorker:
-    """One member of the environment pool: at most one run at a time.
+    """A member of the environment pool with at most one run at a time.
 
-    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
+    A failed set-up is retried with the back-off `pause` as long as the run is assigned.
     """
 
     def __init__(
@@ -46,21 +45,22 @@ class EnvironmentWorker:
         num_processes: int = 0,
         pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
+        membership: Callable[..., Membership] = Membership,
     ):
-        """`num_processes` are those of user code; 0 takes the run's `environment.processes`, else the host's cores."""
+        """`num_processes` run user code; 0 takes the run's `environment.processes`, else the number of cores."""
         self.member_id = member_id
         self.address = ""
         self.assigned = AssignedRun()
         self.drained = asyncio.Event()
-        """Set by the coordinator's order to leave, and by `drain`."""
+        """Set by `drain` and by the coordinator's directive to drain."""
         self._coordinator = coordinator
         self._num_processes = num_processes
         self._functions_from = functions_from
         self._set_up_pause = pause or ExponentialBackoff()
         self._run: EnvironmentRun | None = None
-        self._engines: worker_pb2.Engines | None = None
-        """The newest list, which may come before the run is set up."""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self._worker_list: worker_pb2.Engines | None = None
+        """The newest list, which may arrive before the run is set up."""
+        self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
         while True:
@@ -83,17 +83,17 @@ class EnvironmentWorker:
                 await asyncio.wait((work,))
 
     async def drain(self, grace_s: float) -> int:
-        """End the episodes that end in `grace_s` seconds and return the other leases; return their number."""
+        """Let episodes end for up to `grace_s` seconds, return the other leases, and return their number."""
         returned = await self._run.drain(grace_s) if self._run is not None else 0
         self.drained.set()
         return returned
 
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Set up a run and work on it to its end; return False when it could not be set up."""
+        """Set up a run and work on it until it ends; return False if the set-up failed."""
         async with contextlib.AsyncExitStack() as opened:
             try:
                 run = await opened.enter_async_context(self._set_up(assignment))
-            except Exception as error:  # anything that cannot be loaded now may be there later
+            except Exception as error:  # whatever cannot be loaded now may be there later
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 return False
             self._run = run
@@ -106,8 +106,7 @@ class EnvironmentWorker:
 
     @contextlib.asynccontextmanager
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> AsyncIterator[EnvironmentRun]:
-        """Load tokenizer and user code of a run. Raises InvalidInput for code that cannot be used, and whatever else a
-        set-up meets."""
+        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, other errors."""
         spec, bundle = spec_of(assignment), assignment.bundle
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")
@@ -121,23 +120,23 @@ class EnvironmentWorker:
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
             processes = self._num_processes or spec.environment.processes or usable_cores()
             code = UserCode(spec.environment, processes)
-            opened.push_async_callback(code.close)  # also of a start that is cancelled
+            opened.push_async_callback(code.close)  # also if the start is cancelled
             with bundled.original_paths():
                 await code.start()
-            engines = Engines(assignment.run_id)
-            opened.push_async_callback(engines.close)
-            if self._engines is not None:
-                engines.update(self._engines)
-            sessions = None
+            workers = SamplingWorkers(assignment.run_id)
+            opened.push_async_callback(workers.close)
+            if self._worker_list is not None:
+                workers.update(self._worker_list)
+            conversations = None
             if not spec.environment.has_class:
-                sessions = await opened.enter_async_context(SessionServer(assignment.run_id, tokenizer))
+                conversations = await opened.enter_async_context(ConversationServer(assignment.run_id, tokenizer))
             setting = EpisodeSetting.of(spec, tokenizer)
 
-            def run_group(lease: EpisodeLease, tokens: TokenSource, journal: Journal) -> Awaitable[GroupRows]:
-                return run_episodes(setting, lease, tokens, journal, code, sessions)
+            def run_group(lease: EpisodeLease, tokens: TokenSource, turn_log: TurnLog) -> Awaitable[FinishedGroup]:
+                return run_episodes(setting, lease, tokens, turn_log, code, conversations)
 
             most = processes * spec.environment.parallel_calls
-            yield EnvironmentRun(spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts)
+            yield EnvironmentRun(spec, assignment.run_id, self.membership, workers, run_group, most, setting.counts)
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):
@@ -149,15 +148,15 @@ class EnvironmentWorker:
                     self._set_up_pause.reset()
                 elif before is not None and before.bundle != directive.run.bundle:
                     # As after `paceline resume`.
-                    log.warning("run %s goes on with another environment, which is loaded", before.run_id)
+                    log.warning("run %s continues with another environment, which is loaded", before.run_id)
                     self.assigned.assignment = directive.run
                     self.assigned.changed.set()
             case "idle":
                 await self.assigned.idle()
             case "engines":
-                self._engines = directive.engines
+                self._worker_list = directive.engines
                 if self._run is not None:
-                    self._run.engines.update(directive.engines)
+                    self._run.workers.update(directive.engines)
             case "drain":
                 self.drained.set()
 

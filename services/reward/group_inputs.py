@@ -1,6 +1,6 @@
-"""What reward functions get of a group: one entry for each completion or, with an environment, for each episode.
+"""Prepares a group's inputs of reward functions: one entry for each completion or (with an environment) episode.
 
-An episode that was given up is not scored: it has no reward, and no function has to know of it.
+An episode that was given up is not scored: it has no reward, and functions do not see it.
 
 Suffixes: C samples of a group, F reward functions.
 """
@@ -24,11 +24,11 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Arguments of reward functions, and the samples that they are about."""
+    """Arguments of reward functions, and their samples."""
 
     prompts: list[Any]
     completions: list[Any]
-    """Texts, or lists of messages where the prompt is one; of episodes always messages."""
+    """Texts, or lists of messages if the prompt is one; for episodes always messages."""
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     samples: list[int]
@@ -37,20 +37,20 @@ class GroupInputs:
     """C."""
 
     def all_rewards(self, rewards_EF: FloatArray) -> FloatArray:
-        """Return [C, F] rewards of all samples from those of the entries; NaN for samples that were given up."""
+        """Return [C, F] rewards of all samples; NaN for samples that were given up."""
         rewards_CF = np.full((self.num_samples, rewards_EF.shape[1]), np.nan, np.float32)
         rewards_CF[self.samples] = rewards_EF
         return rewards_CF
 
     def all_values(self, values: Sequence[Any]) -> list[Any]:
-        """Return one value for each sample from those of the entries; None for samples that were given up."""
+        """Return one value for each sample; None for samples that were given up."""
         by_sample = dict(zip(self.samples, values, strict=True))
         return [by_sample.get(sample) for sample in range(self.num_samples)]
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return the inputs of a group without an environment. An answer that the prompt begins is in the completion as a whole, as
-    TRL has it."""
+    """Return a group's inputs without an environment. If the prompt begins the answer, the completion has all, as in
+    TRL."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):
@@ -77,15 +77,15 @@ def inputs_of_episodes(
     *,
     sums_turns: bool,
 ) -> GroupInputs:
-    """Return the inputs of a group with an environment: each conversation as messages, and the tokens that the model sampled
-    in it. Further columns: `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
+    """Return the inputs of a group with an environment: each conversation as messages, and its sampled tokens. Further
+    columns: `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
 
-    sums_turns: the reward of an episode that got none as a whole is the sum of its turns' rewards. Raises WireError for
-    texts that do not fit the rows.
+    sums_turns: an episode without its own reward gets the sum of its turns' rewards. Raises WireError if texts and
+    transcripts differ.
     """
     if any(not 0 <= sample < len(samples) for sample in row_samples):
         raise WireError(
-            f"rows of samples {sorted(set(row_samples))[:8]}, but there are texts of {len(samples)} samples"
+            f"there are rows of samples {sorted(set(row_samples))[:8]}, but texts of {len(samples)} samples"
         )
     entries = [index for index, sample in enumerate(samples) if sample.ending != FAILED]
     texts = [samples[index] for index in entries]

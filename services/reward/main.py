@@ -1,6 +1,6 @@
-"""`paceline serve reward` (also `paceline-reward`): parse, wire, run.
+"""Entry point of `paceline serve reward` (also `paceline-reward`).
 
-`RewardService`: scores for any client of a reward worker, with or without a run.
+`RewardService` scores for any client of a reward worker, with or without a run.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ MAX_BYTES = 16 << 20
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Answers of one worker. Each call has its own processes, so tasks of the run do not wait for it."""
+    """Answers the calls of one worker. Each call has its own processes, so tasks of the run do not wait for it."""
 
     def __init__(self, worker: RewardWorker):
         self._worker = worker
         self._calls = 0
-        """Calls under way; each has a process."""
+        """Running calls, each with a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
@@ -141,7 +141,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
         if self._calls >= MAX_CALLS:
             raise Busy(
-                f"{self._calls} calls are being scored here, at most {MAX_CALLS} are; try again later, or ask another worker"
+                f"{self._calls} calls are running here, at most {MAX_CALLS} can; try again later, or use another worker"
             )
         self._calls += 1
         try:
@@ -173,14 +173,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return response
 
     def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """Return the requested functions: the current run's by name, else built-ins; a client cannot name a file."""
+        """Return the requested functions: the current run's by name, else built-ins. A client cannot name a file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
             raise Conflict("no run is set up here; name the functions to score with")
         if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
             raise Conflict(
                 f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
-                "ask another one"
+                "use another one"
             )
         for name in names:
             if name not in used and name not in BUILTIN_FUNCTIONS:
@@ -189,7 +189,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
-    """Raises InvalidInput for a request that is larger than a group could be."""
+    """Raise InvalidInput for a request that is larger than a group can be."""
     bounds = (
         ("functions", len(request.functions), MAX_FUNCTIONS),
         ("completions", len(request.completions), MAX_COMPLETIONS),

@@ -1,8 +1,8 @@
-"""The reward service: it takes score tasks and returns rewards.
+"""The reward service: scores tasks of the coordinator's run.
 
-`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in separate
-processes (reward/), so they cannot stop the service; a run's reference, if the pool serves it, runs on a thread of the
-service. Started by `paceline serve reward` (also `paceline-reward`).
+`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in
+separate processes (reward/), so they cannot stop the service. A run's reference, if the pool serves it, runs on a
+thread of the service. Started by `paceline serve reward` (also `paceline-reward`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from paceline.wire import PROTOCOL, CompletionArrays, decode_result, encode_refe
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
-"""Tasks that are held for each process, so that no process waits for a round trip to the exchange."""
+"""Tasks that are prefetched for each process, so that no process waits for a round trip to the exchange."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """One member of the reward pool: at most one run at a time.
+    """A member of the reward pool with at most one run at a time.
 
-    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
+    A failed set-up is retried with the back-off `pause` as long as the run is assigned.
     """
 
     def __init__(
@@ -65,23 +65,24 @@ class RewardWorker:
         pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
         only: Sequence[str] = (),
+        membership: Callable[..., Membership] = Membership,
     ):
         self.member_id = member_id
         self._coordinator = coordinator
         self._functions_from = functions_from
         self.only = frozenset(only)
-        """Built-in functions that this worker scores with; empty is all functions."""
+        """Built-in functions that this worker scores with; empty for all functions."""
         self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
         self.refused_pause = ExponentialBackoff()
-        """Backoff before the next request for tasks, after the exchange has refused a request."""
+        """Back-off before the next task request after a refusal by the exchange."""
         self.address = ""
         self._num_processes = num_processes
         self._turns = asyncio.Semaphore(num_processes)
         """Free processes. Tasks that wait for a process are returned to the exchange when the worker stops."""
         self._spec: RunSpec | None = None
         self._code: tuple[Stamp, ...] = ()
-        """Files of the functions, and those beside them, as they were when they were loaded."""
+        """Stamps of the functions' files and those beside them when they were loaded."""
         self._runner: RewardRunner | None = None
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
@@ -93,11 +94,11 @@ class RewardWorker:
         self._functions = FunctionSums()
         """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
-        """Tasks in a row that were returned through no fault of theirs."""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        """Consecutive tasks that were returned through no fault of theirs."""
+        self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Score for the assigned run, until `stop` and the last task's end."""
+        """Score for the assigned run until `stop`, then finish the running tasks."""
         while not self._stopping.is_set():
             self.assigned.changed.clear()
             assignment = self.assigned.assignment
@@ -117,7 +118,7 @@ class RewardWorker:
                     with bundled.original_paths():
                         await opened.enter_async_context(runner)
                     reference = await opened.enter_async_context(ReferenceScorer(spec))
-                except Exception as error:  # anything that cannot be loaded now may be there later
+                except Exception as error:  # whatever cannot be loaded now may be there later
                     await self._put_off(assignment, error)
                     continue
                 self._spec, self._runner, self._reference = spec, runner, reference
@@ -129,8 +130,8 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Return the spec with the functions' files of the run's bundle, fetched. Raises Unreadable for files that this worker
-        does not allow, which another worker may allow; errors of the transfer."""
+        """Return the spec with the functions' files of the run's bundle, fetched. Raises Unreadable for files that this
+        worker does not allow but another one may; errors of the transfer."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:
@@ -145,7 +146,7 @@ class RewardWorker:
         )
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
-        """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
+        """Report why the set-up failed, and wait until it is retried or another run is assigned."""
         await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._set_up_pause.next_s()):
@@ -164,7 +165,7 @@ class RewardWorker:
         self.assigned.changed.set()
 
     async def _score_forever(self, run_id: str, spec: RunSpec, runner: RewardRunner) -> None:
-        """Take tasks as processes become free, until the run changes; then wait for the running tasks."""
+        """Request tasks as processes become free, until the run changes; then wait for the running tasks."""
         running: dict[asyncio.Task[None], int] = {}
         changed = asyncio.create_task(self.assigned.changed.wait())
         async with asyncio.TaskGroup() as tasks:
@@ -201,9 +202,9 @@ class RewardWorker:
         self._occupancy.note(len(running), self._num_processes)
 
     async def _pause_requests(self, refusal: str) -> None:
-        """Wait before asking for tasks again, because the exchange refuses a request; tasks that the worker has go on."""
+        """Wait before the next task request, because the exchange refused one; running tasks continue."""
         pause_s = self.refused_pause.next_s()
-        log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        log.error("the exchange refused the task request, retrying in %.0f s: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self.assigned.changed.wait()
@@ -267,7 +268,7 @@ class RewardWorker:
         )
 
     async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
-        """Submit a score; where the exchange refuses it, submit why."""
+        """Submit a score; if the exchange refuses it, submit the reason."""
         reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("the score of group %d was refused: %s", score.group_id, reply.message)
@@ -277,8 +278,7 @@ class RewardWorker:
             await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
 
     async def _turn_comes(self) -> bool:
-        """Wait for a free process; return False when the worker has to stop before. After True the caller has to give
-        it back."""
+        """Wait for a free process; return False if the worker must stop first. After True the caller must release it."""
         turn = asyncio.create_task(self._turns.acquire())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -293,8 +293,7 @@ class RewardWorker:
         return False
 
     async def _pause(self, failures: int) -> None:
-        """Wait before such a task is returned, because a function or server that does not answer is not asked for the
-        next task at once."""
+        """Wait before such a task is returned, so that an unavailable service does not get the next one at once."""
         pause_s = pause_after(failures + 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
@@ -314,7 +313,7 @@ class RewardWorker:
             self._turns.release()
 
     async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
-        assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
+        assert self._reference is not None, "only a worker that has set up the run gets tasks"
         ids = [completion.token_ids for completion in completions]
         return encode_reference(await self._reference.score(prompt_ids, ids))
 
@@ -326,14 +325,14 @@ class RewardWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                # Both as after `paceline resume`.
+                # Both happen after `paceline resume`.
                 elif before is not None and before.bundle != directive.run.bundle:
                     self.assigned.assignment = directive.run
-                    log.warning("run %s goes on with other reward functions, which are loaded", before.run_id)
+                    log.warning("run %s continues with other reward functions, which are loaded", before.run_id)
                     self.assigned.changed.set()
                 elif self._spec is not None and _code_of(self._spec) != self._code:
                     run_id = directive.run.run_id
-                    log.warning("the reward functions of run %s were changed and are loaded anew", run_id)
+                    log.warning("the reward functions of run %s have changed and are loaded again", run_id)
                     self.assigned.changed.set()
             case "idle":
                 await self.assigned.idle()
@@ -364,7 +363,7 @@ def _inputs(
     spec: RunSpec,
     completions: Sequence[Completion],
 ) -> GroupInputs:
-    """Return what reward functions get of a task. Raises WireError."""
+    """Return the inputs of reward functions for a task. Raises WireError."""
     prompt = json.loads(task.prompt_json)
     row_arrays = CompletionArrays.of(arrays).rows
     if row_arrays is None:

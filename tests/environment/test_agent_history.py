@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.environment.agent_session import Asked, History, read_messages
+from paceline.environment.agent_conversation import AnsweredRequest, History, read_messages
 from paceline.environment.protocols import SampledTurn
 from paceline.environment.rendering.protocol import Conversation
 from paceline.errors import InvalidInput
@@ -25,12 +25,12 @@ def call(arguments: Any) -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-def asked(sent: list[Any], said: dict[str, Any], token: int = 5, tools: list[Any] | None = None) -> Asked:
+def asked(sent: list[Any], said: dict[str, Any], token: int = 5, tools: list[Any] | None = None) -> AnsweredRequest:
     turn = SampledTurn(np.array([token], np.int32), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop", "")
-    return Asked(Conversation(sent, tools or []), np.array([1], np.int32), turn, said, sent, trains=True)
+    return AnsweredRequest(Conversation(sent, tools or []), np.array([1], np.int32), turn, said, sent, trains=True)
 
 
-def parent(history: History, sent: list[Any], tools: list[Any] | None = None) -> tuple[Asked, int] | None:
+def parent(history: History, sent: list[Any], tools: list[Any] | None = None) -> tuple[AnsweredRequest, int] | None:
     return history.parent(sent, Conversation(sent, tools or []))
 
 
@@ -82,7 +82,7 @@ def test_several_parents_of_other_tokens_are_none() -> None:
 
 def test_messages_that_are_none_are_refused() -> None:
     assert read_messages([QUESTION]) == [QUESTION]
-    with pytest.raises(InvalidInput, match="no message"):
+    with pytest.raises(InvalidInput, match="an invalid message"):
         read_messages([{"content": "without a role"}])
     with pytest.raises(InvalidInput):
         read_messages([{"role": "user", "content": None}])

@@ -1,4 +1,4 @@
-"""What a session keeps of its turns."""
+"""What a conversation keeps of its turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.environment.agent_session import Asked, TakenTurn, digest_of, left_out_of
+from paceline.environment.agent_conversation import AnsweredRequest, TakenTurn, digest_of, left_out_of
 from paceline.environment.life import digest
 from paceline.environment.protocols import AgentRequest, SampledTurn
 from paceline.environment.rendering.protocol import Conversation
@@ -18,7 +18,7 @@ TURN = SampledTurn(IDS, np.zeros(2, np.float32), (), "stop", "t")
 
 
 def taken(asked: bool = True, trains: bool = True, delivered: bool = True) -> TakenTurn:
-    request = Asked(Conversation([]), IDS, TURN, {}, [], trains, delivered) if asked else None
+    request = AnsweredRequest(Conversation([]), IDS, TURN, {}, [], trains, delivered) if asked else None
     return TakenTurn(request, pb.TurnNote(), IDS, TURN)
 
 

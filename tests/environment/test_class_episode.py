@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from episode_world import (
     LocalCode,
-    MemoryJournal,
+    MemoryTurnLog,
     ScriptedSource,
     ids_of,
     lease,
@@ -26,7 +26,7 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment import episodes
 from paceline.environment.protocols import (
     EnvironmentLost,
-    GroupRows,
+    FinishedGroup,
     LeaseLost,
     SampledTurn,
     ServiceAway,
@@ -115,7 +115,7 @@ def says(*texts: str, reason: str = "stop") -> Callable[[TurnRequest, int], tupl
     )
 
 
-def turns_of(rows: GroupRows) -> list[tuple[int, ...]]:
+def turns_of(rows: FinishedGroup) -> list[tuple[int, ...]]:
     return [(rows.rows.samples[turn.row], *turn[:3]) for turn in rows.rows.turns]
 
 
@@ -126,16 +126,16 @@ class World:
         spec = run_spec(environment=environment)
         self.setting = EpisodeSetting.of(spec, TOKENIZER)
         self.source = ScriptedSource(says(*texts), TOKENIZER)
-        self.code, self.journal = LocalCode({"": cls}), MemoryJournal()
+        self.code, self.turn_log = LocalCode({"": cls}), MemoryTurnLog()
 
-    async def run(self, prompt: Any = None, **changes: Any) -> GroupRows:
-        leased = lease(user("Count.") if prompt is None else prompt, journal=dict(self.journal.samples), **changes)
+    async def run(self, prompt: Any = None, **changes: Any) -> FinishedGroup:
+        leased = lease(user("Count.") if prompt is None else prompt, recorded=dict(self.turn_log.samples), **changes)
         try:
-            return await run_group(self.setting, self.source, self.code, leased, self.journal)
+            return await run_group(self.setting, self.source, self.code, leased, self.turn_log)
         finally:
             assert self.code.num_open == 0
 
-    def messages(self, rows: GroupRows, sample: int = 0) -> list[dict[str, Any]]:
+    def messages(self, rows: FinishedGroup, sample: int = 0) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(rows.samples[sample].messages_json)
         return found
 
@@ -179,7 +179,7 @@ async def test_each_sample_has_an_instance_and_seeds_of_its_own() -> None:
     assert rows.rows.samples == (0, 1, 2)
     assert [text.reward for text in rows.samples] == [2.0] * 3
     assert len({request.seed for request, _ in world.source.asked}) == 6
-    assert len({request.session for request, _ in world.source.asked}) == 3
+    assert len({request.conversation for request, _ in world.source.asked}) == 3
     assert [turn.row for turn in rows.rows.turns] == [0, 0, 1, 1, 2, 2]
 
 
@@ -219,13 +219,13 @@ async def test_several_classes_are_chosen_by_a_column() -> None:
     world.code = LocalCode({"a": Counter, "b": Guess})
     rows = await world.run(columns={"environment": "a", "start": 3})
     assert json.loads(rows.samples[0].prompt_json) == user("Count. It is 3 now.")
-    world.journal = MemoryJournal()
+    world.turn_log = MemoryTurnLog()
     rows = await world.run(columns={"environment": "b", "secret": "Done."})
     assert (rows.samples[0].tools_json, rows.samples[0].turn_rewards) == ("", -1.0)
-    world.journal = MemoryJournal()
+    world.turn_log = MemoryTurnLog()
     with pytest.raises(
         InvalidInput,
-        match=r"column 'environment' is 'c', which .* it has 'a', 'b'",
+        match=r"column 'environment' is 'c', but environment.class has only 'a', 'b'",
     ):
         await world.run(columns={"environment": "c"})
 
@@ -321,7 +321,7 @@ async def test_a_fault_ends_a_life_and_the_sample_is_given_up_alone() -> None:
     world = World(Faulty, add(1), "Done.", max_failures=1)
     world.code = FaultyCode({"": Faulty})
     rows = await world.run(num_samples=2)
-    assert world.journal.ended == [(0, 1, "environment_failed", "get_reward raised RuntimeError: no scale", True)]
+    assert world.turn_log.ended == [(0, 1, "environment_failed", "get_reward raised RuntimeError: no scale", True)]
     assert (rows.rows.samples, rows.rows.num_samples) == ((1,), 2)
     assert [(text.ending, text.HasField("reward")) for text in rows.samples] == [
         ("failed", False),
@@ -336,7 +336,7 @@ async def test_a_fault_ends_a_life_and_the_sample_is_given_up_alone() -> None:
     world = World(Faulty, add(1), "Done.", max_failures=2)
     world.code = FaultyCode({"": Faulty})
     rows = await world.run()
-    assert [(life, reason, give_up) for _, life, reason, _, give_up in world.journal.ended] == [
+    assert [(life, reason, give_up) for _, life, reason, _, give_up in world.turn_log.ended] == [
         (1, "environment_failed", False)
     ]
     assert rows.samples[0].reward == 7.0
@@ -358,7 +358,7 @@ async def test_a_group_of_which_every_sample_was_given_up_has_no_rows() -> None:
     rows = await world.run(num_samples=2)
     assert (rows.completions, rows.rows.num_samples, len(rows.prompt_ids)) == ([], 2, 0)
     assert [text.detail for text in rows.samples] == ["reset raised KeyError: 'task'"] * 2
-    assert len(world.journal.ended) == 6
+    assert len(world.turn_log.ended) == 6
 
 
 # Going on from a record
@@ -366,10 +366,10 @@ async def test_a_group_of_which_every_sample_was_given_up_has_no_rows() -> None:
 
 async def interrupted(world: World, records: int, **changes: Any) -> None:
     """Run until the lease is lost at a record."""
-    world.journal.fail_at = world.journal.num_records + records
+    world.turn_log.fail_at = world.turn_log.num_records + records
     with pytest.raises(LeaseLost):
         await world.run(**changes)
-    world.journal.fail_at = None
+    world.turn_log.fail_at = None
 
 
 def reset_script(world: World, already: int) -> None:
@@ -378,7 +378,7 @@ def reset_script(world: World, already: int) -> None:
     world.source = ScriptedSource(lambda request, number: say(request, number + already), TOKENIZER)
 
 
-async def whole_run(cls: type, **environment: Any) -> tuple[World, GroupRows]:
+async def whole_run(cls: type, **environment: Any) -> tuple[World, FinishedGroup]:
     world = World(cls, add(2), add(3), add(4), "Done.", **environment)
     return world, await world.run(columns={"start": 1})
 
@@ -400,7 +400,7 @@ async def test_an_interrupted_episode_goes_on_as_if_nothing_had_been(
     await interrupted(world, turns, columns={"start": 1})
     reset_script(world, turns)
     rows = await world.run(columns={"start": 1})
-    assert world.journal.ended == []
+    assert world.turn_log.ended == []
     assert turns_of(rows) == turns_of(expected)
     assert np.array_equal(row_tokens(rows.completions[0]), row_tokens(expected.completions[0]))
     assert rows.samples[0].reward == expected.samples[0].reward == 10.0
@@ -417,11 +417,11 @@ async def test_an_episode_that_can_do_neither_begins_again_and_does_not_count(cl
     await interrupted(world, 2)
     reset_script(world, 0)
     rows = await world.run()
-    (ended,) = world.journal.ended
+    (ended,) = world.turn_log.ended
     assert ended[:3] == (0, 1, "restarted")
     assert ended[4] is False
-    assert ("another answer" in ended[3]) == (cls is Changing)
-    assert (world.journal.samples[0].life, world.journal.samples[0].failures) == (2, 0)
+    assert ("differently than recorded" in ended[3]) == (cls is Changing)
+    assert (world.turn_log.samples[0].life, world.turn_log.samples[0].failures) == (2, 0)
     assert len(rows.rows.turns) == 4
     assert world.setting.counts.restarted == 1
 
@@ -431,19 +431,19 @@ async def test_finished_samples_are_kept_and_only_open_ones_go_on() -> None:
     slow = asyncio.Event()
 
     async def before(request: TurnRequest) -> None:
-        if request.session == "7/1":
+        if request.conversation == "7/1":
             await slow.wait()
 
     world.source.before = before
     running = asyncio.create_task(world.run(num_samples=2))
-    await world.journal.finished.wait()
+    await world.turn_log.finished.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     world.source.before = None
     asked = len(world.source.asked)
     rows = await world.run(num_samples=2)
-    assert {request.session for request, _ in world.source.asked[asked:]} == {"7/1"}
+    assert {request.conversation for request, _ in world.source.asked[asked:]} == {"7/1"}
     assert [text.reward for text in rows.samples] == [2.0, 2.0]
 
 
@@ -487,14 +487,14 @@ async def test_an_environment_that_is_lost_goes_on_in_this_worker(
 
     world.source.say = say
     rows = await world.run()
-    assert (rows.samples[0].reward, world.journal.ended, world.setting.counts.replayed) == (5.0, [], 2)
+    assert (rows.samples[0].reward, world.turn_log.ended, world.setting.counts.replayed) == (5.0, [], 2)
     assert len(rows.rows.turns) == 3
     assert paused_s == pauses_s
 
 
 async def test_a_lost_lease_ends_all_samples() -> None:
     world = World(Counter, add(2), "Done.")
-    world.journal.fail_at = 1
+    world.turn_log.fail_at = 1
     with pytest.raises(LeaseLost):
         await world.run(num_samples=4)
 

@@ -22,7 +22,7 @@ from episode_world import (
     user,
 )
 
-from paceline.environment.protocols import GroupRows, TurnRequest
+from paceline.environment.protocols import FinishedGroup, TurnRequest
 from paceline.environment.setting import EpisodeSetting
 
 TALK = ("I add. ", "Let me see: 15 plus 92\n\n", "  ", "", "Résumé 漢字 ☃ ", "the tool_call is <next> ")
@@ -78,10 +78,10 @@ def random_turn(request: TurnRequest, number: int, tokenizer: Any) -> tuple[list
             return [*ids, tokenizer.eos_token_id], "stop"
 
 
-def check(rows: GroupRows, source: ScriptedSource) -> tuple[int, int]:
+def check(rows: FinishedGroup, source: ScriptedSource) -> tuple[int, int]:
     """Compare a group with what the engine saw; return its turns and the turns that began a further row."""
     asked = {
-        (int(r.session.partition("/")[2]), r.prompt_ids.tobytes(), t.token_ids.tobytes()): (r, t)
+        (int(r.conversation.partition("/")[2]), r.prompt_ids.tobytes(), t.token_ids.tobytes()): (r, t)
         for r, t in source.asked
     }
     for number, completion in enumerate(rows.completions):

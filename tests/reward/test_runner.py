@@ -84,7 +84,7 @@ async def test_the_process_is_light_and_arguments_are_each_functions_own(
     ("function", "kind", "message"),
     [
         ("raises", "raised", "raised ValueError: no such unit: furlong (my_rewards.py:"),
-        ("unreachable", "unavailable", "could not reach something: RuntimeError: the judge is away"),
+        ("unreachable", "unavailable", "could not reach a service: RuntimeError: the judge is away"),
         ("exits", "raised", "raised SystemExit: 3 (my_rewards.py:"),
         ("leaves", "died", "ended its process with exit code 7"),
         ("leaves_a_fork", "died", "ended its process with exit code 7"),
@@ -298,7 +298,7 @@ async def test_close_ends_every_process_and_refuses_calls(make_runner: MakeRunne
             os.kill(pid or 0, 0)
     with pytest.raises(Conflict, match="closed"):
         await score_two(runner)
-    with pytest.raises(Conflict, match="make a new one"):
+    with pytest.raises(Conflict, match="create a new one"):
         await runner.start()
 
 

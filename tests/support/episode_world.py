@@ -1,4 +1,4 @@
-"""A world for episodes without services: a tokenizer with merges, a scripted source of tokens, a journal in memory, and user code
+"""A world for episodes without services: a tokenizer with merges, a scripted source of tokens, a turn log in memory, and user code
 in this process."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.environment.hosting.worker import (
     text_of_tool,
 )
 from paceline.environment.protocols import (
+    ConversationHost,
     EnvironmentFailed,
     EpisodeLease,
-    GroupRows,
+    FinishedGroup,
     LeaseLost,
+    RecordedSample,
     SampledTurn,
-    SampleJournal,
-    SessionHost,
     TurnParams,
     TurnRequest,
 )
@@ -114,7 +114,7 @@ def spelled(text: str, tokenizer: Any, dice: random.Random) -> list[int]:
 
 
 Say = Callable[[TurnRequest, int], tuple[list[int], str]]
-"""What the policy samples for a request, the n-th of its session: token ids and a finish reason."""
+"""What the policy samples for a request, the n-th of its conversation: token ids and a finish reason."""
 
 
 @dataclass
@@ -131,8 +131,8 @@ class ScriptedSource:
     async def sample(self, request: TurnRequest) -> SampledTurn:
         if self.before is not None:
             await self.before(request)
-        number = self._counts.get(request.session, 0)
-        self._counts[request.session] = number + 1
+        number = self._counts.get(request.conversation, 0)
+        self._counts[request.conversation] = number + 1
         ids, reason = self.say(request, number)
         if len(ids) > request.params.max_new_tokens:
             ids, reason = ids[: request.params.max_new_tokens], "length"
@@ -149,10 +149,10 @@ class ScriptedSource:
 
 
 @dataclass
-class MemoryJournal:
-    """A journal as the exchange keeps it, which checks the order of turns. `fail_at` loses the lease at that record."""
+class MemoryTurnLog:
+    """A turn log as the exchange keeps it, which checks the order of turns. `fail_at` loses the lease at that record."""
 
-    samples: dict[int, SampleJournal] = field(default_factory=dict)
+    samples: dict[int, RecordedSample] = field(default_factory=dict)
     ended: list[tuple[int, int, str, str, bool]] = field(default_factory=list)
     fail_at: int | None = None
     num_records: int = 0
@@ -161,7 +161,7 @@ class MemoryJournal:
 
     async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
         self._count()
-        before = self.samples.get(sample, SampleJournal())
+        before = self.samples.get(sample, RecordedSample())
         assert (life, index) == (before.life, len(before.turns))
         assert not before.finished
         assert note.HasField("sample") == last
@@ -172,11 +172,11 @@ class MemoryJournal:
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
         self._count()
-        before = self.samples.get(sample, SampleJournal())
+        before = self.samples.get(sample, RecordedSample())
         assert life == before.life
         self.ended.append((sample, life, reason, error, give_up))
         failures = before.failures + (reason == "environment_failed")
-        self.samples[sample] = SampleJournal(life + (not give_up), failures, False, give_up)
+        self.samples[sample] = RecordedSample(life + (not give_up), failures, False, give_up)
 
     def _count(self) -> None:
         self.num_records += 1
@@ -184,8 +184,8 @@ class MemoryJournal:
             raise LeaseLost("another worker holds the lease")
 
 
-def before_with(before: SampleJournal, kept: tuple[TurnArrays, pb.TurnNote], last: bool) -> SampleJournal:
-    return SampleJournal(before.life, before.failures, last, False, (*before.turns, kept))
+def before_with(before: RecordedSample, kept: tuple[TurnArrays, pb.TurnNote], last: bool) -> RecordedSample:
+    return RecordedSample(before.life, before.failures, last, False, (*before.turns, kept))
 
 
 class LocalInstance:
@@ -281,12 +281,12 @@ async def run_group(
     source: Any,
     code: Any,
     leased: EpisodeLease,
-    journal: MemoryJournal | None = None,
-    sessions: SessionHost | None = None,
-) -> GroupRows:
-    """Run a group's episodes on its journal."""
-    journal = journal or MemoryJournal(dict(leased.journal))
-    return await run_episodes(setting, leased, source, journal, code, sessions)
+    turn_log: MemoryTurnLog | None = None,
+    conversations: ConversationHost | None = None,
+) -> FinishedGroup:
+    """Run a group's episodes on its turn log."""
+    turn_log = turn_log or MemoryTurnLog(dict(leased.recorded))
+    return await run_episodes(setting, leased, source, turn_log, code, conversations)
 
 
 def user(text: str) -> list[dict[str, str]]:

@@ -1,1 +1,1 @@
-"""Preparation of a data set before a run: the user's own function on rows, and filters."""
+"""Prepares a data set before a run: the user's own function on rows, and filters."""

@@ -1,7 +1,7 @@
-"""Filters of rows by their prompts (`data.preparation`): length, overlap with evaluation sets by word n-grams, pass rate in earlier runs.
+"""Filters rows by prompt (`data.preparation`): length, overlap of word n-grams with evaluation sets, earlier pass rate.
 
-A filter returns the reason for which a row is left out, and an empty text for a row that stays. Promise: a text that occurs in an
-evaluation set word by word has the overlap 1, whatever its case and punctuation.
+A filter returns the reason for leaving a row out, or an empty text. Promise: a text that occurs in an evaluation set
+word by word has the overlap 1, whatever its case and punctuation.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from paceline.spec import RunSpec
 
 WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
-"""Words of an n-gram: as in the contamination studies of GPT-3 (Brown et al. 2020)."""
+"""Words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
 OVERLAP = 0.5
-"""Share of a prompt's n-grams from which it counts as one of the other set."""
+"""Least share of a prompt's n-grams for which it counts as contained in the other set."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
-"""Columns that are taken for the prompt where the spec's is not there."""
+"""Columns that are used as the prompt if the spec's is missing."""
 
 
 class OverlapIndex:
-    """The n-grams of an evaluation set's texts, as 64-bit hashes."""
+    """Holds the n-grams of an evaluation set's texts, as 64-bit hashes."""
 
     def __init__(self, texts: Iterable[str], words: int = NGRAM_WORDS) -> None:
-        """Index `texts`. A text of fewer than `words` words is one n-gram as a whole."""
+        """Index `texts`. A text of fewer than `words` words is one n-gram."""
         self._words = words
         self._hashes = {value for text in texts for value in self._ngrams(text)}
 
     def found_in(self, training: Iterable[str], texts: Sequence[str]) -> list[int]:
-        """Return the indices of those of the indexed `texts` that `training` holds: at least OVERLAP of their n-grams. Memory
-        is that of `texts`, however much training data there is."""
+        """Return the indices of the indexed `texts` that `training` contains: at least OVERLAP of their n-grams. Memory
+        depends only on `texts`, not on the training data."""
         found = {value for text in training for value in self._ngrams(text) if value in self._hashes}
         indices = []
         for index, text in enumerate(texts):
@@ -60,7 +60,7 @@ class OverlapIndex:
 
 
 def text_of(prompt: object) -> str:
-    """Return the words of a prompt: its text, or those of its user's messages."""
+    """Return the words of a prompt: its text, or that of its user's messages."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []
@@ -72,14 +72,14 @@ def text_of(prompt: object) -> str:
 
 
 def prompt_texts(rows: Rows, prompt_key: str) -> Iterator[str]:
-    """Yield the text of each prompt, of the first of the usual columns that there is; none where there is none."""
+    """Yield the text of each prompt in the first of the usual columns that exists; nothing if none exists."""
     key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), "")
     return (text_of(rows[index].get(key)) for index in range(len(rows) if key else 0))
 
 
 Row = Mapping[str, Any]
 Filter = Callable[[Any, Row], str]
-"""Takes a prompt, text or messages, and its row."""
+"""Called with a prompt, text or messages, and its row."""
 
 
 def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter:
@@ -88,7 +88,7 @@ def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts of which an evaluation set has at least this share of the n-grams. `indexes` are by the sets' names."""
+    """Leave out prompts that share at least this part of their n-grams with an evaluation set. `indexes`: by its name."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
@@ -114,24 +114,24 @@ def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float
     """Return the share of completions with a reward of at least `passed_at`, by prompt, over all attempts of all runs."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
-        known = [reward for reward in rewards if reward == reward]  # not a number: nothing judged it
+        known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it
         passed, number = counts.get(key_of(prompt), (0, 0))
         counts[key_of(prompt)] = passed + sum(reward >= passed_at for reward in known), number + len(known)
     return {key: passed / number for key, (passed, number) in counts.items() if number}
 
 
 def key_of(prompt: Any) -> bytes:
-    """Return 16 bytes that identify the user's words of a prompt, whatever system prompt a run put before them."""
+    """Return 16 bytes that identify the user's words of a prompt, without the system prompt of a run."""
     return hashlib.blake2b(text_of(prompt).strip().encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 STEMS = ("test", "eval", "validation", "valid", "dev")
-"""Names of files beside the training data that are taken for evaluation sets."""
+"""Names of files beside the training data that count as evaluation sets."""
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
-    """Return the evaluation sets of a spec by their names; `prepared` is the spec after its preparation, whose validation data
-    have the columns of its training data. Raises DataError, Unreadable."""
+    """Return the evaluation sets of a spec by name. `prepared` is the spec after its preparation, so that its
+    validation data have the columns of its training data. Raises DataError, Unreadable."""
     found: dict[str, Rows] = {}
     if spec.data.validation is not None and spec.data.validation != spec.data.train:
         found["data.validation"] = open_source(prepared.data.source(validation=True))
@@ -139,7 +139,7 @@ def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
 
 
 def _siblings(spec: RunSpec) -> Iterator[Path]:
-    """Yield evaluation sets by their names beside the files of the training data."""
+    """Yield evaluation sets beside the files of the training data, by name."""
     train = spec.data.names()
     named = (*train, *spec.data.names(validation=True))
     for folder in sorted({Path(name).parent for name in train if not is_url(name)}):
@@ -150,12 +150,12 @@ def _siblings(spec: RunSpec) -> Iterator[Path]:
 
 
 Attempts = Callable[[str], Iterable[tuple[Any, Iterable[float]]]]
-"""Takes the id of a run; returns the prompt of each of its scored groups, with the total rewards of its completions."""
+"""Called with the id of a run; returns the prompt of each scored group, with the total rewards of its completions."""
 
 
 def filters_of(spec: RunSpec, prepared: RunSpec, attempts_of: Attempts) -> list[Filter]:
-    """Return the filters of a spec; `prepared` has its validation data as its function makes them. Raises InvalidInput without a
-    tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of `attempts_of`."""
+    """Return the filters of a spec. `prepared` has its validation data after its function. Raises InvalidInput without
+    a tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of `attempts_of`."""
     return [*_by_length(spec), *_by_overlap(spec, prepared), *_by_pass_rate(spec, attempts_of)]
 
 

@@ -1,8 +1,8 @@
-"""The data of a spec after its preparation (`data.preparation`): files in a folder of this machine.
+"""Prepares the data of a spec (`data.preparation`) into files in a folder of this machine.
 
-Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of this machine, where the spec is submitted.
-It sees rows in their order, a fault names the row, and a call that hangs ends with its time limit. Every row that is left out is
-counted with its reason.
+Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of the machine that submits the
+spec. It gets rows in their order, a fault names the row, and a call that hangs ends at its time limit. Every row that
+is left out is counted with its reason.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class PreparedSet:
     paths: list[Path] = field(default_factory=list)
     """A file for each entry of a list, in its order."""
     rows: int = 0
-    """Rows that stayed."""
+    """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Rows that were left out, by reason."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data sets of a spec that its preparation changes, by the field that names them."""
+    """The data sets of a spec that its preparation changes, by field."""
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
@@ -59,12 +59,12 @@ class Prepared:
 
     @property
     def files(self) -> dict[str, list[Path]]:
-        """The files that travel with the run, by field."""
+        """Return the files that travel with the run, by field."""
         report = {} if self.report is None else {"data.preparation": [self.report]}
         return {name: each.paths for name, each in self.sets.items()} | report
 
     def spec(self, spec: RunSpec) -> RunSpec:
-        """Return the spec with the prepared files in place of its data sets."""
+        """Return the spec with the prepared files as its data sets."""
         train, validation = (
             [str(path) for path in self.sets.get(name, PreparedSet()).paths]
             for name in ("data.train", "data.validation")
@@ -73,7 +73,7 @@ class Prepared:
 
     @property
     def lines(self) -> list[str]:
-        """Sentences on the rows of each data set, for people."""
+        """Return a sentence on the rows of each data set, for people."""
         return [
             f"{name}: {each.rows:,} rows after data.preparation; left out: {counted(+each.left_out)}"
             for name, each in self.sets.items()
@@ -82,10 +82,10 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that stays as long as the context. Of a spec without preparation nothing is read.
+    """Prepare the data of a spec in a folder that exists while the context is open. If there is none, nothing is read.
 
-    Raises InvalidInput for a function that cannot be loaded, or a filter that lacks what it compares with; DataError for a
-    function that fails, a row that the algorithm cannot read, or a data set of which no row is left; Unreadable.
+    Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
+    function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.
     """
     section = spec.data.preparation
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
@@ -101,7 +101,7 @@ def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: boo
 
 
 def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
-    """Run a preparation to its end, also below a running event loop, as that of a notebook."""
+    """Run a preparation to its end, also under a running event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -114,7 +114,7 @@ async def _prepare(spec: RunSpec, folder: Path, filters: Sequence[Filter], *, va
     source, found = spec.data.source(validation=validation), PreparedSet()
     names = spec.data.names(validation=validation)
     for index, (name, stem) in enumerate(zip(names, distinct_names(names), strict=True)):
-        # A folder for each file, so that its stem, which names a source in metrics, stays what it was.
+        # A separate folder for each file keeps its stem, which names a source in metrics.
         name_of_file = re.sub(r"[^\w.-]+", "_", stem)
         path = folder / source.field.removeprefix("data.") / f"{index:04d}" / f"{name_of_file}.jsonl"
         path.parent.mkdir(parents=True)
@@ -128,11 +128,11 @@ async def _prepare(spec: RunSpec, folder: Path, filters: Sequence[Filter], *, va
 async def _write(
     rows: Rows, path: Path, spec: RunSpec, filters: Sequence[Filter], left_out: Counter[str], where: str
 ) -> int:
-    """Write the rows that stay, and count the others; return the number of those that stay."""
+    """Write the remaining rows, and count the others; return the number of rows written."""
     has_tools = spec.prompts_have_tools
     check = row_check(spec.data, has_tools=has_tools) if spec.examples is None else check_example(spec)
     section, before, written = spec.data.preparation, Counter(left_out), 0
-    # The generator is closed here: later, at the end of the loop, its process would be left behind.
+    # The generator is closed here, because at the end of the loop its process would be left behind.
     async with aclosing(_processed(rows, section.function, section.timeout_s)) as processed:
         with written_whole(path) as partial, partial.open("w", encoding="utf-8") as file:
             async for index, made in processed:
@@ -154,7 +154,7 @@ async def _write(
 
 
 def _reason(row: Row, spec: RunSpec, filters: Sequence[Filter]) -> str:
-    """Return why a row is left out; empty for one that stays. A text that trains as a whole is compared as a prompt is."""
+    """Return why a row is left out, or an empty text. A text that trains as a whole is filtered like a prompt."""
     if not filters:
         return ""
     prompt, completion, _ = exchange_of(row, spec)
@@ -178,7 +178,7 @@ START_TIMEOUT_S = 120.0
 
 
 class Processor:
-    """An async context manager around the function `path/to/file.py:name`."""
+    """Runs the function `path/to/file.py:name` in a process. An async context manager."""
 
     def __init__(self, function: str, timeout_s: float) -> None:
         """`timeout_s` is the limit for `BATCH_ROWS` rows."""
@@ -191,7 +191,7 @@ class Processor:
         )
 
     async def __aenter__(self) -> Processor:
-        """Raises InvalidInput when the function cannot be loaded."""
+        """Start the process. Raises InvalidInput if the function cannot be loaded."""
         try:
             await self._process.start()
         except (ProcessDied, ProcessTimeout) as error:
@@ -205,8 +205,7 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield the index of each row, and what the function makes of it. Raises DataError: it raised, hung, died, or returned
-        something else."""
+        """Yield each row's index and the function's result. Raises DataError if it raised, hung, died or was invalid."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):

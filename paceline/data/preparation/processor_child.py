@@ -1,4 +1,4 @@
-"""The process in which a processor runs: it loads the user's function once, then answers one batch of rows after another.
+"""The process of a processor: loads the user's function once, then answers one batch of rows after another.
 
 The promises of `paceline.user_code.child` hold. This module never imports torch or transformers.
 """
@@ -37,7 +37,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _reply(function: Callable[[dict[str, Any]], Any], rows: list[dict[str, Any]], path: Path) -> bytes:
-    """Return the frame of the rows that a function makes of each row, or of its first failure."""
+    """Return the frame with the function's rows for each row, or with its first failure."""
     made: list[list[dict[str, Any]]] = []
     try:
         for row in rows:

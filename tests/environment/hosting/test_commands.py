@@ -1,4 +1,4 @@
-"""Command lines as agents: their row and session, their reward, and their end with all that they started."""
+"""Command lines as agents: their row and conversation, their reward, and their end with all that they started."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ async def test_a_command_that_fails_is_named(source: str, fault: str) -> None:
 async def test_an_unknown_program_or_column_is_named() -> None:
     with pytest.raises(EnvironmentFailed, match="no-such-program: No such file"):
         await run_command(["no-such-program"], ROW, "u", "k", 512)
-    with pytest.raises(InvalidInput, match=r"names \{answer\}, which is no column .* it has question, level"):
+    with pytest.raises(
+        InvalidInput, match=r"names \{answer\}, but the data set has no such column; it has question, level"
+    ):
         await run_command(["echo", "{answer}"], ROW, "u", "k", 512)
 
 

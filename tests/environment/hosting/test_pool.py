@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from paceline.environment.hosting.classes import load_class, load_tools, schema_of
 from paceline.environment.hosting.pool import SampleDeaths, UserCode
 from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.user_code import EnvironmentSection
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CODE = '''
 import asyncio, os, signal, sqlite3, threading, time
@@ -147,6 +151,13 @@ async def running(path: Path, name: str = "Counter", **settings: Any) -> AsyncIt
         yield code
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def counter(file: Path) -> AsyncIterator[UserCode]:
+    """`Counter` for all tests of this file: what one of them does to its process leaves the pool usable for the next."""
+    async with running(file, call_timeout_s=3.0) as code:
+        yield code
+
+
 async def misbehave(code: UserCode, how: str, time_left_s: float = 60.0) -> list[dict[str, Any]]:
     instance, _ = await code.open("", {}, 60, SampleDeaths())
     try:
@@ -155,39 +166,38 @@ async def misbehave(code: UserCode, how: str, time_left_s: float = 60.0) -> list
         instance.close()
 
 
-async def test_methods_are_tools_with_their_schemas(file: Path) -> None:
-    async with running(file) as code:
-        facts = code.classes[""]
-        assert [tool["function"]["name"] for tool in facts.tools] == [
-            "add",
-            "fork",
-            "meet",
-            "misbehave",
-            "wait",
-        ]
-        parameters = facts.tools[0]["function"]["parameters"]
-        assert parameters["properties"]["n"] == {"type": "integer", "description": "what to add"}
-        assert (facts.steps, facts.deterministic, facts.saves, facts.rewards) == (False, False, False, True)
-        instance, text = await code.open("", {"start": 3, "other": 1}, 60, SampleDeaths())
-        assert text == "from 3"
-        calls = [
-            ("add", {"n": 2}),
-            ("wait", {"seconds": 0}),
-            ("nothing", {}),
-            ("add", {"m": 2}),
-            ("add", 5),
-            ("add", {"n": 1}),
-        ]
-        results, state = await instance.tools(calls, 60)
-        assert state == ""
-        assert [result["result"] for result in results[:3]] == [
-            "5",
-            "waited",
-            "{'error': 'Tool nothing not found.'}",
-        ]
-        assert "unexpected keyword argument" in results[3]["result"]
-        assert [bool(result.get("raised")) for result in results] == [False, False, True, True, True, False]
-        assert await instance.reward(60) == 3.0
+async def test_methods_are_tools_with_their_schemas(counter: UserCode) -> None:
+    facts = counter.classes[""]
+    assert [tool["function"]["name"] for tool in facts.tools] == [
+        "add",
+        "fork",
+        "meet",
+        "misbehave",
+        "wait",
+    ]
+    parameters = facts.tools[0]["function"]["parameters"]
+    assert parameters["properties"]["n"] == {"type": "integer", "description": "what to add"}
+    assert (facts.steps, facts.deterministic, facts.saves, facts.rewards) == (False, False, False, True)
+    instance, text = await counter.open("", {"start": 3, "other": 1}, 60, SampleDeaths())
+    assert text == "from 3"
+    calls = [
+        ("add", {"n": 2}),
+        ("wait", {"seconds": 0}),
+        ("nothing", {}),
+        ("add", {"m": 2}),
+        ("add", 5),
+        ("add", {"n": 1}),
+    ]
+    results, state = await instance.tools(calls, 60)
+    assert state == ""
+    assert [result["result"] for result in results[:3]] == [
+        "5",
+        "waited",
+        "{'error': 'Tool nothing not found.'}",
+    ]
+    assert "unexpected keyword argument" in results[3]["result"]
+    assert [bool(result.get("raised")) for result in results] == [False, False, True, True, True, False]
+    assert await instance.reward(60) == 3.0
 
 
 TOOLS = '''
@@ -238,17 +248,17 @@ async def test_functions_are_tools_alone_and_beside_a_class(file: Path, tmp_path
         assert [result["result"] for result in results[:2]] == ["42", "3"]
         assert results[2]["raised"]
     async with running(file, tools=tools) as code:
-        names = [tool["function"]["name"] for tool in code.classes[""].tools]
+        facts = code.classes[""]
+        names = [tool["function"]["name"] for tool in facts.tools]
         assert names == ["add", "fork", "meet", "misbehave", "wait", "multiply", "add_slowly"]
         instance, _ = await code.open("", {}, 60, SampleDeaths())
         results, _ = await instance.tools([("multiply", {"a": 2, "b": 2}), ("add", {"n": 2})], 60)
         assert [result["result"] for result in results] == ["4", "2"]
     with pytest.raises(InvalidInput, match=r"environment\.tools\.0: there are two tools called 'add'"):
-        async with running(file, tools=[f"{path}:add"]):
-            pass
+        load_tools([f"{path}:add"], [facts])
+    (bare,) = load_tools([f"{path}:bare"], [facts]).values()
     with pytest.raises(InvalidInput, match=r"environment\.tools: 'bare' has no schema"):
-        async with running(file, tools=[f"{path}:bare"]):
-            pass
+        schema_of(bare, "environment.tools: 'bare'")
 
 
 async def test_a_class_with_step_has_no_tools_and_keeps_its_state(file: Path) -> None:
@@ -283,18 +293,18 @@ async def test_nonsense_is_named(file: Path) -> None:
     async with running(file, "Nonsense") as code:
         for what, fault in {
             "reset": "reset returned int 3",
-            "two": "it has to be (observation, reward, done)",
+            "two": "it must return (observation, reward, done)",
             "text": "the observation int 7",
-            "nan": "reward nan, it has to be finite",
+            "nan": "reward nan; it must be finite",
             "done": "done as str 'yes'",
             "missing": "raised KeyError",
         }.items():
             assert fault in await outcome_of(code, what)
         assert [await outcome_of(code, what) for what in ("five", "dict")] == ["", ""]
         instance, _ = await code.open("", {"what": "away"}, 60, SampleDeaths())
-        with pytest.raises(ServiceAway, match="get_reward could not reach something: ConnectionRefusedError"):
+        with pytest.raises(ServiceAway, match="get_reward could not reach a service: ConnectionRefusedError"):
             await instance.reward(60)
-        with pytest.raises(EnvironmentFailed, match="reset needs what, which is no column of the data set"):
+        with pytest.raises(EnvironmentFailed, match="reset needs what, but the data set has no such column"):
             await code.open("", {"prompt": ""}, 60, SampleDeaths())
 
 
@@ -308,62 +318,57 @@ async def test_nonsense_is_named(file: Path) -> None:
         ("hold", "misbehave timed out after 3 s"),
     ],
 )
-async def test_a_fault_of_one_episode_leaves_the_pool_usable(file: Path, how: str, fault: str) -> None:
-    async with running(file, call_timeout_s=3.0) as code:
-        beside, _ = await code.open("", {"start": 1}, 60, SampleDeaths())
-        with pytest.raises(EnvironmentFailed, match=fault.replace("(", "[(]")):
-            await misbehave(code, how)
+async def test_a_fault_of_one_episode_leaves_the_pool_usable(counter: UserCode, how: str, fault: str) -> None:
+    beside, _ = await counter.open("", {"start": 1}, 60, SampleDeaths())
+    with pytest.raises(EnvironmentFailed, match=fault.replace("(", "[(]")):
+        await misbehave(counter, how)
+    try:
+        assert (await beside.tools([("add", {"n": 1})], 60))[0] == [{"result": "2"}]
+        assert how in ("exit", "hang")
+    except EnvironmentLost:
+        assert how in ("os_exit", "memory", "hold")
+    beside.close()
+    assert (await misbehave(counter, "ok"))[0]["result"] == "ok"
+
+
+async def test_what_a_tool_raises_is_its_result_and_a_forked_child_never_answers(counter: UserCode) -> None:
+    assert await misbehave(counter, "raise") == [{"result": "{'error': 'no good'}", "raised": True}]
+    assert (await misbehave(counter, "fork"))[0]["result"] == "parent"
+    instance, _ = await counter.open("", {}, 60, SampleDeaths())
+    assert (await instance.tools([("fork", {})], 60))[0][0]["result"] == "parent"
+    assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "1"
+    with pytest.raises(TimeIsUp, match="while wait ran"):
+        await instance.tools([("wait", {"seconds": 60})], 0.2)
+    assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "2"
+
+
+async def test_calls_of_one_process_overlap(counter: UserCode) -> None:
+    instances = [(await counter.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
+    replies = await asyncio.gather(*(each.tools([("meet", {"number": 8})], 60) for each in instances))
+    assert [results[0]["result"] for results, _ in replies] == ["met"] * 8
+
+
+async def test_a_killed_process_counts_for_nobody_until_it_happens_again_and_again(counter: UserCode) -> None:
+    deaths = SampleDeaths()
+    outcomes = []
+    for _ in range(3):
+        instance, _ = await counter.open("", {}, 60, deaths)
         try:
-            assert (await beside.tools([("add", {"n": 1})], 60))[0] == [{"result": "2"}]
-            assert how in ("exit", "hang")
-        except EnvironmentLost:
-            assert how in ("os_exit", "memory", "hold")
-        beside.close()
-        assert (await misbehave(code, "ok"))[0]["result"] == "ok"
+            await instance.tools([("misbehave", {"how": "kill"})], 60)
+        except (EnvironmentFailed, EnvironmentLost) as error:
+            outcomes.append(type(error).__name__)
+        instance.close()
+    assert outcomes == ["EnvironmentLost", "EnvironmentLost", "EnvironmentFailed"]
 
 
-async def test_what_a_tool_raises_is_its_result_and_a_forked_child_never_answers(file: Path) -> None:
-    async with running(file) as code:
-        assert await misbehave(code, "raise") == [{"result": "{'error': 'no good'}", "raised": True}]
-        assert (await misbehave(code, "fork"))[0]["result"] == "parent"
-        instance, _ = await code.open("", {}, 60, SampleDeaths())
-        assert (await instance.tools([("fork", {})], 60))[0][0]["result"] == "parent"
-        assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "1"
-        with pytest.raises(TimeIsUp, match="while wait ran"):
-            await instance.tools([("wait", {"seconds": 60})], 0.2)
-        assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "2"
-
-
-async def test_calls_of_one_process_overlap(file: Path) -> None:
-    async with running(file) as code:
-        instances = [(await code.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
-        replies = await asyncio.gather(*(each.tools([("meet", {"number": 8})], 60) for each in instances))
-        assert [results[0]["result"] for results, _ in replies] == ["met"] * 8
-
-
-async def test_a_killed_process_counts_for_nobody_until_it_happens_again_and_again(file: Path) -> None:
-    async with running(file) as code:
-        deaths = SampleDeaths()
-        outcomes = []
-        for _ in range(3):
-            instance, _ = await code.open("", {}, 60, deaths)
-            try:
-                await instance.tools([("misbehave", {"how": "kill"})], 60)
-            except (EnvironmentFailed, EnvironmentLost) as error:
-                outcomes.append(type(error).__name__)
-            instance.close()
-        assert outcomes == ["EnvironmentLost", "EnvironmentLost", "EnvironmentFailed"]
-
-
-async def test_episodes_beside_a_dying_call_are_lost_and_not_blamed(file: Path) -> None:
-    async with running(file) as code:
-        beside, _ = await code.open("", {}, 60, SampleDeaths())
-        running_call = asyncio.create_task(beside.tools([("wait", {"seconds": 60})], 60))
-        await asyncio.sleep(0)
-        with pytest.raises((EnvironmentFailed, EnvironmentLost)):
-            await misbehave(code, "segfault")
-        with pytest.raises(EnvironmentLost):
-            await running_call
+async def test_episodes_beside_a_dying_call_are_lost_and_not_blamed(counter: UserCode) -> None:
+    beside, _ = await counter.open("", {}, 60, SampleDeaths())
+    running_call = asyncio.create_task(beside.tools([("wait", {"seconds": 60})], 60))
+    await asyncio.sleep(0)
+    with pytest.raises((EnvironmentFailed, EnvironmentLost)):
+        await misbehave(counter, "segfault")
+    with pytest.raises(EnvironmentLost):
+        await running_call
 
 
 async def test_agents_and_their_choice_of_calls(file: Path) -> None:
@@ -383,27 +388,35 @@ async def test_agents_and_their_choice_of_calls(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "error", "message"),
     [
-        ("Missing", "", Unreadable, "there is no file"),
         (
             "Contr",
             "class Control:\n    def reset(self): ...",
             InvalidInput,
             "has no class 'Contr', did you mean 'Control'",
         ),
-        (
-            "A",
-            "class A:\n    def rest(self): ...",
-            InvalidInput,
-            "has no method 'reset', did you mean 'rest'",
-        ),
-        ("A", "def A(): ...", InvalidInput, "it has to be a class"),
+        ("A", "class A:\n    def rest(self): ...", InvalidInput, "has no method 'reset', did you mean 'rest'"),
+        ("A", "def A(): ...", InvalidInput, "not a class"),
+        ("A", "import no_such_module", Unreadable, "fails to import: ModuleNotFoundError"),
+    ],
+)
+async def test_a_class_that_cannot_be_loaded_is_named(
+    tmp_path: Path, name: str, source: str, error: type[Exception], message: str
+) -> None:
+    (tmp_path / "code.py").write_text(source)
+    with pytest.raises(error, match=message):
+        load_class(f"{tmp_path}/code.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "error", "message"),
+    [
+        ("Missing", "", Unreadable, "there is no file"),
         (
             "A",
             "class A:\n    def reset(self): ...\n    def tool(self, x): ...",
             InvalidInput,
             "the tool 'tool' of A has no schema",
         ),
-        ("A", "import no_such_module", Unreadable, "fails to import: ModuleNotFoundError"),
         ("A", "x = bytearray(1 << 33)", InvalidInput, "MemoryError"),
         (
             "A",

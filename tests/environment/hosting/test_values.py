@@ -34,7 +34,7 @@ def test_what_reset_may_return(returned: Any, text: str | None) -> None:
 
 @pytest.mark.parametrize("returned", [3, ["go"], ("go", "info"), {"text": "go"}])
 def test_what_reset_may_not_return(returned: Any) -> None:
-    with pytest.raises(InvalidValue, match="it has to be text or None"):
+    with pytest.raises(InvalidValue, match="it must return text or None"):
         text_of_reset(returned)
 
 
@@ -91,7 +91,7 @@ def test_a_state_comes_back(state: Any) -> None:
 
 
 def test_a_state_that_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="it has to be bytes or JSON"):
+    with pytest.raises(InvalidValue, match="it must return bytes or JSON"):
         encode_state({1, 2})
     with pytest.raises(InvalidValue, match="at most"):
         encode_state("x" * (9 << 20))

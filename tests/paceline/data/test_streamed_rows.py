@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 from stream_threads import DEADLINE_S, settle
 
-from paceline.data import table_rows as streamed_rows
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.data.row_checks import row_check
 from paceline.data.table_rows import StreamedRows
@@ -48,9 +47,9 @@ class Stream:
             yield pa.Table.from_pylist(self.rows[start : start + 3])
 
 
-def opened(stream: Stream, seed: int = 1, *, shuffle: bool = True) -> StreamedRows:
+def opened(stream: Stream, seed: int = 1, *, shuffle: bool = True, retry_s: float = 5.0) -> StreamedRows:
     check = row_check(DataSection(train="org/rows"))
-    return StreamedRows("org/rows", stream, check, seed, block_rows=BLOCK, shuffle=shuffle)
+    return StreamedRows("org/rows", stream, check, seed, block_rows=BLOCK, shuffle=shuffle, retry_s=retry_s)
 
 
 def test_every_draw_is_the_same_wherever_a_run_resumes() -> None:
@@ -103,10 +102,9 @@ def test_rows_that_cannot_be_used_are_left_out_and_named(caplog: pytest.LogCaptu
     settle()
 
 
-def test_a_source_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_rows, "RETRY_S", 0.0)
+def test_a_source_that_fails_is_tried_again() -> None:
     stream = Stream()
-    rows = opened(stream, shuffle=False)
+    rows = opened(stream, shuffle=False, retry_s=0.0)
     stream.fault = True
     with pytest.raises(Unreadable):
         rows[30]
@@ -118,10 +116,9 @@ def test_a_source_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     settle()
 
 
-def test_a_fault_is_told_until_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_rows, "RETRY_S", 1e9)
+def test_a_fault_is_told_until_the_next_attempt() -> None:
     stream = Stream()
-    rows = opened(stream)
+    rows = opened(stream, retry_s=1e9)
     stream.fault = True
     with pytest.raises(Unreadable, match="ConnectionError: the hub is away"):
         drawn(rows, 30)

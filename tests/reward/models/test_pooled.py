@@ -80,7 +80,7 @@ def test_a_server_without_the_model_is_told_at_the_set_up(tmp_path: Path) -> Non
         with pytest.raises(Unreadable, match=r"serves rm, not 'other'; correct endpoint\.model"):
             open_scorer(ModelSettings(path=str(tmp_path), endpoint={**server.endpoint, "model": "other"}))
         endpoint = server.endpoint
-    with pytest.raises(Unreadable, match=r"the server of the reward model cannot be asked: .* --runner pooling"):
+    with pytest.raises(Unreadable, match=r"cannot reach the reward model server: .* --runner pooling"):
         open_scorer(ModelSettings(path=str(tmp_path), endpoint=endpoint))
 
 
@@ -90,7 +90,7 @@ def test_answers_of_another_form_are_no_scores(tmp_path: Path) -> None:
     with pooling_server(tmp_path / "one") as server:
         scorer = open_scorer(ModelSettings(path=str(tmp_path / "one"), endpoint=server.endpoint))
         server.turned = True
-        with pytest.raises(InvalidInput, match="not one result for each of 5 texts"):
+        with pytest.raises(InvalidInput, match="does not have one result for each of 5 texts"):
             scores(scorer)
         server.broken = 400
         with pytest.raises(InvalidInput, match="answered 400: no"):

@@ -9,7 +9,8 @@ import pytest
 
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files.storage import Folder
-from paceline.reward.models.scorer import fetched, located
+from paceline.reward.models.scorer import device_of, fetched, located
+from paceline.reward.models.settings import ModelSettings
 
 
 def test_the_newest_export_by_step(tmp_path: Path) -> None:
@@ -25,6 +26,11 @@ def test_a_folder_without_a_model_is_unreadable_and_a_hubs_name_is_left_alone(tm
     with pytest.raises(Unreadable, match=r"has no config\.json, and no export step-N"):
         located(str(tmp_path))
     assert located("org/model") == "org/model"
+
+
+def test_a_gpu_that_the_worker_does_not_see_is_unreadable() -> None:
+    with pytest.raises(Unreadable, match=r"device 'cuda:97', but the worker sees \d+ GPUs"):
+        device_of(ModelSettings(path="org/model", device="cuda:97"))
 
 
 def test_the_version_changes_with_the_files(tmp_path: Path) -> None:

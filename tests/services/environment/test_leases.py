@@ -7,8 +7,8 @@ import pytest
 
 from paceline.errors import WireError
 from paceline.groups import Version, VersionSpan
-from paceline.services.environment.engines import Wanted
-from paceline.services.environment.run import read_lease, wanted_by
+from paceline.services.environment.run import read_lease, required_by
+from paceline.services.environment.sampling_workers import RequiredWeights
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import TurnArrays
 
@@ -46,20 +46,20 @@ def test_a_lease_with_its_journal() -> None:
     assert group.prompt == [{"role": "user", "content": "1+2"}]
     assert group.columns == {"answer": 3}
     assert (group.params.max_new_tokens, group.params.temperature) == (8, 0.5)
-    assert sorted(group.journal) == [1, 3]
-    record = group.journal[1]
-    assert (record.life, record.failures, record.finished, record.given_up) == (2, 1, True, False)
-    assert [note.text for _, note in record.turns] == ["three", "three"]
-    assert record.turns[0][0].token_ids.tolist() == [3]
-    assert group.journal[3].given_up
-    assert group.journal[3].turns == ()
+    assert sorted(group.recorded) == [1, 3]
+    recorded = group.recorded[1]
+    assert (recorded.life, recorded.failures, recorded.finished, recorded.given_up) == (2, 1, True, False)
+    assert [note.text for _, note in recorded.turns] == ["three", "three"]
+    assert recorded.turns[0][0].token_ids.tolist() == [3]
+    assert group.recorded[3].given_up
+    assert group.recorded[3].turns == ()
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"columns_json": "[1]"}, "columns of group 7 are list"),
-        ({"prompt_json": "{"}, "are no JSON"),
+        ({"prompt_json": "{"}, "are not JSON"),
         ({"journal": [pb.EpisodeJournal(sample=1, arrays_frames=[1], note_frames=[9])]}, "frames 1 and 9"),
         ({"journal": [pb.EpisodeJournal(sample=1, arrays_frames=[0], note_frames=[1])]}, "frames 0 and 1"),
         (
@@ -75,7 +75,7 @@ def test_what_is_no_lease_is_a_wire_error(fields: dict[str, object], words: str)
 
 
 def test_weights_may_be_as_old_as_the_run_allows() -> None:
-    assert wanted_by(lease(step=7), 4) == Wanted(oldest_step=3)
-    assert wanted_by(lease(step=2), 4) == Wanted(oldest_step=0)
+    assert required_by(lease(step=7), 4) == RequiredWeights(oldest_step=3)
+    assert required_by(lease(step=2), 4) == RequiredWeights(oldest_step=0)
     pinned = lease(pinned_version={"session": 2, "step": 5}, pinned_member="rollout-0")
-    assert wanted_by(pinned, 4) == Wanted(pinned=Version(2, 5), pinned_member="rollout-0")
+    assert required_by(pinned, 4) == RequiredWeights(pinned=Version(2, 5), pinned_member="rollout-0")

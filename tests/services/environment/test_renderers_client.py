@@ -1,15 +1,16 @@
-"""The client of the package `renderers` on a session: it renders and reads turns itself, and its tokens train as they are."""
+"""The client of the package `renderers` on a conversation: it renders and reads turns itself, and its tokens train as they are."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from episode_world import (
     HERMES,
-    MemoryJournal,
+    MemoryTurnLog,
     ScriptedSource,
     ids_of,
     lease,
@@ -20,23 +21,26 @@ from episode_world import (
     user,
 )
 
-from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import TurnRequest
 from paceline.environment.setting import EpisodeSetting
-from paceline.services.environment.session_server import SessionServer
+from paceline.services.environment.conversation_server import ConversationServer
 
 pytest.importorskip("renderers", reason="the extra 'environments' is not installed")
 
-AGENT = """
-from openai import AsyncOpenAI
-from renderers import config_from_name, create_renderer
-from renderers.client import generate
-from transformers import AutoTokenizer
+TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
 
-TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
-async def solve(row, base_url, api_key):
-    renderer = create_renderer(AutoTokenizer.from_pretrained(row["folder"]), config_from_name("qwen3"))
+async def solve(tokenizer: Any, row: Any, base_url: str, api_key: str, deaths: object) -> float:
+    """An agent with the package's client."""
+    from openai import AsyncOpenAI
+    from renderers import config_from_name, create_renderer
+    from renderers.client import generate
+
+    renderer = create_renderer(tokenizer, config_from_name("qwen3"))
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         asked = {"client": client, "renderer": renderer, "model": "policy", "tools": [TOOL]}
         first = await generate(messages=list(row["prompt"]), sampling_params={"max_tokens": 60}, **asked)
@@ -47,16 +51,15 @@ async def solve(row, base_url, api_key):
         second = await generate(messages=[], prompt_ids=list(bridged.token_ids), **asked)
         assert len(second["completion_logprobs"]) == len(second["completion_ids"])
     return float(second["content"].strip())
-"""
+
+
 CALL = '<think>\n\n</think>\n\n<tool_call>\n{"name":"add","arguments":{"a":15}}\n</tool_call>'
 
 
-async def test_tokens_of_the_renderers_client_train_as_they_are(tmp_path: Path) -> None:
+async def test_tokens_of_the_renderers_client_train_as_they_are() -> None:
     tokenizer: Any = merged_tokenizer(HERMES)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "agent.py").write_text(AGENT)
-    spec = run_spec(environment={"class": "", "agent": str(tmp_path / "agent.py") + ":solve", "renderer": "template"})
+    spec = run_spec(environment={"class": "", "agent": "agent.py:solve", "renderer": "template"})
     setting = EpisodeSetting.of(spec, tokenizer)
 
     def say(request: TurnRequest, number: int) -> tuple[list[int], str]:
@@ -64,9 +67,10 @@ async def test_tokens_of_the_renderers_client_train_as_they_are(tmp_path: Path) 
         return ids_of(CALL if number == 0 else "15", tokenizer), "stop"
 
     source = ScriptedSource(say, tokenizer)
-    async with UserCode(spec.environment, num_processes=1) as code, SessionServer("r", tokenizer) as sessions:
-        leased = lease(user("Add 15."), 2, columns={"folder": str(tmp_path)})
-        rows = await run_group(setting, source, code, leased, MemoryJournal(), sessions)
+    code: Any = SimpleNamespace(solve=partial(solve, tokenizer))
+    async with ConversationServer("r", tokenizer) as conversations:
+        leased = lease(user("Add 15."), 2)
+        rows = await run_group(setting, source, code, leased, MemoryTurnLog(), conversations)
     assert [(text.ending, text.reward) for text in rows.samples] == [("done", 15.0)] * 2
     assert len(rows.completions) == 2, "a bridge extends its row"
     for completion in rows.completions:

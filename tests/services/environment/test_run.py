@@ -15,17 +15,17 @@ from exchange_drivers import make_spec
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.life import EpisodeCounts
-from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
+from paceline.environment.protocols import EpisodeLease, FinishedGroup, LeaseLost, TokenSource, TurnLog
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import Completion, Group, Rows, Turn, VersionSpan
-from paceline.services.environment.engines import Engines, EnginesEnd, PinLost
 from paceline.services.environment.run import EnvironmentRun
+from paceline.services.environment.sampling_workers import PinLost, SamplingWorkers, WorkersEnd
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, TurnArrays, decode_completions, parse_message, split_rows
 
 PATIENCE_S = 60.0
 RUN = "run-1"
-Script = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
+Script = Callable[[EpisodeLease, TokenSource, TurnLog], Awaitable[FinishedGroup]]
 
 
 class Exchange:
@@ -69,7 +69,7 @@ def lease(group_id: int, attempt: int = 1, **fields: Any) -> pb.Lease:
     )  # fmt: skip
 
 
-def rows_of(num_samples: int = 2) -> GroupRows:
+def rows_of(num_samples: int = 2) -> FinishedGroup:
     prompt = np.array([1, 2], np.int32)
     row = Completion(
         np.array([3, 9, 4], np.int32), np.array([-1, 0, -2], np.float32),
@@ -77,7 +77,7 @@ def rows_of(num_samples: int = 2) -> GroupRows:
         sampled_T=np.array([True, False, True]),
     )  # fmt: skip
     turns = [Turn(row, at, at + 1, float("nan")) for row in range(num_samples) for at in (0, 2)]
-    return GroupRows(
+    return FinishedGroup(
         prompt, [row] * num_samples, Rows(2, tuple(range(num_samples)), tuple(turns)),
         [pb.SampleText(messages_json="[]", ending="done")] * 2,
     )  # fmt: skip
@@ -87,23 +87,23 @@ class Bench:
     """A run at work with a scripted exchange and scripted episodes."""
 
     def __init__(self, directory: Path) -> None:
-        self.exchange, self.engines = Exchange(), Engines(RUN)
+        self.exchange, self.workers = Exchange(), SamplingWorkers(RUN)
         self.script: Script = self._at_once
         self.began: asyncio.Queue[EpisodeLease] = asyncio.Queue()
         self.held = asyncio.Event()
         membership: Any = self.exchange
         spec = make_spec(directory, environment={"class": "env.py:Env"})
-        self.run = EnvironmentRun(spec, RUN, membership, self.engines, self._run_group, 4, EpisodeCounts())
+        self.run = EnvironmentRun(spec, RUN, membership, self.workers, self._run_group, 4, EpisodeCounts())
         self.working = asyncio.create_task(self.run.work())
 
-    async def _run_group(self, group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:
+    async def _run_group(self, group: EpisodeLease, tokens: TokenSource, journal: TurnLog) -> FinishedGroup:
         self.began.put_nowait(group)
         return await self.script(group, tokens, journal)
 
-    async def _at_once(self, *_: object) -> GroupRows:
+    async def _at_once(self, *_: object) -> FinishedGroup:
         return rows_of()
 
-    async def until_held(self, *_: object) -> GroupRows:
+    async def until_held(self, *_: object) -> FinishedGroup:
         await self.held.wait()
         return rows_of()
 
@@ -160,14 +160,14 @@ async def test_leases_are_requested_while_there_is_room(bench: Bench) -> None:
         (InvalidInput("the chat template refuses it"), "bad_prompt", "the chat template refuses it"),
         (PromptTooLong("the prompt has 90 tokens"), "prompt_too_long", "90 tokens"),
         (PinLost("worker a is gone"), "", ""),
-        (EnginesEnd("4 answers broke"), "", "4 answers broke"),
+        (WorkersEnd("4 answers broke"), "", "4 answers broke"),
         (ZeroDivisionError("division by zero"), "", "ZeroDivisionError: division by zero"),
     ],
 )
 async def test_a_group_that_cannot_go_on_is_returned_with_the_reason(
     bench: Bench, error: Exception, reason: str, words: str
 ) -> None:
-    async def fail(*_: object) -> GroupRows:
+    async def fail(*_: object) -> FinishedGroup:
         raise error
 
     bench.script = fail
@@ -183,7 +183,7 @@ async def test_a_group_that_cannot_go_on_is_returned_with_the_reason(
 
 
 async def test_a_lease_that_another_worker_holds_ends_in_silence(bench: Bench) -> None:
-    async def turn(group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:
+    async def turn(group: EpisodeLease, tokens: TokenSource, journal: TurnLog) -> FinishedGroup:
         span = (VersionSpan(1, 0, 0, 1),)
         arrays = TurnArrays(0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span)
         await journal.turn(0, 1, 0, arrays, pb.TurnNote(text="two"), last=False)
@@ -202,7 +202,7 @@ async def test_a_lease_that_another_worker_holds_ends_in_silence(bench: Bench) -
 
 @pytest.mark.parametrize("kind", ["turn", "episode_end"])
 async def test_a_record_that_the_exchange_refuses_for_good_returns_the_lease(bench: Bench, kind: str) -> None:
-    async def record(group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:
+    async def record(group: EpisodeLease, tokens: TokenSource, journal: TurnLog) -> FinishedGroup:
         span = (VersionSpan(1, 0, 0, 1),)
         arrays = TurnArrays(0, np.array([1], np.int32), np.array([2], np.int32), np.zeros(1, np.float32), span)
         await journal.turn(0, 1, 0, arrays, pb.TurnNote(text="two"), last=False)
@@ -226,9 +226,9 @@ async def test_a_result_that_the_exchange_refuses_returns_the_lease(bench: Bench
 
 
 async def test_a_group_without_any_row_is_returned_as_failed(bench: Bench) -> None:
-    async def none(*_: object) -> GroupRows:
+    async def none(*_: object) -> FinishedGroup:
         failed = pb.SampleText(messages_json="[]", ending="failed", detail="reset raised KeyError: 'answer'")
-        return GroupRows(np.zeros(0, np.int32), [], Rows(2, (), ()), [failed] * 2)
+        return FinishedGroup(np.zeros(0, np.int32), [], Rows(2, (), ()), [failed] * 2)
 
     bench.script = none
     bench.exchange.leases.put_nowait([lease(0)])
@@ -252,7 +252,7 @@ async def test_a_group_that_is_leased_again_begins_from_its_new_journal(bench: B
     assert (await bench.next_begun()).attempt == 1
     bench.exchange.leases.put_nowait([lease(0, attempt=2, journal=[pb.EpisodeJournal(sample=1, life=3)])])
     group = await bench.next_begun()
-    assert (group.attempt, group.journal[1].life) == (2, 3)
+    assert (group.attempt, group.recorded[1].life) == (2, 3)
     bench.held.set()
     result, _ = await bench.exchange.next()
     assert result.attempt == 2
@@ -260,7 +260,7 @@ async def test_a_group_that_is_leased_again_begins_from_its_new_journal(bench: B
 
 
 async def test_a_drain_waits_for_episodes_and_returns_the_rest(bench: Bench) -> None:
-    async def script(group: EpisodeLease, *_: object) -> GroupRows:
+    async def script(group: EpisodeLease, *_: object) -> FinishedGroup:
         if group.group_id == 1:
             await asyncio.Event().wait()
         await bench.held.wait()
@@ -291,7 +291,7 @@ async def test_a_request_for_leases_that_is_refused_ends_nothing(bench: Bench) -
 async def test_the_end_of_a_run_ends_its_episodes(bench: Bench) -> None:
     ended = asyncio.Event()
 
-    async def forever(*_: object) -> GroupRows:
+    async def forever(*_: object) -> FinishedGroup:
         try:
             await asyncio.Event().wait()
         finally:
@@ -309,4 +309,4 @@ async def test_the_end_of_a_run_ends_its_episodes(bench: Bench) -> None:
 
 def test_every_way_to_lose_a_lease_is_one() -> None:
     assert issubclass(PinLost, LeaseLost)
-    assert issubclass(EnginesEnd, LeaseLost)
+    assert issubclass(WorkersEnd, LeaseLost)

@@ -47,6 +47,13 @@ async def solve(row, base_url, api_key):
             messages.append({"role": "user", "content": "go on"})
     return len(messages) / 10
 """
+IDLE = """
+import asyncio
+
+async def solve(row, base_url, api_key):
+    await asyncio.sleep(3600)
+"""
+"""An agent whose process starts at once, because it imports nothing."""
 
 
 class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
@@ -80,6 +87,11 @@ class Exchange:
         self.returned: asyncio.Queue[pb.LeaseReturn] = asyncio.Queue()
         self.reports: asyncio.Queue[worker_pb2.RunReport] = asyncio.Queue()
 
+    def join(self, coordinator: str, hello: object, on_directive: Any, gauges: Any) -> Any:
+        """Stand in for the worker's membership."""
+        self.direct, self.gauges = on_directive, gauges
+        return self
+
     async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
         reply = pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED)
         match request.WhichOneof("body"):
@@ -105,13 +117,13 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.rollout, self.exchange = Rollout(), Exchange()
-        self.worker = EnvironmentWorker("nowhere:1", "environment-0", 1, ExponentialBackoff(0.05, 0.05))
-        self.worker.membership._context.term()
-        self.worker.membership = self.exchange  # type: ignore[assignment]
+        pause = ExponentialBackoff(0.05, 0.05)
+        self.worker = EnvironmentWorker("nowhere:1", "environment-0", 1, pause, membership=self.exchange.join)
 
     async def start(self, environment: dict[str, Any]) -> None:
         (self.directory / "game.py").write_text(GAME)
         (self.directory / "agent.py").write_text(AGENT)
+        (self.directory / "idle.py").write_text(IDLE)
         model = save_tiny_chat(self.directory / "model")
         spec = make_spec(
             self.directory,
@@ -125,9 +137,9 @@ class Bench:
         self.working = asyncio.create_task(self.worker.work())
 
     async def direct(self, **directive: Any) -> None:
-        await self.worker._on_directive(worker_pb2.ConnectResponse(**directive))
+        await self.exchange.direct(worker_pb2.ConnectResponse(**directive))
 
-    async def list_engines(self) -> None:
+    async def list_workers(self) -> None:
         address = f"127.0.0.1:{self.rollout.server.port}"
         engine = worker_pb2.EngineAddress(member_id="r", address=address, version={"session": 1, "step": 0})
         await self.direct(engines=worker_pb2.Engines(run_id=RUN, engines=[engine]))
@@ -154,7 +166,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
-    await bench.list_engines()  # the list may come before the run is set up
+    await bench.list_workers()  # the list may come before the run is set up
     await bench.start({"class": f"{bench.directory}/game.py:Game"})
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
@@ -169,7 +181,7 @@ async def test_a_class_plays_its_episodes_to_a_group(bench: Bench) -> None:
     ]
     assert len(bench.rollout.requests) == 6
     assert {request.session for request in bench.rollout.requests} == {"7/0", "7/1"}
-    gauges = bench.worker._gauges()
+    gauges = bench.exchange.gauges()
     assert gauges["turns_per_s"] > 0
     assert (gauges["engines"], gauges["bridge_breaks"]) == (1.0, 0.0)
 
@@ -179,7 +191,7 @@ async def test_an_agent_sends_its_requests_to_its_session(bench: Bench) -> None:
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
         await bench.exchange.reports.get()
-        await bench.list_engines()
+        await bench.list_workers()
         _, payloads = await bench.exchange.group
     texts = parse_message(pb.Texts, payloads[1])
     assert [(each.ending, each.reward) for each in texts.samples] == [("done", 0.5)] * 2
@@ -187,15 +199,15 @@ async def test_an_agent_sends_its_requests_to_its_session(bench: Bench) -> None:
 
 
 async def test_code_that_cannot_be_loaded_is_reported_and_tried_again(bench: Bench) -> None:
-    await bench.start({"class": f"{bench.directory}/later.py:Game"})
+    await bench.start({"agent": f"{bench.directory}/later.py:solve"})
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(2):
             report = await bench.exchange.reports.get()
             assert "later.py" in report.error
-        (bench.directory / "later.py").write_text(GAME)
+        (bench.directory / "later.py").write_text(AGENT)
         while (await bench.exchange.reports.get()).error:
             pass
-    await bench.list_engines()
+    await bench.list_workers()
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
         result, _ = await bench.exchange.group
@@ -203,11 +215,11 @@ async def test_code_that_cannot_be_loaded_is_reported_and_tried_again(bench: Ben
 
 
 async def test_a_worker_that_drains_returns_its_leases(bench: Bench) -> None:
-    await bench.start({"class": f"{bench.directory}/game.py:Game"})
+    await bench.start({"agent": f"{bench.directory}/idle.py:solve"})
     bench.lease()
     async with asyncio.timeout(PATIENCE_S):
         await bench.exchange.reports.get()
-        while bench.worker._run is None or not bench.worker._run.num_leases:  # noqa: ASYNC110 - it has no event
+        while not bench.exchange.gauges().get("leases"):  # noqa: ASYNC110 - a taken lease has no event
             await asyncio.sleep(0.01)
         assert await bench.worker.drain(0.2) == 1
         back = await bench.exchange.returned.get()
@@ -216,11 +228,10 @@ async def test_a_worker_that_drains_returns_its_leases(bench: Bench) -> None:
 
 
 async def test_a_run_that_is_over_ends_its_code(bench: Bench) -> None:
-    await bench.start({"class": f"{bench.directory}/game.py:Game"})
+    await bench.start({"agent": f"{bench.directory}/idle.py:solve"})
     async with asyncio.timeout(PATIENCE_S):
         await bench.exchange.reports.get()
         await bench.direct(idle=worker_pb2.Idle(reason="the run has ended"))
-        while bench.worker._run is not None:  # noqa: ASYNC110 - the end of a run has no event
+        while bench.exchange.gauges():  # noqa: ASYNC110 - the end of a run has no event
             await asyncio.sleep(0.01)
-    assert bench.worker._gauges() == {}
     assert not bench.working.done()

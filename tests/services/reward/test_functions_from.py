@@ -46,6 +46,14 @@ class Reports:
     def __init__(self) -> None:
         self.first: asyncio.Future[worker_pb2.ConnectRequest] = asyncio.get_running_loop().create_future()
 
+    def join(self, coordinator: str, hello: object, on_directive: Any, gauges: object) -> Any:
+        self.direct = on_directive
+        return self
+
+    async def request(self, request: object) -> None:
+        """Have no task."""
+        await asyncio.Event().wait()
+
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
         """Keep the first report."""
         if not self.first.done():
@@ -54,18 +62,16 @@ class Reports:
 
 async def first_report(assignment: worker_pb2.RunAssignment, **options: Any) -> worker_pb2.RunReport:
     """Return the first report of a reward worker with these options on an assignment."""
-    worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(1e6, 1e6), **options)
-    worker.membership._context.term()
     reports = Reports()
-    worker.membership = reports  # type: ignore[assignment]
-    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    worker = RewardWorker("nowhere:1", "reward-1", 1, ExponentialBackoff(1e6, 1e6), membership=reports.join, **options)
+    await reports.direct(worker_pb2.ConnectResponse(run=assignment))
     working = asyncio.create_task(worker.work())
     try:
         async with asyncio.timeout(60.0):
             return (await reports.first).run_report
     finally:
-        working.cancel()
-        await asyncio.wait((working,))
+        worker.stop()
+        await working
 
 
 async def test_a_worker_runs_only_what_its_own_folders_allow(tmp_path: Path) -> None:
@@ -84,11 +90,7 @@ async def test_a_worker_of_some_functions_takes_no_run_with_others(tmp_path: Pat
     refused = await first_report(assignment, only=["code_tests", "length"])
     assert "scores only with code_tests, length (--only), but the run has exact_match" in refused.error
     assert refused.fault == worker_pb2.FAULT_PASSING
-    worker = RewardWorker("nowhere:1", "reward-1", 1, only=["exact_match", "length"])
-    worker.membership._context.term()
-    bundled = await worker._bundled_spec(assignment)
-    assert len(bundled.spec.rewards) == 2
-    bundled.close()
+    assert (await first_report(assignment, only=["exact_match", "length"])).error == ""
 
 
 def test_only_names_built_in_functions() -> None:

@@ -7,6 +7,8 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,9 +44,14 @@ class Exchange:
         self.payloads = payloads
         self.scores: list[pb.ScoreResult] = []
         self.changed = asyncio.Condition()
-        self._left = [1, 2, 3]
+        self.left = [1, 2, 3]
         self.refusals = 2
         """Number of first requests for tasks that are refused."""
+
+    def join(self, coordinator: str, hello: object, on_directive: Any, gauges: Any) -> Any:
+        """Stand in for the worker's membership."""
+        self.direct, self.gauges = on_directive, gauges
+        return self
 
     async def request(
         self, request: pb.ExchangeRequest, payloads: Sequence[bytes] = ()
@@ -58,9 +65,9 @@ class Exchange:
         if self.refusals:
             self.refusals -= 1
             return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID, message="failed on it"), []
-        if not self._left:
+        if not self.left:
             await asyncio.Event().wait()
-        given, self._left = self._left, []
+        given, self.left = self.left, []
         for group_id in given:
             reply.task.tasks.add(group_id=group_id, attempt=1, prompt_json='"p"', columns_json=COLUMNS, digest="d")
         return reply, self.payloads * len(given)
@@ -82,12 +89,10 @@ async def drained(directory: Path) -> None:
     ids = np.array([1, 2], np.int32)
     completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
     exchange = Exchange(encode_result(ids, [completion]))
-    worker = RewardWorker("nowhere:1", "reward", 1)
-    worker.membership._context.term()
-    worker.membership = exchange  # type: ignore[assignment]
+    worker = RewardWorker("nowhere:1", "reward", 1, membership=exchange.join)
     worker.refused_pause = ExponentialBackoff(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
-    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    await exchange.direct(worker_pb2.ConnectResponse(run=assignment))
     async with asyncio.timeout(120):
         working = asyncio.create_task(worker.work())
         await asyncio.to_thread((directory / "started").read_text)
@@ -100,7 +105,7 @@ async def drained(directory: Path) -> None:
         assert not working.done()
         await asyncio.to_thread((directory / "go").write_text, "x")
         await working
-    gauges = worker._gauges()
+    gauges = exchange.gauges()
     assert gauges.pop("fn/seconds/slow") > 0
     assert gauges.pop("occupied") >= 0
     assert gauges == {
@@ -124,12 +129,10 @@ async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Pat
     ids = np.array([1, 2], np.int32)
     completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
     exchange = Exchange(encode_result(ids, [completion]))
-    worker = RewardWorker("nowhere:1", "reward", 1)
-    worker.membership._context.term()
-    worker.membership = exchange  # type: ignore[assignment]
+    worker = RewardWorker("nowhere:1", "reward", 1, membership=exchange.join)
     worker.refused_pause = ExponentialBackoff(0.0, 0.0)
     assignment = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
-    await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+    await exchange.direct(worker_pb2.ConnectResponse(run=assignment))
     working = asyncio.create_task(worker.work())
     first = (await exchange.has(1))[0]
     worker.stop()
@@ -144,18 +147,16 @@ async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
 ) -> None:
     monkeypatch.setattr("paceline.services.reward.worker.usable_gpus", lambda: ())
     spec = make_spec(tmp_path, cluster={"reward_gpus": [0]})
-    worker = RewardWorker("127.0.0.1:1", "reward-0", 1)
     reports: list[worker_pb2.ConnectRequest] = []
 
     async def report(request: worker_pb2.ConnectRequest) -> None:
         reports.append(request)
         worker.stop()
 
-    monkeypatch.setattr(worker.membership, "report", report)
+    worker = RewardWorker("127.0.0.1:1", "reward-0", 1, membership=lambda *_: SimpleNamespace(report=report))
     worker.assigned.assign(worker_pb2.RunAssignment(run_id="test-1", spec_yaml=spec_to_yaml(spec)))
     async with asyncio.timeout(60.0):
         await worker.work()
-    worker.membership._context.term()
     said = reports[0].run_report
     assert said.fault == worker_pb2.FAULT_PASSING
     assert "asks for GPU 0 (cluster.reward_gpus), and this host shows none that torch can use" in said.error
@@ -171,19 +172,17 @@ async def test_functions_that_were_changed_are_loaded_anew_when_the_run_is_assig
     completion = Completion(ids, np.zeros(2, np.float32), (VersionSpan(1, 0, 0, 2),), "stop", "a")
     exchange = Exchange(encode_result(ids, [completion]))
     exchange.refusals = 0
-    worker = RewardWorker("nowhere:1", "reward", 1)
-    worker.membership._context.term()
-    worker.membership = exchange  # type: ignore[assignment]
+    worker = RewardWorker("nowhere:1", "reward", 1, membership=exchange.join)
     run = worker_pb2.RunAssignment(run_id="run-1", spec_yaml=spec_to_yaml(spec))
-    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    await exchange.direct(worker_pb2.ConnectResponse(run=run))
     working = asyncio.create_task(worker.work())
     failed = list(await exchange.has(3))
     assert all("NameError: name 'nothing' is not defined (f.py:2 in f)" in score.error for score in failed)
-    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    await exchange.direct(worker_pb2.ConnectResponse(run=run))
     assert not worker.assigned.changed.is_set(), "the same code is not loaded twice"
     await asyncio.to_thread(code.write_text, "def f(completions, **_):\n    return [0.5]\n")
-    exchange._left = [4]
-    await worker._on_directive(worker_pb2.ConnectResponse(run=run))
+    exchange.left = [4]
+    await exchange.direct(worker_pb2.ConnectResponse(run=run))
     scored = (await exchange.has(4))[3]
     assert (scored.group_id, scored.error, list(scored.rewards)) == (4, "", [0.5])
     worker.stop()

@@ -1,15 +1,15 @@
-"""`AgentTurns`: the session of an agent's program, request by request, from messages to recorded turns.
+"""Turns the requests of an agent's program into recorded turns of one conversation.
 
-Tasks: each request is answered by a task of the session, so that a client that lost its connection finds the answer by its
-retry. At most one turn is not recorded: the newest one, because only the end of the program tells whether it is the last. It is
-recorded before the next turn is sampled.
+Tasks: a task of the conversation answers each request, so that a client that lost its connection gets the answer when
+it retries. At most the newest turn is not recorded yet, because only the end of the program tells whether it is the
+last one. It is recorded before the next turn is sampled.
 
-Promises: a marked retry of the same body gets the same answer; what the program did not get does not train; a request whose
-tokens do not extend a row exactly begins a row of its own, and so does one that could extend two.
+Promises: a marked retry of the same body gets the same answer. An answer that the program did not get is not trained. A
+request whose tokens extend no transcript exactly, or more than one, begins a new transcript.
 
-A request goes on from an earlier one when its messages are that one's messages, the answer to it, and something new. Messages are
-compared by what they say, because clients write the same answer in several ways: without its reasoning, with `content` null or
-empty, with the arguments of calls in another form of the same JSON.
+A request continues an earlier one if its messages are the earlier messages, the answer and something new. Messages are
+compared by content, because clients write the same answer in several ways: without its reasoning, with `content` null
+or empty, with the arguments of calls as another form of the same JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from paceline.environment.protocols import (
     TurnRequest,
 )
 from paceline.environment.rendering.protocol import Conversation, Rendering
-from paceline.environment.rows import Place, RowTokens
 from paceline.environment.setting import GroupContext, Stopwatch
+from paceline.environment.transcripts import Continuation, TranscriptTokens
 from paceline.errors import Conflict, InvalidInput, PromptTooLong
 from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb
@@ -45,11 +45,11 @@ BEGINNING = "0"
 
 
 @dataclass
-class Asked:
-    """One answered request."""
+class AnsweredRequest:
+    """An answered request."""
 
     conversation: Conversation
-    """As templates take it; without messages for a request of token ids."""
+    """As templates take it; no messages for a request of token ids."""
     prompt_ids: IntArray
     turn: SampledTurn
     answer: Json
@@ -58,33 +58,35 @@ class Asked:
     """The messages as they were sent."""
     trains: bool
     delivered: bool = False
-    """The program got the answer."""
+    """True when the program got the answer."""
 
 
 class History:
-    """The answered requests of a session."""
+    """Holds the answered requests of a conversation."""
 
     def __init__(self) -> None:
-        self._by_end: dict[str, list[Asked]] = {}
-        """Answered requests by the chain of their messages, the answer among them."""
+        self._by_end: dict[str, list[AnsweredRequest]] = {}
+        """Answered requests by the digest of their messages and the answer."""
 
-    def add(self, asked: Asked) -> None:
-        if not asked.sent:
+    def add(self, answered: AnsweredRequest) -> None:
+        if not answered.sent:
             return
-        chain = _chains(asked.sent, asked.conversation)[-1]
-        end = _link(chain, asked.answer)
-        self._by_end.setdefault(end, []).append(asked)
+        chain = _chains(answered.sent, answered.conversation)[-1]
+        end = _link(chain, answered.answer)
+        self._by_end.setdefault(end, []).append(answered)
 
-    def parent(self, sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> tuple[Asked, int] | None:
-        """Return the request that this one goes on from, and the number of messages up to its answer; None where there is
-        none, or where several with different tokens could be meant."""
+    def parent(
+        self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
+    ) -> tuple[AnsweredRequest, int] | None:
+        """Return the request that this one continues, and the number of messages up to its answer. Return None if there
+        is none, or if several with different tokens match."""
         chains = _chains(sent, conversation)
         for count in range(len(sent) - 1, 0, -1):
-            found = self._by_end.get(chains[count])
-            if not found:
+            matches = self._by_end.get(chains[count])
+            if not matches:
                 continue
-            first = found[0]
-            if any(not _same_tokens(first, other) for other in found[1:]):
+            first = matches[0]
+            if any(not _same_tokens(first, other) for other in matches[1:]):
                 return None
             return first, count
         return None
@@ -97,19 +99,19 @@ def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
         try:
             message = Message.model_validate(each)
         except ValueError as error:
-            raise InvalidInput(f"messages has one that is no message: {error}") from None
+            raise InvalidInput(f"messages has an invalid message: {error}") from None
         messages.append(message.rendered())
     return messages
 
 
-def _same_tokens(first: Asked, other: Asked) -> bool:
+def _same_tokens(first: AnsweredRequest, other: AnsweredRequest) -> bool:
     return np.array_equal(first.prompt_ids, other.prompt_ids) and np.array_equal(
         first.turn.token_ids, other.turn.token_ids
     )
 
 
 def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
-    """Return a digest of each beginning of the messages: `[n]` is that of the first n."""
+    """Return the digests of all beginnings of the messages: `[n]` covers the first n."""
     chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
     chains = [chain]
     for message in sent:
@@ -131,7 +133,7 @@ Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
 
 
 class AgentTurns:
-    """The session of one life of a sample."""
+    """Holds the conversation of one life of a sample."""
 
     def __init__(self, context: GroupContext, life: Life, watch: Stopwatch, trains: Trains):
         self._context, self._setting, self._life = context, context.setting, life
@@ -139,33 +141,33 @@ class AgentTurns:
         self._watch, self._trains = watch, trains
         self._history = History()
         self._recorded = recorded_turns(life)
-        self._unasked = list(self._recorded)
-        """Recorded turns of an earlier holder that no request has asked for yet."""
+        self._unmatched = list(self._recorded)
+        """Recorded turns of an earlier holder of the lease that no request has matched yet."""
         self._pending: TakenTurn | None = None
-        """The newest turn, which is not recorded yet."""
-        self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, Asked]]] = {}
-        """The newest answer to each body."""
+        """The newest turn, not recorded yet."""
+        self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, AnsweredRequest]]] = {}
+        """The task of the newest answer by the body's digest."""
         self._record = asyncio.Lock()
         self._arrivals = itertools.count(len(self._recorded))
         self._num_turns = len(self._recorded)
         self._waiting = 0
         self._over = False
         self.limit = ""
-        """The limit that a request has met."""
+        """The limit that a request has reached."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when the lease is lost, or user code fails in `train_call`."""
+        """Fails if the lease is lost, or if `train_call` fails."""
         self.changed = asyncio.Event()
-        """Set when the program begins or ends to wait for an answer."""
+        """Set when the program begins or stops waiting for an answer."""
 
     @property
     def waits(self) -> bool:
-        """Return whether the program waits for an answer: its own time stands still."""
+        """Return whether the program waits for an answer, which does not count as its own time."""
         return self._waiting > 0
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
-        """Return the answer to a request, see `AgentSession`."""
+        """Return the answer to a request, see `AgentConversation`."""
         if self._over:
-            raise Conflict("the episode is over: its program has ended, or its time was up")
+            raise Conflict("the episode is over: its program has ended, or its time is up")
         earlier = self._tasks.get(request.body_digest) if request.retry_count else None
         task = earlier or asyncio.create_task(self._answer(request), name="agent turn")
         if earlier is None:
@@ -173,31 +175,31 @@ class AgentTurns:
             task.add_done_callback(_retrieve)
         self._wait(1)
         try:
-            answer, asked = await asyncio.shield(task)
+            answer, answered = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Conflict("the episode is over") from None
             raise
         finally:
             self._wait(-1)
-        asked.delivered = True
+        answered.delivered = True
         return answer
 
     async def finish(self, reward: float | None, ending: str, detail: str) -> FinishedSample:
-        """Record the last turn, and return the sample. Raises EnvironmentFailed without a turn that trains, LeaseLost."""
+        """Record the last turn and return the sample. Raises EnvironmentFailed if no turn trains, LeaseLost."""
         await self.close()
         async with self._record:
             taken = [*self._recorded, *([self._pending] if self._pending else [])]
             if not any(each.counts for each in taken):
                 raise EnvironmentFailed(
-                    "the agent sent no request that trains; it has to use the base_url and api_key that it gets"
+                    "the agent sent no request that trains; it must use the base_url and api_key that it gets"
                 )
             if self._pending is None:
                 self._pending = await self._closing_turn(taken[-1])
                 taken.append(self._pending)
             self._pending.note.sample.CopyFrom(self._text(taken, reward, ending, detail))
-            rows = [*(arrays.row for arrays, _ in self._life.turns), self._place(taken[-1]).row]
-            self._pending.note.left_out.extend(left_out_of(taken, rows))
+            transcripts = [*(arrays.row for arrays, _ in self._life.turns), self._continuation(taken[-1]).transcript]
+            self._pending.note.left_out.extend(left_out_of(taken, transcripts))
             await self._add(self._pending, last=True)
         return self._life.finished()
 
@@ -209,7 +211,7 @@ class AgentTurns:
 
     # One request
 
-    async def _answer(self, request: AgentRequest) -> tuple[AgentAnswer, Asked]:
+    async def _answer(self, request: AgentRequest) -> tuple[AgentAnswer, AnsweredRequest]:
         try:
             return await self._take(request)
         except (LeaseLost, EnvironmentFailed) as error:
@@ -217,7 +219,7 @@ class AgentTurns:
                 self.lost.set_exception(error)
             raise Conflict(f"the episode is over: {error}") from error
 
-    async def _take(self, request: AgentRequest) -> tuple[AgentAnswer, Asked]:
+    async def _take(self, request: AgentRequest) -> tuple[AgentAnswer, AnsweredRequest]:
         conversation = Conversation(read_messages(request.messages), list(request.tools), request.template_kwargs)
         key = digest_of(request)
         if recorded := self._find_recorded(key):
@@ -244,19 +246,19 @@ class AgentTurns:
             finish_reason=turn.finish_reason,
             request_digest=key,
         )
-        asked = Asked(conversation, prompt_ids, turn, answer, request.messages, trains)
+        answered = AnsweredRequest(conversation, prompt_ids, turn, answer, request.messages, trains)
         async with self._record:
             await self._flush()
-            self._pending = TakenTurn(asked, note, prompt_ids, turn)
-        self._history.add(asked)
-        return AgentAnswer(prompt_ids, turn, api_message(answer)), asked
+            self._pending = TakenTurn(answered, note, prompt_ids, turn)
+        self._history.add(answered)
+        return AgentAnswer(prompt_ids, turn, api_message(answer)), answered
 
     def _prompt(self, request: AgentRequest, conversation: Conversation) -> IntArray:
         if request.prompt_ids is not None:
             return np.ascontiguousarray(request.prompt_ids, np.int32)
-        found = self._history.parent(request.messages, conversation)
-        if found is not None:
-            parent, count = found
+        match = self._history.parent(request.messages, conversation)
+        if match is not None:
+            parent, count = match
             bridge = self._rendering.bridge(
                 parent.conversation,
                 parent.prompt_ids,
@@ -280,7 +282,7 @@ class AgentTurns:
         params = self._context.params(room, limit)
         params = params._replace(stop_token_ids=tuple(dict.fromkeys([*params.stop_token_ids, *stops])))
         return await self._context.source.sample(
-            TurnRequest(prompt_ids, params, seed, self._context.session(self._life.sample))
+            TurnRequest(prompt_ids, params, seed, self._context.conversation(self._life.sample))
         )
 
     def _wait(self, change: int) -> None:
@@ -291,26 +293,26 @@ class AgentTurns:
             self._watch.start()
         self.changed.set()
 
-    # Records of an earlier holder
+    # Turns that an earlier holder recorded
 
     def _find_recorded(self, key: str) -> TakenTurn | None:
-        found = next((each for each in self._unasked if each.note.request_digest == key), None)
-        if found is not None:
-            self._unasked.remove(found)
-        return found
+        recorded = next((each for each in self._unmatched if each.note.request_digest == key), None)
+        if recorded is not None:
+            self._unmatched.remove(recorded)
+        return recorded
 
     async def _answer_again(
         self, taken: TakenTurn, request: AgentRequest, conversation: Conversation
-    ) -> tuple[AgentAnswer, Asked]:
+    ) -> tuple[AgentAnswer, AnsweredRequest]:
         (answer,) = json.loads(taken.note.messages_json)
         trains = await self._trains(list(request.messages), list(request.tools))
-        taken.asked = Asked(conversation, taken.prompt_ids, taken.turn, answer, request.messages, trains)
-        self._history.add(taken.asked)
+        taken.answered = AnsweredRequest(conversation, taken.prompt_ids, taken.turn, answer, request.messages, trains)
+        self._history.add(taken.answered)
         if not trains:
-            self._life.rows.close(self._life.turns[self._recorded.index(taken)][0].row)
-        return AgentAnswer(taken.prompt_ids, taken.turn, api_message(answer)), taken.asked
+            self._life.transcripts.close(self._life.turns[self._recorded.index(taken)][0].row)
+        return AgentAnswer(taken.prompt_ids, taken.turn, api_message(answer)), taken.answered
 
-    # Records
+    # The turn log
 
     async def _flush(self) -> None:
         if self._pending is not None:
@@ -319,32 +321,32 @@ class AgentTurns:
             self._recorded.append(pending)
 
     async def _add(self, taken: TakenTurn, *, last: bool) -> None:
-        place = self._place(taken)
-        await self._life.add(place, taken.turn, taken.note, last=last)
-        if taken.asked is None or not taken.asked.trains:
-            self._life.rows.close(place.row)
+        continuation = self._continuation(taken)
+        await self._life.add(continuation, taken.turn, taken.note, last=last)
+        if taken.answered is None or not taken.answered.trains:
+            self._life.transcripts.close(continuation.transcript)
 
-    def _place(self, taken: TakenTurn) -> Place:
-        if taken.asked is None or not taken.asked.trains:
-            return Place(self._life.rows.count, taken.prompt_ids)
-        return self._life.rows.place(taken.prompt_ids)
+    def _continuation(self, taken: TakenTurn) -> Continuation:
+        if taken.answered is None or not taken.answered.trains:
+            return Continuation(self._life.transcripts.count, taken.prompt_ids)
+        return self._life.transcripts.continuation(taken.prompt_ids)
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
-        """Return a turn of one token that no program asked for: the newest turn is recorded already, and a sample ends with a
-        turn that says so. It is left out."""
+        """Return a turn of one token that no program requested. It is needed if the newest turn is recorded already,
+        because the last turn of a sample carries its texts. It is left out of the transcripts."""
         params = self._context.params(1, 1)
         seed = self._life.seed(self._context.lease.seed, next(self._arrivals))
         turn = await self._context.source.sample(
-            TurnRequest(last.prompt_ids, params, seed, self._context.session(self._life.sample))
+            TurnRequest(last.prompt_ids, params, seed, self._context.conversation(self._life.sample))
         )
         note = pb.TurnNote(messages_json="[]", text=clean(turn.text), finish_reason=turn.finish_reason)
         return TakenTurn(None, note, last.prompt_ids, turn)
 
     def _text(self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str) -> pb.SampleText:
-        """Return the texts of the sample: the longest conversation that trains, the newest of equal ones."""
-        asked = [each.asked for each in taken if each.asked is not None and each.counts]
-        main = max(asked, key=lambda each: len(each.conversation.messages))
-        for each in asked:
+        """Return the texts of the sample: the longest conversation that trains, the newest of several."""
+        answered = [each.answered for each in taken if each.answered is not None and each.counts]
+        main = max(answered, key=lambda each: len(each.conversation.messages))
+        for each in answered:
             if len(each.conversation.messages) == len(main.conversation.messages):
                 main = each
         messages = [*main.conversation.messages, main.answer]
@@ -361,45 +363,45 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 @dataclass(eq=False)
 class TakenTurn:
-    """A sampled or recorded turn with its request; `asked` is None while no program has asked for a recorded one."""
+    """A sampled or recorded turn with its request; `answered` is None until a program requests a recorded turn."""
 
-    asked: Asked | None
+    answered: AnsweredRequest | None
     note: pb.TurnNote
     prompt_ids: IntArray
     turn: SampledTurn
 
     @property
     def counts(self) -> bool:
-        """Return whether the turn trains: its program got the answer, and it is none that `train_call` keeps out."""
-        return self.asked is not None and self.asked.trains and self.asked.delivered
+        """Return whether the turn trains: its program got the answer, and `train_call` did not exclude it."""
+        return self.answered is not None and self.answered.trains and self.answered.delivered
 
 
 def recorded_turns(life: Life) -> list[TakenTurn]:
-    rows, taken = RowTokens(), []
+    transcripts, taken = TranscriptTokens(), []
     for arrays, note in life.turns:
-        prompt_ids = rows.prompt_of(arrays)
-        rows.add(arrays)
+        prompt_ids = transcripts.prompt_of(arrays)
+        transcripts.add(arrays)
         turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
         taken.append(TakenTurn(None, note, prompt_ids, turn))
     return taken
 
 
-def left_out_of(taken: Sequence[TakenTurn], rows: Sequence[int]) -> list[int]:
-    """Return the turns that are no part of the sample's rows: those that do not count, unless a later turn of their row does,
-    because what a model has read is in its row."""
+def left_out_of(taken: Sequence[TakenTurn], transcripts: Sequence[int]) -> list[int]:
+    """Return the turns that are left out of the transcripts: those that do not train and have no later turn of their
+    transcript that does, because a transcript holds all that the model has read."""
     left_out: list[int] = []
     kept: set[int] = set()
     for index in range(len(taken) - 1, -1, -1):
         if taken[index].counts:
-            kept.add(rows[index])
-        elif rows[index] not in kept:
+            kept.add(transcripts[index])
+        elif transcripts[index] not in kept:
             left_out.append(index)
     return sorted(left_out)
 
 
 def digest_of(request: AgentRequest) -> str:
-    """Return the digest by which a recorded turn finds the request that asks for it again."""
+    """Return the digest that matches a repeated request with its recorded turn."""
     ids = None if request.prompt_ids is None else request.prompt_ids.tolist()
-    said: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
+    parts: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
     stops = [list(request.stop_token_ids)] if request.stop_token_ids else []
-    return digest([*said, request.max_new_tokens, *stops])
+    return digest([*parts, request.max_new_tokens, *stops])

@@ -1,4 +1,4 @@
-"""The public OpenAI client against the server of agents' sessions."""
+"""The public OpenAI client against the conversation server of agents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from tiny_chat import make_chat_tokenizer
 
-from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, SessionAddress
+from paceline.environment.protocols import AgentAnswer, AgentRequest, ConversationAddress, LeaseLost, SampledTurn
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import VersionSpan
-from paceline.services.environment.session_server import SessionServer
+from paceline.services.environment.conversation_server import ConversationServer
 
 PATIENCE_S = 60.0
 MESSAGES: Any = [{"role": "user", "content": "1+1"}]
@@ -36,8 +36,8 @@ def answered(message: dict[str, Any] | None = None, reason: str = "stop") -> Age
     return AgentAnswer(np.array([1, 2, 3], np.int32), turn, message or {"role": "assistant", "content": "OP"})
 
 
-class Session:
-    """A session that answers as scripted and keeps its requests."""
+class ScriptedConversation:
+    """A conversation that answers as scripted and keeps its requests."""
 
     def __init__(self) -> None:
         self.requests: list[AgentRequest] = []
@@ -63,27 +63,29 @@ class Session:
 
 
 @pytest_asyncio.fixture
-async def server() -> AsyncIterator[SessionServer]:
-    async with SessionServer("demo-1", make_chat_tokenizer()) as server:
+async def server() -> AsyncIterator[ConversationServer]:
+    async with ConversationServer("demo-1", make_chat_tokenizer()) as server:
         yield server
 
 
 @pytest_asyncio.fixture
-async def opened(server: SessionServer) -> AsyncIterator[tuple[Session, SessionAddress]]:
-    session = Session()
-    async with server.open(session) as address:
-        yield session, address
+async def opened(server: ConversationServer) -> AsyncIterator[tuple[ScriptedConversation, ConversationAddress]]:
+    conversation = ScriptedConversation()
+    async with server.open(conversation) as address:
+        yield conversation, address
 
 
 @pytest_asyncio.fixture
-async def client(opened: tuple[Session, SessionAddress]) -> AsyncIterator[AsyncOpenAI]:
+async def client(opened: tuple[ScriptedConversation, ConversationAddress]) -> AsyncIterator[AsyncOpenAI]:
     base_url, api_key = opened[1]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
-async def test_a_chat_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tuple[Session, SessionAddress]) -> None:
-    session, address = opened
+async def test_a_chat_is_a_turn_of_its_session(
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
+) -> None:
+    conversation, address = opened
     answer = await client.chat.completions.create(
         model="any", messages=MESSAGES, tools=[TOOL], max_completion_tokens=7, temperature=0.2, logprobs=True,
         extra_body={"return_token_ids": True, "chat_template_kwargs": {"brief": True}},
@@ -98,7 +100,7 @@ async def test_a_chat_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tupl
     usage = answer.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 2, 5)
-    (request,) = session.requests
+    (request,) = conversation.requests
     assert list(request.messages) == MESSAGES
     assert list(request.tools) == [TOOL]
     assert request.template_kwargs == {"brief": True}
@@ -107,12 +109,12 @@ async def test_a_chat_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tupl
 
 
 async def test_calls_of_tools_come_whole_and_in_a_stream(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
-    session, _ = opened
+    conversation, _ = opened
     message = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
     for _ in range(2):
-        session.says(answered(message))
+        conversation.says(answered(message))
     whole: Any = (await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL])).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content is None
@@ -135,7 +137,7 @@ async def test_calls_of_tools_come_whole_and_in_a_stream(
 
 
 async def test_a_stream_has_the_text_and_the_versions(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
     stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
     chunks: list[Any] = [chunk async for chunk in stream]
@@ -156,7 +158,7 @@ async def test_a_stream_has_the_text_and_the_versions(
     ],
 )
 async def test_what_an_episode_cannot_do_is_refused_by_name(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress], fields: dict[str, Any], words: str
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress], fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         await client.chat.completions.create(**{"model": "m", "messages": MESSAGES, **fields})
@@ -164,7 +166,7 @@ async def test_what_an_episode_cannot_do_is_refused_by_name(
 
 
 async def test_no_tools_are_shown_where_none_are_wanted(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
     await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL], tool_choice="none")
     assert list(opened[0].requests[0].tools) == []
@@ -179,7 +181,7 @@ async def test_no_tools_are_shown_where_none_are_wanted(
     ],
 )
 async def test_errors_of_the_session_are_answered(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress], error: Exception, status: int
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress], error: Exception, status: int
 ) -> None:
     opened[0].raises(error)
     with pytest.raises(openai.APIStatusError) as refused:
@@ -188,7 +190,7 @@ async def test_errors_of_the_session_are_answered(
 
 
 async def test_an_unforeseen_error_ends_one_request(
-    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
     opened[0].raises(ZeroDivisionError("division by zero"))
     with pytest.raises(openai.InternalServerError):
@@ -197,33 +199,33 @@ async def test_an_unforeseen_error_ends_one_request(
 
 
 async def test_a_retry_says_so_and_has_the_same_body(
-    server: SessionServer, opened: tuple[Session, SessionAddress]
+    server: ConversationServer, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
-    session, (base_url, api_key) = opened
-    session.raises(InvalidInput("first"))
+    conversation, (base_url, api_key) = opened
+    conversation.raises(InvalidInput("first"))
     body = json.dumps({"model": "m", "messages": MESSAGES})
     async with aiohttp.ClientSession() as http:
         for retry in ("0", "1", "nonsense"):
             headers = {"x-stainless-retry-count": retry, "content-type": "application/json"}
             async with http.post(f"{base_url}/chat/completions", data=body, headers=headers) as response:
                 await response.read()
-    assert [request.retry_count for request in session.requests] == [0, 1, 0]
-    assert len({request.body_digest for request in session.requests}) == 1
+    assert [request.retry_count for request in conversation.requests] == [0, 1, 0]
+    assert len({request.body_digest for request in conversation.requests}) == 1
     assert api_key in base_url
 
 
-async def test_the_end_of_a_session_ends_its_requests(server: SessionServer) -> None:
-    session = Session()
+async def test_the_end_of_a_session_ends_its_requests(server: ConversationServer) -> None:
+    conversation = ScriptedConversation()
 
     async def forever() -> AgentAnswer:
         await asyncio.Event().wait()
         raise AssertionError
 
-    session.script = [forever]
-    async with server.open(session) as (base_url, api_key):
+    conversation.script = [forever]
+    async with server.open(conversation) as (base_url, api_key):
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=PATIENCE_S)
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
-        await asyncio.wait_for(session.began.wait(), PATIENCE_S)
+        await asyncio.wait_for(conversation.began.wait(), PATIENCE_S)
     with pytest.raises(openai.ConflictError, match="this episode is over"):
         await asking
     with pytest.raises(openai.NotFoundError, match="no episode has this URL"):
@@ -232,10 +234,10 @@ async def test_the_end_of_a_session_ends_its_requests(server: SessionServer) -> 
 
 
 async def test_a_turn_goes_on_when_its_caller_is_gone(
-    server: SessionServer, opened: tuple[Session, SessionAddress]
+    server: ConversationServer, opened: tuple[ScriptedConversation, ConversationAddress]
 ) -> None:
-    """The program repeats its request, and the session has the turn by then."""
-    session, (base_url, _) = opened
+    """The program repeats its request, and the conversation has the turn by then."""
+    conversation, (base_url, _) = opened
     may_end, ended = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AgentAnswer:
@@ -243,19 +245,19 @@ async def test_a_turn_goes_on_when_its_caller_is_gone(
         ended.set()
         return answered()
 
-    session.script = [slow]
+    conversation.script = [slow]
     async with aiohttp.ClientSession() as http:
         body = {"model": "m", "messages": MESSAGES}
         asking = asyncio.create_task(http.post(f"{base_url}/chat/completions", json=body))
-        await asyncio.wait_for(session.began.wait(), PATIENCE_S)
+        await asyncio.wait_for(conversation.began.wait(), PATIENCE_S)
         asking.cancel()
         await asyncio.wait((asking,))
     may_end.set()
     await asyncio.wait_for(ended.wait(), PATIENCE_S)
 
 
-async def test_sessions_are_apart(server: SessionServer) -> None:
-    one, other = Session(), Session()
+async def test_sessions_are_apart(server: ConversationServer) -> None:
+    one, other = ScriptedConversation(), ScriptedConversation()
     async with server.open(one) as first, server.open(other) as second:
         assert first.base_url != second.base_url
         async with AsyncOpenAI(base_url=second.base_url, api_key="whatever", max_retries=0) as client:
@@ -266,9 +268,9 @@ async def test_sessions_are_apart(server: SessionServer) -> None:
 
 @pytest.mark.parametrize("path", ["inference/v1/generate", "v1/inference/v1/generate"])
 async def test_token_ids_are_taken_as_they_are(
-    server: SessionServer, opened: tuple[Session, SessionAddress], path: str
+    server: ConversationServer, opened: tuple[ScriptedConversation, ConversationAddress], path: str
 ) -> None:
-    session, (base_url, _) = opened
+    conversation, (base_url, _) = opened
     root = base_url.removesuffix("/v1")
     body = {
         "model": "m",
@@ -283,7 +285,7 @@ async def test_token_ids_are_taken_as_they_are(
             async with http.post(f"{root}/{path}", json=body | {field: value}) as response:
                 assert response.status == 400
                 assert field in await response.text()
-    (request,) = session.requests
+    (request,) = conversation.requests
     assert request.prompt_ids is not None
     assert request.prompt_ids.tolist() == [4, 5, 6]
     assert (request.max_new_tokens, request.stop_token_ids) == (9, (7,))
@@ -293,10 +295,12 @@ async def test_token_ids_are_taken_as_they_are(
     assert choice["finish_reason"] == "stop"
 
 
-async def test_a_response_is_a_turn_of_its_session(client: AsyncOpenAI, opened: tuple[Session, SessionAddress]) -> None:
-    session, _ = opened
+async def test_a_response_is_a_turn_of_its_session(
+    client: AsyncOpenAI, opened: tuple[ScriptedConversation, ConversationAddress]
+) -> None:
+    conversation, _ = opened
     message = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
-    session.says(answered(message))
+    conversation.says(answered(message))
     tool: Any = {"type": "function", **TOOL["function"]}
     first = await client.responses.create(model="m", input="1+1", instructions="be brief", tools=[tool])
     assert [item.type for item in first.output] == ["reasoning", "function_call"]
@@ -318,7 +322,7 @@ async def test_a_response_is_a_turn_of_its_session(client: AsyncOpenAI, opened: 
     ]
     assert [event.type for event in events][-1] == "response.completed"
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "OP"
-    one, two = session.requests
+    one, two = conversation.requests
     assert [each["role"] for each in one.messages] == ["system", "user"]
     assert list(one.tools) == list(two.tools) == [TOOL]
     said = two.messages[2]

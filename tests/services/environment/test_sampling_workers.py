@@ -15,20 +15,20 @@ from paceline.environment.protocols import TurnParams, TurnRequest
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
 from paceline.services.common.serving.grpc_server import ACCEPTED, GrpcServer, with_status
-from paceline.services.environment import engines as module
-from paceline.services.environment.engines import (
+from paceline.services.environment.sampling_workers import (
     MAX_BREAKS,
-    Engines,
-    EnginesEnd,
     LeasedTokens,
+    Pauses,
     PinLost,
-    Wanted,
+    RequiredWeights,
+    SamplingWorkers,
+    WorkersEnd,
 )
 from paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 PATIENCE_S = 60.0
 RUN = "run-1"
-ANY = Wanted()
+ANY = RequiredWeights()
 TURN = TurnRequest(np.array([1, 2, 3], np.int32), TurnParams(8), 7, "7/0")
 Reply = Callable[[rollout_pb2.GenerateRequest, Any], Awaitable[rollout_pb2.GenerateResponse]]
 
@@ -73,37 +73,37 @@ class Worker(rollout_pb2_grpc.RolloutServiceServicer):
 class Rollout:
     """Two workers, `a` and `b`, and a client of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: Pauses) -> None:
         self.a, self.b = Worker("a"), Worker("b")
-        self.engines = Engines(RUN)
+        self.workers = SamplingWorkers(RUN, pauses)
 
     def list(self, *workers: Worker, run_id: str = RUN) -> None:
-        self.engines.update(worker_pb2.Engines(run_id=run_id, engines=[worker.listed for worker in workers]))
+        self.workers.update(worker_pb2.Engines(run_id=run_id, engines=[worker.listed for worker in workers]))
 
-    async def sample(self, wanted: Wanted = ANY, turn: TurnRequest = TURN) -> Any:
+    async def sample(self, required: RequiredWeights = ANY, turn: TurnRequest = TURN) -> Any:
         async with asyncio.timeout(PATIENCE_S):
-            return await LeasedTokens(self.engines, wanted).sample(turn)
+            return await LeasedTokens(self.workers, required).sample(turn)
+
+
+@pytest.fixture
+def pauses() -> Pauses:
+    return Pauses(list_s=0.02, gone_s=0.05)
 
 
 @pytest_asyncio.fixture
-async def rollout(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollout]:
-    monkeypatch.setattr(module, "GONE_S", 0.05)
-    monkeypatch.setattr(module, "LIST_S", 0.02)
-    rollout = Rollout()
+async def rollout(pauses: Pauses) -> AsyncIterator[Rollout]:
+    rollout = Rollout(pauses)
     for worker in (rollout.a, rollout.b):
         await worker.server.start()
     rollout.list(rollout.a, rollout.b)
     yield rollout
-    await rollout.engines.close()
+    await rollout.workers.close()
     for worker in (rollout.a, rollout.b):
         await worker.server.stop(0)
 
 
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which a worker that failed is asked again."""
-    for name in ("REFUSED_S", "BROKEN_S"):
-        monkeypatch.setattr(module, name, 0.05)
+brief = pytest.mark.parametrize("pauses", [Pauses(0.05, 0.05, 0.02, 0.05)])
+"""For tests in which a worker that failed is asked again."""
 
 
 async def until_cancelled(_: object, context: Any) -> rollout_pb2.GenerateResponse:
@@ -139,7 +139,7 @@ def refuses(error: Exception) -> Reply:
 
 async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     params = TurnParams(8, 2, 0.5, 0.9, 5, (3, 4))
-    turn = await rollout.sample(Wanted(oldest_step=3), TURN._replace(params=params))
+    turn = await rollout.sample(RequiredWeights(oldest_step=3), TURN._replace(params=params))
     assert turn.token_ids.tolist() == [11, 12]
     assert turn.logprobs.tolist() == [-1.0, -1.0]
     assert turn[2:] == ((VersionSpan(1, 4, 0, 2),), "stop", "11 12")
@@ -158,7 +158,7 @@ async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     assert (sent.temperature, sent.top_p) == pytest.approx((0.5, 0.9))
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_the_turn_of_a_worker_that_drains_goes_on_at_another(rollout: Rollout) -> None:
     rollout.a.script = [answers([21, 22], "abort")]
     rollout.b.script = [answers([23], "abort", step=4), answers([], "abort")]
@@ -196,8 +196,8 @@ async def test_a_worker_that_dies_costs_its_answer_and_the_next_goes_to_another(
     assert turn.token_ids.tolist() == [11, 12]
     assert [list(request.begun_ids) for request in rollout.b.requests] == [[]]
     assert rollout.b.requests[0].seed == rollout.a.requests[0].seed
-    assert rollout.engines.num_broken == 1
-    # The session stays with the worker that has its prefix now.
+    assert rollout.workers.num_broken == 1
+    # The conversation stays with the worker that has its prefix now.
     await rollout.sample()
     assert len(rollout.b.requests) == 2
 
@@ -205,7 +205,7 @@ async def test_a_worker_that_dies_costs_its_answer_and_the_next_goes_to_another(
 async def test_a_worker_that_cannot_be_reached_breaks_no_answer(rollout: Rollout) -> None:
     await rollout.a.server.stop(0)
     assert (await rollout.sample()).token_ids.tolist() == [11, 12]
-    assert rollout.engines.num_broken == 0
+    assert rollout.workers.num_broken == 0
     assert rollout.a.requests == []
 
 
@@ -242,13 +242,13 @@ async def test_what_every_engine_refuses_is_the_caller_s_fault(rollout: Rollout)
 
 async def test_a_worker_with_older_weights_than_listed_is_passed_over(rollout: Rollout) -> None:
     rollout.a.script = [refuses(Conflict("this worker holds version (1, 3), older than (0, 4)"))]
-    assert (await rollout.sample(Wanted(oldest_step=4))).token_ids.tolist() == [11, 12]
+    assert (await rollout.sample(RequiredWeights(oldest_step=4))).token_ids.tolist() == [11, 12]
     assert len(rollout.a.requests) == len(rollout.b.requests) == 1
-    assert rollout.engines.num_broken == 0
+    assert rollout.workers.num_broken == 0
 
 
 async def test_turns_wait_for_a_worker_with_new_weights(rollout: Rollout) -> None:
-    sampling = asyncio.create_task(rollout.sample(Wanted(oldest_step=5)))
+    sampling = asyncio.create_task(rollout.sample(RequiredWeights(oldest_step=5)))
     rollout.a.version = Version(1, 6)
     rollout.list(rollout.a, rollout.b, run_id="another")
     await asyncio.sleep(0)
@@ -267,7 +267,7 @@ async def test_turns_wait_while_no_worker_is_there(rollout: Rollout) -> None:
 
 
 async def test_an_evaluation_whose_worker_is_gone_goes_back(rollout: Rollout) -> None:
-    pinned = Wanted(pinned=Version(1, 4), pinned_member="a")
+    pinned = RequiredWeights(pinned=Version(1, 4), pinned_member="a")
     assert (await rollout.sample(pinned)).token_ids.tolist() == [11, 12]
     (request,) = rollout.a.requests
     assert (request.pinned_version.session, request.pinned_version.step) == (1, 4)
@@ -278,21 +278,21 @@ async def test_an_evaluation_whose_worker_is_gone_goes_back(rollout: Rollout) ->
     assert rollout.b.requests == []
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_a_turn_that_ends_workers_is_the_cause_after_a_few_of_them(rollout: Rollout) -> None:
     rollout.a.script = [breaks] * MAX_BREAKS
     rollout.b.script = [breaks] * MAX_BREAKS
-    with pytest.raises(EnginesEnd, match=f"{MAX_BREAKS} answers to one turn of 3 prompt tokens"):
+    with pytest.raises(WorkersEnd, match=f"{MAX_BREAKS} answers to one turn of 3 prompt tokens"):
         await rollout.sample()
     assert len(rollout.a.requests) + len(rollout.b.requests) == MAX_BREAKS
 
 
-@pytest.mark.usefixtures("brief")
+@brief
 async def test_suspect_turns_are_asked_for_one_at_a_time(rollout: Rollout) -> None:
     """Turns that were there when workers died wait for each other, so only the cause meets every death."""
     rollout.list(rollout.a)
     rollout.a.script = [breaks, breaks, breaks, breaks, until_cancelled]
-    turns = [TURN._replace(session=str(index)) for index in range(2)]
+    turns = [TURN._replace(conversation=str(index)) for index in range(2)]
     sampling = [asyncio.create_task(rollout.sample(turn=turn)) for turn in turns]
     async with asyncio.timeout(PATIENCE_S):
         while len(rollout.a.requests) < 5:  # noqa: ASYNC110 - the count has no event
@@ -325,7 +325,7 @@ async def test_a_turn_that_is_cancelled_ends_at_the_worker(rollout: Rollout) -> 
 
 async def test_connections_to_workers_that_are_gone_are_closed(rollout: Rollout) -> None:
     await rollout.sample()
-    await rollout.sample(turn=TURN._replace(session="8/0"))
-    assert len(rollout.engines._channels) == 2
+    await rollout.sample(turn=TURN._replace(conversation="8/0"))
+    assert len(rollout.workers._channels) == 2
     rollout.list(rollout.b)
-    assert len(rollout.engines._channels) == 1
+    assert len(rollout.workers._channels) == 1

@@ -1,15 +1,15 @@
-"""The HTTP server of agents, on this host's loopback: every sample has a base URL of its own.
+"""Serves agents over HTTP on this host's loopback, at a separate base URL for every sample.
 
-    http://127.0.0.1:PORT/SECRET/v1
+http://127.0.0.1:PORT/SECRET/v1
 
-A program that takes an OpenAI base URL needs nothing else: whoever knows the secret is the session, whatever API key is
-sent. Promise: a request is answered from its session alone, after its turn is recorded; requests of a session that has ended
-are refused; and none ends the service.
+A program that accepts an OpenAI base URL needs nothing else: the secret identifies the conversation, and any API key is
+accepted. Promise: a request is answered only from its own conversation and after its turn is recorded. Requests of an
+ended conversation are refused. No request ends the service.
 
-Order of waiting: a request waits for its session's turn, which waits for a rollout worker and for the journal. The end of a
-session cancels its requests.
+Order of waiting: a request waits for a turn of its conversation, which waits for a rollout worker and for the turn log.
+The end of a conversation cancels its requests.
 
-A turn is recorded before it is answered, so a stream has the whole answer in few events, in the shapes of the public endpoint.
+A turn is recorded before it is answered, so a stream sends all of it in a few events, in the public endpoint's formats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
-from paceline.environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
+from paceline.environment.protocols import AgentAnswer, AgentConversation, AgentRequest, ConversationAddress, LeaseLost
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
@@ -43,7 +43,7 @@ from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Connections of the host's own programs, of which each may hold several."""
+"""Limits the connections of programs on this host, each of which may open several."""
 
 MAX_BODIES = 64
 MAX_STOP_IDS = 16
@@ -52,15 +52,15 @@ log = logging.getLogger(__name__)
 
 
 class _Open:
-    """A session with the requests that wait for its turns."""
+    """A conversation with its waiting requests."""
 
-    def __init__(self, session: AgentSession) -> None:
+    def __init__(self, session: AgentConversation) -> None:
         self.session = session
         self.requests: set[asyncio.Task[AgentAnswer]] = set()
 
 
-class SessionServer:
-    """Sessions of one run's agents; an async context manager. Implements `SessionHost`."""
+class ConversationServer:
+    """Serves the conversations of one run's agents. An async context manager. Implements `ConversationHost`."""
 
     def __init__(self, run_id: str, tokenizer: Any) -> None:
         self._run_id, self._tokenizer = run_id, tokenizer
@@ -69,7 +69,7 @@ class SessionServer:
         self._seldom = RateLimitedLog(log, LOG_S)
         self._port = 0
         self._listener = JsonListener(
-            "the server of agents' sessions",
+            "the conversation server of agents",
             "free a port",
             max_connections=MAX_CONNECTIONS,
             share_of_address=1.0,
@@ -83,7 +83,7 @@ class SessionServer:
         router.add_post("/{key}/inference/v1/generate", self._generate)
         router.add_post("/{key}/v1/inference/v1/generate", self._generate)
 
-    async def __aenter__(self) -> SessionServer:
+    async def __aenter__(self) -> ConversationServer:
         self._port = await self._listener.start(HOST, 0)
         return self
 
@@ -91,12 +91,12 @@ class SessionServer:
         await self._listener.close()
 
     @contextlib.asynccontextmanager
-    async def open(self, session: AgentSession) -> AsyncIterator[SessionAddress]:
-        """Serve a session while the context is open; its requests that still run at the end are cancelled."""
+    async def open(self, session: AgentConversation) -> AsyncIterator[ConversationAddress]:
+        """Serve a conversation while the context is open. Requests that still run at the end are cancelled."""
         key, opened = secrets.token_urlsafe(24), _Open(session)
         self._sessions[key] = opened
         try:
-            yield SessionAddress(f"http://{HOST}:{self._port}/{key}/v1", key)
+            yield ConversationAddress(f"http://{HOST}:{self._port}/{key}/v1", key)
         finally:
             del self._sessions[key]
             requests = list(opened.requests)
@@ -149,7 +149,7 @@ class SessionServer:
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _chat_request(self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]) -> AgentRequest:
-        """Return what a chat asks of its session. Raises Unsupported."""
+        """Return the request of a chat for its conversation. Raises Unsupported."""
         self._check(ask)
         self._note_parameters(ask)
         effort = self._template.effort_kwargs(ask.reasoning_effort)
@@ -166,11 +166,11 @@ class SessionServer:
     def _session(self, request: web.Request) -> _Open:
         opened = self._sessions.get(request.match_info["key"])
         if opened is None:
-            raise NotFound("no episode has this URL, or it is over; take the base URL that the episode was given")
+            raise NotFound("no episode has this URL, or it is over; use the base URL that the episode was given")
         return opened
 
     async def _answer(self, opened: _Open, request: AgentRequest) -> AgentAnswer:
-        """Return the session's answer. Raises Conflict when the session ends before."""
+        """Return the conversation's answer. Raises Conflict if the conversation ends first."""
         task = asyncio.ensure_future(opened.session.answer(request))
         opened.requests.add(task)
         task.add_done_callback(opened.requests.discard)
@@ -181,10 +181,10 @@ class SessionServer:
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Conflict(OVER) from None
-            raise  # the client is gone: its turn goes on, and a repeated request gets it
+            raise  # the client is gone: the turn continues, and a repeated request gets its answer
 
     def _check(self, ask: Ask) -> None:
-        """Raises Unsupported for what would change the tokens and cannot be had in an episode."""
+        """Raise Unsupported for parameters that change the tokens and are impossible in an episode."""
         if (ask.n or 1) > 1:
             raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove it", "n")
         if ask.stops:
@@ -197,7 +197,7 @@ class SessionServer:
         self._check_ids("stop_token_ids", ask.stop_token_ids or ())
         if isinstance(ask, ChatAsk) and ask.tool_choice.kind in ("required", "function"):
             raise Unsupported(
-                f"tool_choice is {ask.tool_choice.kind!r}, but in an episode the model decides; take 'auto'",
+                f"tool_choice is {ask.tool_choice.kind!r}, but in an episode the model decides; use 'auto'",
                 "tool_choice",
             )
 
@@ -206,7 +206,7 @@ class SessionServer:
             raise Unsupported(f"{field} has {max(ids)}, but the vocabulary has {size} tokens", field)
 
     def _note_parameters(self, ask: Ask) -> None:
-        """Say that the run's sampling parameters count, because the learner's log-probabilities are of those."""
+        """Warn that the run's sampling parameters apply, because the learner's log-probabilities assume them."""
         named = [
             name
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens")
@@ -214,7 +214,7 @@ class SessionServer:
         ]
         if named:
             self._seldom.warning(
-                "parameters", "an agent sets %s; its turns are sampled as the run says", ", ".join(named)
+                "parameters", "an agent sets %s; its turns are sampled with the run's parameters", ", ".join(named)
             )
 
 
@@ -222,7 +222,7 @@ OVER = "this episode is over: the program may end"
 
 
 def _newest(answer: AgentAnswer) -> Version:
-    """Return the newest version of a turn, which has a token at least."""
+    """Return the newest version of a turn, which has at least one token."""
     return max(Version(span.session, span.step) for span in answer.turn.spans)
 
 
@@ -245,7 +245,7 @@ async def _identity(request: web.Request) -> Json:
         retry_count = int(request.headers.get("x-stainless-retry-count", "0"))
     except ValueError:
         retry_count = 0
-    content = await request.read()  # kept by the first call
+    content = await request.read()  # aiohttp keeps what the first call has read
     return {"body_digest": xxhash.xxh3_128_hexdigest(content), "retry_count": retry_count}
 
 
@@ -264,7 +264,7 @@ def choice_of(answer: AgentAnswer) -> Choice:
 
 
 def events_of(frame: Frame, choice: Choice) -> list[Event]:
-    """Return the events of a stream of the choice, all at once."""
+    """Return all events of a stream of the choice."""
     whole = Delta(0, choice.parts, list(choice.token_ids), list(choice.logprobs), 0, 0, choice.spans)
     return [*frame.begin(1), *frame.add(whole), *frame.end(choice), *frame.finish([choice])]
 

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rows import Place, RowTokens, build_rows, joined, turn_arrays
+from paceline.environment.transcripts import (
+    Continuation,
+    TranscriptTokens,
+    build_transcripts,
+    join_transcripts,
+    turn_arrays,
+)
 from paceline.groups import Turn, VersionSpan
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import TurnArrays
@@ -21,7 +27,7 @@ def ids(*values: int) -> Any:
 def arrays(row: int, context: Any, *sampled: int, step: int = 4) -> TurnArrays:
     logprobs = np.array([-value / 10 for value in sampled], np.float32)
     span = (VersionSpan(1, step, 0, len(sampled)),)
-    return turn_arrays(Place(row, context), SampledTurn(ids(*sampled), logprobs, span, "stop", ""))
+    return turn_arrays(Continuation(row, context), SampledTurn(ids(*sampled), logprobs, span, "stop", ""))
 
 
 def note(reason: str = "stop", reward: float | None = None) -> pb.TurnNote:
@@ -32,27 +38,27 @@ def note(reason: str = "stop", reward: float | None = None) -> pb.TurnNote:
 
 
 def test_a_prompt_goes_on_in_the_longest_row_that_it_extends() -> None:
-    rows = RowTokens()
-    assert rows.place(ids(1, 2)).row == 0
-    rows.add(arrays(0, ids(1, 2), 3))  # 1 2 3
-    rows.add(arrays(1, ids(1), 2))  # 1 2
-    place = rows.place(ids(1, 2, 3, 9))
-    assert (place.row, place.context_ids.tolist()) == (0, [9])
-    place = rows.place(ids(1, 2, 8))
-    assert (place.row, place.context_ids.tolist()) == (1, [8])
-    assert rows.place(ids(1, 2, 3)).context_ids.tolist() == []
-    assert rows.place(ids(1)).row == 2  # shorter than any row
-    assert rows.place(ids(5, 2, 3)).row == 2
-    rows.close(0)
-    assert rows.place(ids(1, 2, 3, 9)).row == 1
+    transcripts = TranscriptTokens()
+    assert transcripts.continuation(ids(1, 2)).transcript == 0
+    transcripts.add(arrays(0, ids(1, 2), 3))  # 1 2 3
+    transcripts.add(arrays(1, ids(1), 2))  # 1 2
+    continuation = transcripts.continuation(ids(1, 2, 3, 9))
+    assert (continuation.transcript, continuation.context_ids.tolist()) == (0, [9])
+    continuation = transcripts.continuation(ids(1, 2, 8))
+    assert (continuation.transcript, continuation.context_ids.tolist()) == (1, [8])
+    assert transcripts.continuation(ids(1, 2, 3)).context_ids.tolist() == []
+    assert transcripts.continuation(ids(1)).transcript == 2  # shorter than any row
+    assert transcripts.continuation(ids(5, 2, 3)).transcript == 2
+    transcripts.close(0)
+    assert transcripts.continuation(ids(1, 2, 3, 9)).transcript == 1
 
 
 def test_rows_of_the_same_tokens_are_ambiguous() -> None:
-    rows = RowTokens()
-    rows.add(arrays(0, ids(1), 2))
-    rows.add(arrays(1, ids(1), 2))
-    place = rows.place(ids(1, 2, 3))
-    assert (place.row, place.context_ids.tolist()) == (2, [1, 2, 3])
+    transcripts = TranscriptTokens()
+    transcripts.add(arrays(0, ids(1), 2))
+    transcripts.add(arrays(1, ids(1), 2))
+    continuation = transcripts.continuation(ids(1, 2, 3))
+    assert (continuation.transcript, continuation.context_ids.tolist()) == (2, [1, 2, 3])
 
 
 def test_turns_build_rows_with_what_was_read_masked() -> None:
@@ -61,7 +67,7 @@ def test_turns_build_rows_with_what_was_read_masked() -> None:
         (arrays(1, ids(9), 13, step=5), note()),
         (arrays(0, ids(3), 14, step=6), note("length")),
     ]
-    rows, found = build_rows(turns)
+    rows, found = build_transcripts(turns)
     first, second = rows
     assert (first.prompt_ids.tolist(), first.token_ids.tolist()) == ([1, 2], [11, 12, 3, 14])  # type: ignore[union-attr]
     assert first.sampled_T.tolist() == [True, True, False, True]  # type: ignore[union-attr]
@@ -80,16 +86,16 @@ def test_turns_that_are_left_out_leave_no_trace() -> None:
         (arrays(1, ids(2), 12), note("length")),
         (arrays(2, ids(3), 13), note()),
     ]
-    rows, found = build_rows(turns, left_out=(0, 2))
+    rows, found = build_transcripts(turns, left_out=(0, 2))
     assert [row.token_ids.tolist() for row in rows] == [[11], [13]]
     assert rows[0].finish_reason == "stop"
     assert [turn[:3] for turn in found] == [(0, 0, 1), (1, 0, 1)]
 
 
 def test_samples_are_joined_to_a_group() -> None:
-    one = build_rows([(arrays(0, ids(1), 11), note()), (arrays(1, ids(2), 12), note())])
-    none = build_rows([])
-    rows, owners, turns = joined([one, none, one])
+    one = build_transcripts([(arrays(0, ids(1), 11), note()), (arrays(1, ids(2), 12), note())])
+    none = build_transcripts([])
+    rows, owners, turns = join_transcripts([one, none, one])
     assert owners == (0, 0, 2, 2)
     assert len(rows) == 4
     assert [turn[:3] for turn in turns] == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]
@@ -98,5 +104,5 @@ def test_samples_are_joined_to_a_group() -> None:
 
 def test_rows_of_a_truncated_episode_end_by_length() -> None:
     turns = [(arrays(0, ids(1, 2), 11), note()), (arrays(1, ids(3), 12), note())]
-    assert [row.finish_reason for row in build_rows(turns, truncated=True).rows] == ["length", "length"]
-    assert [row.finish_reason for row in build_rows(turns).rows] == ["stop", "stop"]
+    assert [row.finish_reason for row in build_transcripts(turns, truncated=True).transcripts] == ["length", "length"]
+    assert [row.finish_reason for row in build_transcripts(turns).transcripts] == ["stop", "stop"]

@@ -1,4 +1,4 @@
-"""Agents that send requests to a session: rows of what they sent, retries, auxiliary calls, limits, and their record."""
+"""Agents that send requests to a conversation: transcripts, retries, auxiliary calls, limits, recorded turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from episode_world import (
     HERMES,
-    MemoryJournal,
+    MemoryTurnLog,
     ScriptedSource,
     ids_of,
     lease,
@@ -28,12 +28,12 @@ from paceline.environment import episodes
 from paceline.environment.hosting.classes import ClassFacts
 from paceline.environment.protocols import (
     AgentAnswer,
+    AgentConversation,
     AgentRequest,
-    AgentSession,
+    ConversationAddress,
     EnvironmentFailed,
-    GroupRows,
+    FinishedGroup,
     LeaseLost,
-    SessionAddress,
     TurnRequest,
 )
 from paceline.environment.setting import EpisodeSetting, Stopwatch
@@ -44,10 +44,10 @@ Message = Mapping[str, Any]
 
 
 class Client:
-    """An agent's client of one session."""
+    """An agent's client of one conversation."""
 
-    def __init__(self, session: AgentSession) -> None:
-        self._session = session
+    def __init__(self, conversation: AgentConversation) -> None:
+        self._conversation = conversation
 
     async def ask(
         self,
@@ -60,7 +60,7 @@ class Client:
         body = json.dumps([list(messages), list(tools), ids, limit])
         digest = xxhash.xxh3_128(body.encode()).hexdigest()
         prompt_ids = None if ids is None else np.array(ids, np.int32)
-        return await self._session.answer(AgentRequest(messages, tools, {}, prompt_ids, limit, digest, retry))
+        return await self._conversation.answer(AgentRequest(messages, tools, {}, prompt_ids, limit, digest, retry))
 
     async def chat(self, messages: list[Message], text: str, **options: Any) -> list[Message]:
         """Say something; return the messages with the answer."""
@@ -73,19 +73,19 @@ Program = Callable[[Client, Mapping[str, Any]], Awaitable[float | None]]
 
 
 class Host:
-    """Sessions without a server: a key names the session."""
+    """Conversations without a server: a key names each."""
 
     def __init__(self) -> None:
-        self.sessions: dict[str, AgentSession] = {}
+        self.conversations: dict[str, AgentConversation] = {}
 
     @asynccontextmanager
-    async def open(self, session: AgentSession) -> AsyncIterator[SessionAddress]:
-        key = f"key-{id(session)}"
-        self.sessions[key] = session
+    async def open(self, conversation: AgentConversation) -> AsyncIterator[ConversationAddress]:
+        key = f"key-{id(conversation)}"
+        self.conversations[key] = conversation
         try:
-            yield SessionAddress("http://127.0.0.1:1/v1", key)
+            yield ConversationAddress("http://127.0.0.1:1/v1", key)
         finally:
-            del self.sessions[key]
+            del self.conversations[key]
 
 
 class AgentCode:
@@ -98,7 +98,7 @@ class AgentCode:
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: Any) -> float | None:
         try:
-            return await self._program(Client(self._host.sessions[api_key]), row)
+            return await self._program(Client(self._host.conversations[api_key]), row)
         except (Conflict, InvalidInput, KeyError) as error:
             raise EnvironmentFailed(f"the agent raised {type(error).__name__}: {error}") from error
 
@@ -117,20 +117,20 @@ class World:
         self.tokenizer = merged_tokenizer(template)
         self.setting = EpisodeSetting.of(run_spec(environment=section), self.tokenizer)
         self.source = ScriptedSource(self.say, self.tokenizer)
-        self.journal, self.host = MemoryJournal(), Host()
+        self.turn_log, self.host = MemoryTurnLog(), Host()
         self.code = AgentCode(program, self.host, trains)
         self.texts = [f"answer {number}" for number in range(100)]
 
     def say(self, request: TurnRequest, number: int) -> tuple[list[int], str]:
         return ids_of(self.texts[number], self.tokenizer), "stop"
 
-    async def run(self, num_samples: int = 1, **changes: Any) -> GroupRows:
-        leased = lease("", num_samples, journal=dict(self.journal.samples), **changes)
-        rows = await run_group(self.setting, self.source, self.code, leased, self.journal, self.host)
-        assert self.host.sessions == {}
+    async def run(self, num_samples: int = 1, **changes: Any) -> FinishedGroup:
+        leased = lease("", num_samples, recorded=dict(self.turn_log.samples), **changes)
+        rows = await run_group(self.setting, self.source, self.code, leased, self.turn_log, self.host)
+        assert self.host.conversations == {}
         return rows
 
-    def read(self, rows: GroupRows) -> list[str]:
+    def read(self, rows: FinishedGroup) -> list[str]:
         return [self.tokenizer.decode(row_tokens(completion)) for completion in rows.completions]
 
 
@@ -291,9 +291,9 @@ async def test_auxiliary_calls_are_answered_recorded_and_left_out() -> None:
     rows = await world.run()
     assert [text.count("title") for text in world.read(rows)] == [0]
     assert [len(turn) for turn in (rows.rows.turns,)] == [2]
-    last = world.journal.samples[0].turns[-1][1]
+    last = world.turn_log.samples[0].turns[-1][1]
     assert list(last.left_out) == [0, 2, 4]
-    assert len(world.journal.samples[0].turns) == 5
+    assert len(world.turn_log.samples[0].turns) == 5
 
 
 async def test_an_answer_that_nobody_got_does_not_train() -> None:
@@ -316,7 +316,7 @@ async def test_an_answer_that_nobody_got_does_not_train() -> None:
     world.source.before = second
     rows = await world.run()
     assert [text.count("answer") for text in world.read(rows)] == [1, 1]
-    assert list(world.journal.samples[0].turns[-1][1].left_out) == [1]
+    assert list(world.turn_log.samples[0].turns[-1][1].left_out) == [1]
 
 
 async def test_requests_of_token_ids_extend_rows_too() -> None:
@@ -407,7 +407,7 @@ async def test_a_program_that_fails_ends_its_life(requests: int) -> None:
 
     world = World(program)
     rows = await world.run()
-    ((_, life, reason, error, give_up),) = world.journal.ended
+    ((_, life, reason, error, give_up),) = world.turn_log.ended
     assert (life, reason, give_up) == (1, "environment_failed", False)
     assert "the agent raised KeyError: 'answer'" in error
     assert rows.samples[0].ending == "done"
@@ -443,27 +443,27 @@ async def test_a_deterministic_agent_goes_on_from_its_record(records: int) -> No
     expected = World(three_turns, deterministic=True)
     want = await expected.run()
     world = World(three_turns, deterministic=True)
-    world.journal.fail_at = records
+    world.turn_log.fail_at = records
     with pytest.raises(LeaseLost):
         await world.run()
-    world.journal.fail_at = None
+    world.turn_log.fail_at = None
     world.source = ScriptedSource(lambda request, number: world.say(request, number + records), world.tokenizer)
     rows = await world.run()
     assert world.read(rows) == expected.read(want)
     assert [turn[:3] for turn in rows.rows.turns] == [turn[:3] for turn in want.rows.turns]
     assert rows.samples[0].messages_json == want.samples[0].messages_json
     assert len(world.source.asked) == 3 - records
-    assert (world.journal.ended, world.setting.counts.replayed) == ([], records > 0)
+    assert (world.turn_log.ended, world.setting.counts.replayed) == ([], records > 0)
 
 
 async def test_an_agent_that_is_not_deterministic_begins_again() -> None:
     world = World(three_turns)
-    world.journal.fail_at = 1
+    world.turn_log.fail_at = 1
     with pytest.raises(LeaseLost):
         await world.run()
-    world.journal.fail_at = None
+    world.turn_log.fail_at = None
     rows = await world.run()
-    assert [ended[:3] for ended in world.journal.ended] == [(0, 1, "restarted")]
+    assert [ended[:3] for ended in world.turn_log.ended] == [(0, 1, "restarted")]
     assert len(rows.rows.turns) == 3
 
 
@@ -476,31 +476,31 @@ async def test_what_an_agent_does_not_ask_for_again_is_left_out() -> None:
         await client.chat(await client.chat([], f"life {len(lives)}"), "more")
 
     world = World(program, deterministic=True)
-    world.journal.fail_at = 1
+    world.turn_log.fail_at = 1
     with pytest.raises(LeaseLost):
         await world.run()
-    world.journal.fail_at = None
+    world.turn_log.fail_at = None
     rows = await world.run()
     assert "life 2" in world.read(rows)[0]
     assert len(rows.completions) == 1
-    assert list(world.journal.samples[0].turns[-1][1].left_out) == [0]
+    assert list(world.turn_log.samples[0].turns[-1][1].left_out) == [0]
 
 
 async def test_a_sample_whose_last_turn_is_recorded_already_ends_with_a_turn_that_is_left_out() -> None:
     async def program(client: Client, row: Mapping[str, Any]) -> float:
         messages = await client.chat([], "one")
-        if world.journal.fail_at is not None:
+        if world.turn_log.fail_at is not None:
             await client.chat(messages, "two")
         return 2.0
 
     world = World(program, deterministic=True)
-    world.journal.fail_at = 1
+    world.turn_log.fail_at = 1
     with pytest.raises(LeaseLost):
         await world.run()
-    world.journal.fail_at = None
+    world.turn_log.fail_at = None
     rows = await world.run()
     assert [text.count("answer") for text in world.read(rows)] == [1]
-    turns = world.journal.samples[0].turns
+    turns = world.turn_log.samples[0].turns
     assert (len(turns), list(turns[-1][1].left_out), len(turns[-1][0].token_ids)) == (2, [1], 1)
     assert rows.samples[0].reward == 2.0
 
@@ -517,7 +517,7 @@ async def test_a_lost_lease_ends_the_program() -> None:
             raise
 
     world = World(program)
-    world.journal.fail_at = 0
+    world.turn_log.fail_at = 0
     with pytest.raises(LeaseLost):
         await world.run(num_samples=2)
     assert all("another worker holds the lease" in text for text in ended)
