@@ -33,9 +33,9 @@ single sequences, every gradient agrees, the export loads with the same logits, 
 prompt and after each decoded token are within 1e-5. Sequences are longer than the sliding windows.
 
 On GPUs in 16-bit types the learner takes flash attention instead, FlashAttention-3 where the GPU is a Hopper and the
-package `flash_attn_interface` is installed and `policy.deterministic` is false. The comparison there (`make gpu`) needs
-a GPU and was not made. The same holds for vLLM: it loads these architectures, and `make test-vllm` compares Qwen3 and
-Llama only ([vllm.md](vllm.md)).
+package `flash_attn_interface` is installed and `policy.deterministic` is false. The comparison there
+(`make campaign NAME=gpu`) needs a GPU and was not made. The same holds for vLLM: it loads these architectures, and
+`make test-vllm` compares Qwen3 and Llama only ([vllm.md](vllm.md)).
 
 | models | class in transformers | learner, export, native engine | GPU | what is special |
 |---|---|---|---|---|
