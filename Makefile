@@ -140,7 +140,7 @@ lint-deploy: $(STAMP) $(HELM_STAMP)
 	$(BIN)/python deploy/render.py --check
 	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/docker/Dockerfile; \
 	else echo "SKIPPED: hadolint has no build for this platform"; fi
-	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy
+	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy .github .pre-commit-config.yaml CITATION.cff
 	@for helm in $(VENV)/helm/*/helm; do for values in deploy/helm/paceline/values-*.yaml; do \
 	    (set -x; $$helm lint --strict --quiet deploy/helm/paceline --values $$values) || exit 1; done; done
 	@if command -v promtool >/dev/null; then set -x; promtool check rules deploy/helm/paceline/files/alerts.yaml \

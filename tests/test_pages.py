@@ -20,7 +20,7 @@ from paceline.spec.keys import ITEM, keys
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/pull_request_template.md")),
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "commands.md"),
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
