@@ -57,7 +57,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor campaign lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
+.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor campaign lint lint-python lint-protos lint-deploy protos locks audit pages site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -137,7 +137,6 @@ lint-protos: $(STAMP)
 	echo "SKIPPED: buf breaking, since there is no main branch with protos/ to compare with"
 
 lint-deploy: $(STAMP) $(HELM_STAMP)
-	$(BIN)/python deploy/render.py --check
 	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/docker/Dockerfile; \
 	else echo "SKIPPED: hadolint has no build for this platform"; fi
 	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy .github .pre-commit-config.yaml CITATION.cff
@@ -154,9 +153,6 @@ lint-deploy: $(STAMP) $(HELM_STAMP)
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python protos/generate.py
-
-images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
-	$(BIN)/python deploy/render.py
 
 locks: ## Renew the lock files of the images and of make; needs uv (LOCKS="control worker")
 	$(PYTHON) deploy/docker/lock.py $(LOCKS)
