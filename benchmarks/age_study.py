@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from objective_runs.curves import Style, write_curves
 from objective_runs.policy import imitate_until, train
+from short_form import parse
 
 from paceline.client import Client
 from paceline.services.demo.run import make_files
@@ -79,15 +81,27 @@ PLOTTED = {
 def main() -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="results, one line of JSON a run; added to")
+    parser.add_argument("--out", type=Path, help="results, one line of JSON a run; added to")
     parser.add_argument("--work", type=Path, help="models and runs; default <out>.files")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated, of {', '.join(ARMS)}")
     parser.add_argument("--services", action="store_true", help="real services, ages vary up to the arm's")
     parser.add_argument("--plot", type=Path, help="write the curves here (.svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    options = parser.parse_args()
+    options = parse(parser, seeds="0", arms="age-4")
     torch.set_num_threads(1)
+    if options.short and options.out is None:
+        with tempfile.TemporaryDirectory(prefix="age-study-") as folder:
+            options.out = Path(folder) / "age.jsonl"
+            study(options)
+    elif options.out is None:
+        parser.error("--out is missing: the file that results are added to")
+    else:
+        study(options)
+
+
+def study(options: argparse.Namespace) -> None:
+    """Run what is missing in the file of results, and print the table."""
     work = options.work or options.out.with_suffix(".files")
     for name in options.arms.split(","):
         for seed in map(int, options.seeds.split(",")):

@@ -34,6 +34,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 import xxhash
 from random_model import write_random_model
+from short_form import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED_BYTES = 2_000_000_000
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compare", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, layers=1)
     if arguments.as_rank:
         return as_rank(arguments.as_rank[0], Path(arguments.as_rank[1]))
     if arguments.compare:

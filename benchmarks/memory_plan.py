@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from short_form import parse
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "FOLDER"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, shape=["long rows"])
     sys.path.insert(0, str(ROOT))
     if options.one:
         name, folder = options.one
