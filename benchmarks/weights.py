@@ -57,7 +57,7 @@ def main() -> None:
         versions=2,
         hosts=2,
         chain_bytes=4_000_000,
-        simulated=8,
+        simulated=4,
         publish_bytes=64 << 20,
     )
     result: dict[str, Any] = {"machine": _machine()}
@@ -96,7 +96,7 @@ def _by_host(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         )
         found |= {"publish": row, "publish_block_over_memcpy": row["publish_block_over_memcpy"]}
     if options.simulated:
-        rows = asyncio.run(many_hosts.measure(options.simulated, 4 << 20, 256, 5e5))
+        rows = asyncio.run(many_hosts.measure(options.simulated, 1 << (18 if options.short else 22), 256, 5e5))
         print(f"{options.simulated} simulated hosts: {rows}", file=sys.stderr)
         found["simulated"] = rows
     return found

@@ -34,7 +34,7 @@ def test_the_short_form_of_a_benchmark_prints_its_result(name: str, tmp_path: Pa
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     assert "Traceback" not in ended.stderr
-    assert ended.stdout.strip() or "skipped: " in ended.stderr
+    assert ended.stdout.strip() or ended.stderr.strip()  # some print their rows on stderr, and JSON alone on stdout
 
 
 def test_every_benchmark_has_a_short_form_and_a_line_in_the_readme() -> None:
@@ -44,4 +44,4 @@ def test_every_benchmark_has_a_short_form_and_a_line_in_the_readme() -> None:
         assert re.search(r"short_form import|--short", source), name
         assert ast.get_docstring(ast.parse(source)), name
         assert f"benchmarks/{name}.py" in readme or f"`make {name}`" in readme or f"NAME={name}`" in readme, name
-    assert all((BENCHMARKS / f"{name}.py").is_file() for name in re.findall(r"benchmarks/(\w+)\.py", readme))
+    assert all((BENCHMARKS / f"{name}.py").is_file() for name in re.findall(r"(?<!tests/)benchmarks/(\w+)\.py", readme))
