@@ -69,6 +69,9 @@ ARMS = {
     "age-16": Arm(16),
 }
 
+SHORT = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=60")
+"""Settings of every arm with --short."""
+
 PLOTTED = {
     "age-0": Style("#444444"),
     "age-4": Style("#1f77b4"),
@@ -109,7 +112,11 @@ def study(options: argparse.Namespace) -> None:
             if (name, seed, options.services) in done:
                 continue
             run = run_services if options.services else run_lagged
-            result = {"arm": name, "seed": seed, "services": options.services, **run(work, ARMS[name], seed)}
+            arm = ARMS[name]
+            if options.short:
+                arm = arm._replace(settings=(*arm.settings, *SHORT))
+            share, held_out = (0.0, 32) if options.short else (STARTS_AT, HELD_OUT)
+            result = {"arm": name, "seed": seed, "services": options.services, **run(work, arm, seed, share, held_out)}
             with options.out.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             if not options.json:
@@ -126,22 +133,22 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_lagged(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+def run_lagged(work: Path, arm: Arm, seed: int, share: float, held_out: int) -> dict[str, Any]:
     """One run of exactly this age, in this process."""
     files = make_files(work, seed)
-    model = imitate_until(files, STARTS_AT, seed)
+    model = imitate_until(files, share, seed)
     settings = (f"policy.model_name={model}", f"grpo.seed={seed}", *arm.settings)
-    return train(load_spec(files / "grpo.yaml", settings), files, arm.age, HELD_OUT)
+    return train(load_spec(files / "grpo.yaml", settings), files, arm.age, held_out)
 
 
-def run_services(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+def run_services(work: Path, arm: Arm, seed: int, share: float, held_out: int) -> dict[str, Any]:
     """One run with every service, η the arm's age; `age` is the mean of trained tokens over the run's second half."""
     files = make_files(work, seed)
-    model = imitate_until(files, STARTS_AT, seed)
+    model = imitate_until(files, share, seed)
     settings = (
         f"policy.model_name={model}",
         f"grpo.seed={seed}",
-        f"grpo.max_val_samples={HELD_OUT}",
+        f"grpo.max_val_samples={held_out}",
         f"async_grpo.max_trajectory_age_steps={arm.age}",
         *arm.settings,
     )
