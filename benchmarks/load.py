@@ -46,6 +46,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+SHORT = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
 
 
 class AnonymousPeak:
@@ -222,7 +223,8 @@ def main() -> None:
         from transformers import Qwen2Config
 
         folder = Path(scratch) / "model"
-        config = Qwen2Config(**SHAPE, num_hidden_layers=arguments.layers, dtype="bfloat16")
+        shape = SHAPE | SHORT if arguments.short else SHAPE
+        config = Qwen2Config(**shape, num_hidden_layers=arguments.layers, dtype="bfloat16")
         result: dict[str, Any] = {"parameters": write_random_model(folder, config, 1 << 28)}
         result |= measure(str(folder), folder, Path(scratch) / "local", arguments.ranks)
         if arguments.s3:
