@@ -44,11 +44,20 @@ timed = start=$$(date +%s); status=0; (set -x; $(1)) || status=$$?; \
 unexport PYTHONDONTWRITEBYTECODE
 ENGINE ?= native
 KILLS ?= 4
+# Campaigns of `make campaign`: the program of each, and what it does. Most take ARGS="--help".
+campaign_chaos := tests/chaos/campaign.py ## Kill, stop, cut off and deceive every role in short runs
+campaign_hosts := tests/hosts/hosts_campaign.py ## Train on hosts that share only a network, and lose a learner's node; needs root
+campaign_strangers := tests/hosts/strangers.py ## Attack a deployment that trains, without certificates or rights; needs root
+campaign_meshes := tests/meshes/mesh_table.py ## Compare meshes of two and four learner ranks with one rank
+campaign_fuzz := tests/fuzz/fuzz.py ## Send malformed messages to every port of a cluster that trains
+campaign_soak := tests/weights/weight_soak.py ## Kill and stop receivers and learner ranks during a publish
+campaign_churn := tests/weights/weight_churn.py ## Let rollout workers join and leave every few seconds of a run
+campaign_gpu := benchmarks/gpu.py ## Test and measure a GPU within the given minutes; continues an interrupted run
 BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit site clean
+.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor campaign lint lint-python lint-protos lint-deploy protos locks audit site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -88,30 +97,17 @@ test-vllm-slow: $(VLLM_STAMP) ## Run those of its tests that take long (KILLS=20
 test-torch-floor: $(FLOOR_STAMP) ## Run the learner's and the engine's tests with the oldest torch that is promised, in an environment of their own
 	@$(call timed,$(FLOOR_VENV)/bin/python $(PYTEST) -m "not gpu and not slow and not vllm" $(or $(TESTS),$(FLOOR_TESTS)))
 
-chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
-	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
-
-hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the loss of a learner's node (HOSTS="--steps 60"); needs root
-	$(BIN)/python tests/hosts/hosts_campaign.py $(HOSTS)
-
-strangers: $(STAMP) ## Try everything without certificates or rights against a deployment that trains (STRANGERS="--minutes 2.5"); needs root
-	$(BIN)/python tests/hosts/strangers.py $(STRANGERS)
-
-meshes: $(STAMP) ## Compare what meshes of two and four learner ranks compute with one rank
-	PYTHONPATH=.:tests/support:tests/support/models $(BIN)/python tests/meshes/mesh_table.py
-
+ifeq ($(NAME),)
+campaign: ## Run a campaign of faults, attacks or a GPU (NAME=chaos ARGS="--faults 20"); without NAME, list them
+	@awk -F ' := | ## ' '/^campaign_/ {sub("campaign_", ""); printf "  make campaign NAME=%-10s %s\n", $$1, $$3}' Makefile
+else ifndef campaign_$(NAME)
+campaign:
+	@echo "there is no campaign $(NAME); \`make campaign\` lists them" >&2; exit 2
+else
 # GPU_PYTHON names an interpreter whose packages are taken as they are, on a machine without a package index.
-gpu: $(if $(GPU_PYTHON),,$(STAMP)) ## Run the tests that need a GPU, and measure it, in the given time (GPU="--minutes 12", GPU_PYTHON=python3.12); goes on where it was cut short
-	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py $(GPU)
-
-fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
-	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
-
-soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of publishing (SOAK="--rounds 20 --phase transfer")
-	$(BIN)/python tests/weights/weight_soak.py $(SOAK)
-
-churn: $(STAMP) ## Let rollout workers join and leave every few seconds of a run (CHURN="--steps 60 --every 3")
-	$(BIN)/python tests/weights/weight_churn.py $(CHURN)
+campaign: $(if $(GPU_PYTHON),,$(STAMP))
+	$(or $(GPU_PYTHON),$(BIN)/python) $(campaign_$(NAME)) $(ARGS)
+endif
 
 size: $(STAMP) ## Print how large the product is, and which goals it misses
 	@$(BIN)/python benchmarks/size.py
@@ -138,10 +134,9 @@ lint-protos: $(STAMP)
 	echo "SKIPPED: buf breaking, since there is no main branch with protos/ to compare with"
 
 lint-deploy: $(STAMP) $(HELM_STAMP)
-	$(BIN)/python deploy/render.py --check
 	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/docker/Dockerfile; \
 	else echo "SKIPPED: hadolint has no build for this platform"; fi
-	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy
+	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy .github .pre-commit-config.yaml CITATION.cff
 	@for helm in $(VENV)/helm/*/helm; do for values in deploy/helm/paceline/values-*.yaml; do \
 	    (set -x; $$helm lint --strict --quiet deploy/helm/paceline --values $$values) || exit 1; done; done
 	@if command -v promtool >/dev/null; then set -x; promtool check rules deploy/helm/paceline/files/alerts.yaml \
@@ -155,9 +150,6 @@ lint-deploy: $(STAMP) $(HELM_STAMP)
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python protos/generate.py
-
-images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
-	$(BIN)/python deploy/render.py
 
 locks: ## Renew the lock files of the images and of make; needs uv (LOCKS="control worker")
 	$(PYTHON) deploy/docker/lock.py $(LOCKS)

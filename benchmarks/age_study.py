@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from objective_runs.curves import Style, write_curves
 from objective_runs.policy import imitate_until, train
+from short_form import parse
 
 from paceline.client import Client
 from paceline.services.demo.run import make_files
@@ -67,6 +69,9 @@ ARMS = {
     "age-16": Arm(16),
 }
 
+SHORT = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=60")
+"""Settings of every arm with --short."""
+
 PLOTTED = {
     "age-0": Style("#444444"),
     "age-4": Style("#1f77b4"),
@@ -79,15 +84,27 @@ PLOTTED = {
 def main() -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="results, one line of JSON a run; added to")
+    parser.add_argument("--out", type=Path, help="results, one line of JSON a run; added to")
     parser.add_argument("--work", type=Path, help="models and runs; default <out>.files")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated, of {', '.join(ARMS)}")
     parser.add_argument("--services", action="store_true", help="real services, ages vary up to the arm's")
     parser.add_argument("--plot", type=Path, help="write the curves here (.svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    options = parser.parse_args()
+    options = parse(parser, seeds="0", arms="age-4")
     torch.set_num_threads(1)
+    if options.short and options.out is None:
+        with tempfile.TemporaryDirectory(prefix="age-study-") as folder:
+            options.out = Path(folder) / "age.jsonl"
+            study(options)
+    elif options.out is None:
+        parser.error("--out is missing: the file that results are added to")
+    else:
+        study(options)
+
+
+def study(options: argparse.Namespace) -> None:
+    """Run what is missing in the file of results, and print the table."""
     work = options.work or options.out.with_suffix(".files")
     for name in options.arms.split(","):
         for seed in map(int, options.seeds.split(",")):
@@ -95,7 +112,11 @@ def main() -> None:
             if (name, seed, options.services) in done:
                 continue
             run = run_services if options.services else run_lagged
-            result = {"arm": name, "seed": seed, "services": options.services, **run(work, ARMS[name], seed)}
+            arm = ARMS[name]
+            if options.short:
+                arm = arm._replace(settings=(*arm.settings, *SHORT))
+            share, held_out = (0.0, 32) if options.short else (STARTS_AT, HELD_OUT)
+            result = {"arm": name, "seed": seed, "services": options.services, **run(work, arm, seed, share, held_out)}
             with options.out.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             if not options.json:
@@ -112,22 +133,22 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_lagged(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+def run_lagged(work: Path, arm: Arm, seed: int, share: float, held_out: int) -> dict[str, Any]:
     """One run of exactly this age, in this process."""
     files = make_files(work, seed)
-    model = imitate_until(files, STARTS_AT, seed)
+    model = imitate_until(files, share, seed)
     settings = (f"policy.model_name={model}", f"grpo.seed={seed}", *arm.settings)
-    return train(load_spec(files / "grpo.yaml", settings), files, arm.age, HELD_OUT)
+    return train(load_spec(files / "grpo.yaml", settings), files, arm.age, held_out)
 
 
-def run_services(work: Path, arm: Arm, seed: int) -> dict[str, Any]:
+def run_services(work: Path, arm: Arm, seed: int, share: float, held_out: int) -> dict[str, Any]:
     """One run with every service, η the arm's age; `age` is the mean of trained tokens over the run's second half."""
     files = make_files(work, seed)
-    model = imitate_until(files, STARTS_AT, seed)
+    model = imitate_until(files, share, seed)
     settings = (
         f"policy.model_name={model}",
         f"grpo.seed={seed}",
-        f"grpo.max_val_samples={HELD_OUT}",
+        f"grpo.max_val_samples={held_out}",
         f"async_grpo.max_trajectory_age_steps={arm.age}",
         *arm.settings,
     )

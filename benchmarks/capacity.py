@@ -29,6 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.short_form import parse  # noqa: E402
+
 HEAD = 32
 """Width of a head."""
 
@@ -174,7 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "FOLDER"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, shape=["demo"], rounds=1)
     if options.one:
         name, folder = options.one
         print(json.dumps(measure(Path(folder), (SHAPES | CALIBRATION)[name], options.rounds)))

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from short_form import parse
+
 from paceline.data.prompts import open_prompts
 from paceline.spec import DataSection
 
@@ -63,7 +65,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--file", type=Path)
     parser.add_argument("--kind", choices=("jsonl", "csv", "parquet"), default="jsonl")
-    options = parser.parse_args()
+    options = parse(parser, gigabytes=0.01)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_DATASETS_CACHE"] = folder  # read when `datasets` is imported, which a table does
         path = options.file or Path(folder) / f"train.{options.kind}"

@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from end_to_end import paceline_side, trl_environment
 from end_to_end.workload import Workload, write_workload
+from short_form import parse
 
 WARM_UP_STEPS = 3
 TRL_WARM_UP_STEPS = 1
@@ -36,8 +37,8 @@ def main() -> None:
     parser.add_argument("--skip-trl", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
-    workload = Workload()
+    options = parse(parser, steps=1, skip_trl=True)
+    workload = Workload(32, 1, 4, 4, 16, 8.0) if options.short else Workload()
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as name:
         directory = Path(name)
         write_workload(directory, workload)

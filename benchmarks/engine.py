@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from short_form import parse
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--engines", default="native", help="native, vllm, or both with a comma")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args()
+    options = parse(parser, size="demo", rounds=1)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     names = list(SIZES) if options.size == "both" else [options.size]

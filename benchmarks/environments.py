@@ -29,6 +29,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from short_form import parse
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--json", action="store_true")
-    chosen = parser.parse_args()
+    chosen = parse(parser, seconds=2.0, tool_s=0.2, tokens=4, hidden=64, layers=1)
     sizes = ClusterSection(rollout_workers=1, environment_workers=1, learner_ranks=1)
     sizes = sizes.model_copy(update={"reward_workers": 0})
     result: dict[str, Any] = {

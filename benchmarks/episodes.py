@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from benchmarks.short_form import parse  # noqa: E402
 from paceline.environment.episodes import run_episodes  # noqa: E402
 from paceline.environment.hosting.pool import UserCode  # noqa: E402
 from paceline.environment.protocols import EpisodeLease, SampledTurn, TurnParams, TurnRequest  # noqa: E402
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1000, help="episodes at a time")
     parser.add_argument("--turns", type=int, default=10, help="turns of each")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
+    arguments = parse(parser, sessions=16, turns=2)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     load = os.getloadavg()[0]

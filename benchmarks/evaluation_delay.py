@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from end_to_end.reward import share_of_small_digits
 from long_tail import service
 from long_tail.trainer import VARIABLE
+from short_form import parse
 
 from paceline.client import Client, state_name
 from paceline.services.demo.task import make_model, write_data
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--native", action="store_true", help="real arithmetic in place of the clock")
     parser.add_argument("--side", choices=["with", "without"], help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, pairs=1, evaluations=1, workers=1, longest=20)
     if options.side:
         print(json.dumps(measure(options)))
         return

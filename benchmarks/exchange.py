@@ -40,6 +40,7 @@ import numpy as np
 import psutil
 import zmq
 from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
+from short_form import parse
 
 from paceline.client import Client
 from paceline.host.resources import keep_freed_memory
@@ -194,11 +195,11 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the ledger lies; a temporary folder by default")
     parser.add_argument("--secure", action="store_true", help="with TLS and CURVE, beside the same loads without")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser, seconds=1.0, workers=8)
     keep_freed_memory()
     gc.freeze()
     loads, plain = [], []
-    for group_bytes, whole_life, groups_per_s in LOADS:
+    for group_bytes, whole_life, groups_per_s in LOADS[:2] if arguments.short else LOADS:
         for encrypted in (False, True) if arguments.secure else (False,):
             with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
                 use_certificates(Path(folder), encrypted)

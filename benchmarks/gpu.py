@@ -36,6 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks.short_form import parse  # noqa: E402
 from paceline.host.process import end_process  # noqa: E402
 
 LEAST_S = 15.0
@@ -336,7 +337,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--table", action="store_true", help="print the tables of the results' file")
     parser.add_argument("--list", action="store_true", help="print the cases and their limits")
-    options = parser.parse_args()
+    scratch = tempfile.TemporaryDirectory(prefix="gpu-short-")
+    results_of_trial = Path(scratch.name) / "results.json"
+    options = parse(parser, device="cpu", minutes=5.0, only=["head", "swap"], results=results_of_trial)
     everything = list(cases(options.device, options.model and str(Path(options.model).resolve())))
     if options.list:
         print("\n".join(f"{case.name:60} {case.limit_s:4.0f} s at most" for case in everything))

@@ -216,8 +216,10 @@ def run_fold(questions: list[dict[str, Any]], fold: int, folder: Path, options: 
 
 
 def main() -> None:
+    from short_form import parse  # the folder of a script is on the path
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="example_model_solutions.jsonl")
     parser.add_argument("--folds", type=int, default=2)
     parser.add_argument("--only-folds", type=int, help="stop after this many folds")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
@@ -230,7 +232,12 @@ def main() -> None:
     parser.add_argument("--rm-lr", type=float, default=4e-3)
     parser.add_argument("--offline-lr", type=float, default=1e-3)
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    options = parser.parse_args()
+    options = parse(parser, folds=2, only_folds=1, questions=24, steps=2, hidden=16, vocabulary=300)
+    if options.data is None:
+        if options.short:
+            print("skipped: the recorded solutions are not in this repository; --data FILE names them", file=sys.stderr)
+            return
+        parser.error("--data is missing: the file of recorded solutions")
     torch.set_num_threads(1)
     started_s = time.monotonic()
     questions = read_questions(options.data)[: options.questions]
@@ -266,7 +273,7 @@ def main() -> None:
         }
     result = {"questions": len(questions), **table, "seconds": round(time.monotonic() - started_s, 1)}
     print(json.dumps(result, indent=None if options.json else 2))
-    sys.exit(int(any(row["accuracy_after"] <= row["accuracy_before"] for row in table.values())))
+    sys.exit(int(not options.short and any(row["accuracy_after"] <= row["accuracy_before"] for row in table.values())))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from short_form import parse
 from torch import Tensor
 
 from paceline.learner.model.logprobs import chunked_logprobs
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser, vocabularies="2048", tokens="256")
     device = torch.device(arguments.device)
     torch.set_num_threads(1)
     measure(tiled, 1024, 64, arguments.hidden, device)  # the libraries' own memory

@@ -34,6 +34,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 import xxhash
 from random_model import write_random_model
+from short_form import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED_BYTES = 2_000_000_000
@@ -45,6 +46,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+SHORT = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
 
 
 class AnonymousPeak:
@@ -212,7 +214,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compare", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, layers=1)
     if arguments.as_rank:
         return as_rank(arguments.as_rank[0], Path(arguments.as_rank[1]))
     if arguments.compare:
@@ -221,7 +223,8 @@ def main() -> None:
         from transformers import Qwen2Config
 
         folder = Path(scratch) / "model"
-        config = Qwen2Config(**SHAPE, num_hidden_layers=arguments.layers, dtype="bfloat16")
+        shape = SHAPE | SHORT if arguments.short else SHAPE
+        config = Qwen2Config(**shape, num_hidden_layers=arguments.layers, dtype="bfloat16")
         result: dict[str, Any] = {"parameters": write_random_model(folder, config, 1 << 28)}
         result |= measure(str(folder), folder, Path(scratch) / "local", arguments.ranks)
         if arguments.s3:

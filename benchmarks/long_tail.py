@@ -30,6 +30,7 @@ from end_to_end.reward import share_of_small_digits
 from long_tail import service
 from long_tail.engine import DECODE_STEP_S, LONGEST, MEDIAN_TOKENS
 from long_tail.trainer import VARIABLE
+from short_form import parse
 
 from paceline.client import Client, state_name
 from paceline.services.demo.task import make_model, write_data
@@ -54,6 +55,8 @@ class Side:
     """Tokens that the learner trains in a second."""
     steps: int
     """Steps that are measured, after the warm-up."""
+    warm_up: int
+    """Steps before them."""
 
 
 def main() -> None:
@@ -62,10 +65,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of the asynchronous run that are measured")
     parser.add_argument("--age", type=int, default=4, help="max_trajectory_age_steps of the asynchronous run")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args()
+    options = parse(parser, steps=1, age=1)
+    warm_up = 1 if options.short else WARM_UP_STEPS
     sides = (
-        Side("asynchronous", options.age, TOKENS_PER_S, options.steps),
-        Side("synchronous", 0, 2 * TOKENS_PER_S, max(options.steps // 3, 1)),
+        Side("asynchronous", options.age, TOKENS_PER_S, options.steps, warm_up),
+        Side("synchronous", 0, 2 * TOKENS_PER_S, max(options.steps // 3, 1), warm_up),
     )
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as name:
         directory = Path(name)
@@ -107,7 +111,7 @@ def make_spec(directory: Path, side: Side) -> RunSpec:
                 "num_prompts_per_step": PROMPTS,
                 "num_generations_per_prompt": COMPLETIONS,
                 # The last steps, for which nothing more is generated ahead, are not measured.
-                "max_num_steps": WARM_UP_STEPS + side.steps + side.age,
+                "max_num_steps": side.warm_up + side.steps + side.age,
             },
             "async_grpo": {"max_trajectory_age_steps": side.age},
             "checkpointing": {"enabled": False},
@@ -131,7 +135,7 @@ def measure(directory: Path, side: Side) -> dict[str, Any]:
             raise SystemExit(f"the run {state_name(run)}: {run.message}; see {cluster.directory}/logs")
         lines = (cluster.directory / run.run_id / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    records = records[WARM_UP_STEPS - 1 : WARM_UP_STEPS + side.steps]
+    records = records[side.warm_up - 1 : side.warm_up + side.steps]
     steps, seconds = records[1:], records[-1]["time"] - records[0]["time"]
     tokens = sum(record["trained_tokens"] for record in steps)
 

@@ -348,12 +348,14 @@ def make_spec(folder: Path) -> RunSpec:
 
 def main() -> None:
     """All phases, then the figures."""
+    from short_form import parse  # the folder of a script is on the path
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=1000, help="thin rollout workers")
     parser.add_argument("--ranks", type=int, default=512, help="of the learner; the first is the one that is told")
     parser.add_argument("--files", type=int, default=1024, help="the coordinator's soft limit of open files")
     parser.add_argument("--json", action="store_true", help="one object on the last line")
-    options = parser.parse_args()
+    options = parse(parser, members=20, ranks=4)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

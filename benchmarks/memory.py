@@ -18,6 +18,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
+from short_form import parse
 
 from paceline.client import Client, state_name
 from paceline.services.demo.task import make_model, write_data
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=2_000, help="groups between two measurements")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser, groups=128, every=64)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), arguments.groups, arguments.every)
     first, last = found[min(found)], found[max(found)]

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from short_form import parse
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
@@ -86,6 +88,17 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     ),
 }  # fmt: skip
 """Sizes of the model, settings of the policy, and tokens of a micro-batch, by name."""
+TINY: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "tiny": (
+        {
+            "vocab_size": 1_024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2,
+        },
+        {},
+        64,
+    ),
+}  # fmt: skip
+"""The shape of --short."""
 
 
 class Peak:
@@ -179,17 +192,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "FOLDER"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, shape=list(TINY))
     sys.path.insert(0, str(ROOT))
     if options.one:
         name, folder = options.one
-        _, policy, tokens = SHAPES[name]
+        _, policy, tokens = (SHAPES | TINY)[name]
         print(json.dumps(measure(Path(folder), policy, tokens, options.device)))
         return
     rows = []
     for name in options.shape or SHAPES:
         with tempfile.TemporaryDirectory(prefix="memory-plan-") as folder:
-            make_model(Path(folder), SHAPES[name][0])
+            make_model(Path(folder), (SHAPES | TINY)[name][0])
             started_s = time.monotonic()
             command = [sys.executable, __file__, "--device", options.device, "--one", name, folder]
             done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
+from short_form import HELP, OPTION
 
 SHAPE = {
     "vocab_size": 151_936,
@@ -31,6 +33,8 @@ SHAPE = {
     "max_position_embeddings": 2_048,
     "tie_word_embeddings": True,
 }
+SHORT_SHAPE = SHAPE | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+SHORT_SHAPE |= {"num_attention_heads": 2}
 ROLES = ("learner", "rollout", "reward", "coordinator")
 SAMPLE_S = 0.4
 REWARD = "def distinct(completions, **_):\n    return [float(len(set(text)) % 7) for text in completions]\n"
@@ -49,10 +53,10 @@ weights: {max_wait_s: 120}
 """
 
 
-def make_run(folder: Path, prompt_tokens: int, model: Path) -> None:
+def make_run(folder: Path, prompt_tokens: int, model: Path, shape: dict[str, Any]) -> None:
     """Write data, reward and spec, and the model unless it is there."""
     if not (model / "config.json").is_file():
-        make_model(model)
+        make_model(model, shape)
     prompt = " ".join(f"w{number}" for number in range(10, 10 + prompt_tokens))
     rows = [json.dumps({"prompt": f"{prompt} w{number}"}) for number in range(64)]
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
@@ -60,19 +64,19 @@ def make_run(folder: Path, prompt_tokens: int, model: Path) -> None:
     (folder / "spec.yaml").write_text(SPEC.replace("./model", str(model.resolve())))
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
     """Write a model of random weights (a small block of numbers, repeated), with a tokenizer of one word for each token."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    words = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
+    words = {f"w{number}": number for number in range(shape["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(folder)
-    config = Qwen2Config(**SHAPE, eos_token_id=1, pad_token_id=2, bos_token_id=None, dtype="bfloat16")
+    config = Qwen2Config(**shape, eos_token_id=1, pad_token_id=2, bos_token_id=None, dtype="bfloat16")
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
     block = (0.02 * torch.randn(65_521, generator=torch.Generator().manual_seed(0))).bfloat16()
@@ -131,6 +135,7 @@ def by_role(command: psutil.Process) -> dict[str, int]:
 )
 @click.option("--spare-gb", default=1.5, show_default=True, help="Memory to leave to the host.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(OPTION, "short", is_flag=True, help=HELP)
 def main(
     overrides: tuple[str, ...],
     steps: int,
@@ -138,12 +143,15 @@ def main(
     keep: Path | None,
     spare_gb: float,
     as_json: bool,
+    short: bool,
 ) -> None:
     """Measure the peak of all processes of a run."""
     with tempfile.TemporaryDirectory(prefix="model-memory-") as name:
         folder = Path(name)
         model = keep or folder / "model"
-        subprocess.run([sys.executable, __file__, "--make", str(folder), str(prompt_tokens), str(model)], check=True)
+        steps = 1 if short else steps
+        make = [sys.executable, __file__, "--make", str(folder), str(prompt_tokens), str(model), *([OPTION] * short)]
+        subprocess.run(make, check=True)
         started_s = time.monotonic()
         up = [
             sys.executable,
@@ -198,6 +206,6 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--make"]:
-        make_run(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        make_run(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), SHORT_SHAPE if OPTION in sys.argv else SHAPE)
     else:
         main()

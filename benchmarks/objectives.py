@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from objective_runs.policy import imitate_teacher
+from short_form import parse
 
 from paceline.services.demo.run import make_files
 
@@ -40,7 +41,9 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, progress on stderr")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parse(
+        parser, only="grpo,dpo_sigmoid,distillation_forward", steps=2, prompts=4, held_out=16, teacher_steps=10
+    )
     torch.set_num_threads(1)
     modules = {name: importlib.import_module(f"objective_runs.{name}") for name in options.families.split(",")}
     chosen = {
@@ -59,7 +62,7 @@ def main() -> None:
             print(f"{len(table):3d}/{len(chosen)}  {as_line(name, row)}", file=screen, flush=True)
     if options.json:
         print(json.dumps(table))
-    sys.exit(int(any(row["after"] <= row["before"] for row in table.values())))
+    sys.exit(int(not options.short and any(row["after"] <= row["before"] for row in table.values())))
 
 
 def as_line(name: str, row: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from end_to_end import trl_environment
 from oracle import preferences
 from oracle.cases import CASES
 from safetensors.torch import load_file, save_file
+from short_form import parse
 from torch import Tensor
 
 from paceline.learner.objectives.base import Denominators, TokenArrays
@@ -112,7 +113,10 @@ def differences() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    options = parser.parse_args()
+    options = parse(parser)
+    if options.short and not trl_environment.is_made():
+        print(f"skipped: {trl_environment.ENVIRONMENT} is made on the first use without --short", file=sys.stderr)
+        return
     with tempfile.TemporaryDirectory() as name:
         table = {**differences(), **preferences.differences(Path(name))}
     if options.json:

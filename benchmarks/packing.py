@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from short_form import parse
 
 from paceline.learner.step.plan import pack, pack_evenly
 from paceline.models.shape import shape_of, training_flops
@@ -73,14 +74,14 @@ def main() -> None:
     """Print a line for each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
-    wants_json = parser.parse_args().json
+    options = parse(parser)
     rows = [
         compare(sigma, ranks, budget)
-        for sigma in (0.5, 1.0, 1.5)
-        for ranks in (8, 32)
+        for sigma in ((1.0,) if options.short else (0.5, 1.0, 1.5))
+        for ranks in ((8,) if options.short else (8, 32))
         for budget in (65_536, 98_304, 131_072)
     ]
-    if wants_json:
+    if options.json:
         print(json.dumps(rows))
         return
     for row in rows:

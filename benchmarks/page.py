@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from short_form import parse
 
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -201,7 +202,10 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the ledger; one that is there is used again")
     parser.add_argument("--no-coordinator", action="store_true", help="measure the page alone")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parse(parser, steps=20, groups=200, no_coordinator=True)
+    if shutil.which("chromium") is None:
+        print("skipped: chromium is not on the path", file=sys.stderr)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 import zmq
+from short_form import parse
 
 from paceline.services.common.access.page_keys import Access, Role
 
@@ -184,7 +185,7 @@ def measure_throughput(folder: Path, workers: int, seconds: float, rounds: int) 
     } | counts
 
 
-def measure_memory(folder: Path, seconds: float) -> dict[str, Any]:
+def measure_memory(folder: Path, seconds: float, steps: int = 10_000, groups: int = 1_000_000) -> dict[str, Any]:
     """Return what the page's calls add to the memory of a coordinator with a long run."""
     from page import RUN, make_ledger
 
@@ -193,7 +194,7 @@ def measure_memory(folder: Path, seconds: float) -> dict[str, Any]:
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "ledger.sqlite").exists():
-        make_ledger(folder, 10_000, 1_000_000)
+        make_ledger(folder, steps, groups)
     cluster = LocalCluster(folder, ClusterSection())
     try:
         cluster.start_coordinator()
@@ -229,10 +230,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--keep", type=Path, help="folder for the long ledger; one that is there is used again")
+    parser.add_argument("--steps", type=int, default=10_000, help="of the long ledger")
+    parser.add_argument("--groups", type=int, default=1_000_000, help="of the long ledger")
     parser.add_argument("--only", choices=["throughput", "memory"])
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parse(parser, seconds=1.0, rounds=1, workers=4, steps=20, groups=200)
     if options.read:
         read(*options.read)
         return
@@ -246,7 +249,7 @@ def main() -> None:
                 f"it: {found['exchange_ratio_with_page']:.3f} ({found['calls']} calls, {found['failed']} failed)"
             )
         if options.only != "throughput":
-            memory = measure_memory(options.keep or folder / "long", 5 * options.seconds)
+            memory = measure_memory(options.keep or folder / "long", 5 * options.seconds, options.steps, options.groups)
             print(
                 f"the coordinator has {memory['coordinator_mb_before']:.0f} MB, with the page's calls "
                 f"{memory['coordinator_memory_mb']:+.1f} MB ({memory['calls']} calls, {memory['failed']} failed)"

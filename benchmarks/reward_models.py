@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.short_form import parse  # noqa: E402
+
 TURNS = 3
 LONGEST = 128
 
@@ -98,7 +100,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = parse(parser, texts=16, hidden=32, layers=1)
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(Path(folder), options.hidden, options.layers)
         result = measure(Path(folder), options.texts, options.tokens, options.budget, options.device)

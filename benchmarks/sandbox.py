@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.short_form import parse  # noqa: E402
 from paceline.reward.sandbox import Limits, Sandbox, make_sandbox  # noqa: E402
 from paceline.reward.sandbox.choosing import NAMES  # noqa: E402
 from paceline.reward.sandbox.workspace import Workspace  # noqa: E402
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=400)
     parser.add_argument("--parallel", type=int, default=2, help="programs at a time")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = parse(parser, runs=10)
     sandbox = make_sandbox(options.backend)
     result = {"backend": sandbox.name, **measure(sandbox, options.runs, options.parallel), **bounds(sandbox)}
     if options.json:

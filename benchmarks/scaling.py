@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import itertools
 
 from benchmarks.scaling_simulation.pools import SimulatedPool, SimulatedRun
+from benchmarks.short_form import parse
 from paceline.services.coordinator.scaling.policy import Bounds, Measurement, PoolState, decide
 
 PERIOD_S = 15.0
@@ -60,8 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    results = [simulate(load, cold_s, arguments.seed) for load in LOADS for cold_s in COLD_STARTS_S]
+    arguments = parse(parser)
+    loads = LOADS[:1] if arguments.short else LOADS
+    results = [simulate(load, cold_s, arguments.seed) for load in loads for cold_s in COLD_STARTS_S]
     summary = {
         "direction_changes_per_load_change": max(r["direction_changes_per_load_change"] for r in results),
         "learner_wait_share": max(r["learner_wait_share"] for r in results),

@@ -125,7 +125,7 @@ def table(size: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Print the table, and the goals that are missed."""
-    arguments = [each for each in sys.argv[1:] if each != "--json"]
+    arguments = [each for each in sys.argv[1:] if each not in ("--json", "--short")]  # it is always short
     size = measured(Path(arguments[0]).resolve() if arguments else ROOT)
     if "--json" in sys.argv:
         print(json.dumps(size, indent=1))

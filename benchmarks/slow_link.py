@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PACELINE_INSECURE"] = "1"  # the sites are network namespaces of this machine
 
 from end_to_end.workload import Workload, write_workload
+from short_form import parse
 from slow_link import site, store
 from slow_link.arm import measure
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="runs at each place, in turns")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
+    options = parse(parser, steps=1)
     if lacking := site.missing() or store.missing():
         print(f"skipped: {lacking}", file=sys.stderr)
         return
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def _measure(directory: Path, sites: site.Sites, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    workload = Workload()
+    workload = Workload(32, 1, 4, 4, 16, 8.0) if options.short else Workload()
     write_workload(directory, workload)
     link = sites.measure()
     print(f"the link: {link['round_trip_ms']} ms, {link['mbit_per_s']} Mbit/s by TCP", file=sys.stderr)

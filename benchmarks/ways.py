@@ -18,6 +18,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from short_form import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("paceline", "weights", "services", "learner", "rollout", "reward", "environment", "apps")
 ROOTS = {
@@ -150,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--files", action="store_true")
-    options = parser.parse_args()
+    options = parse(parser)
     ways = traced(options.tree.resolve(), options.python)
     for way, files in ways.items():
         folders = Counter(str(Path(file).parent) for file in files)

@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from short_form import parse
 from weight_cases import chain, codec, delta, many_hosts, publish_block, shaped_hosts
 from weight_cases.models import SHAPES
 
@@ -48,7 +49,17 @@ def main() -> None:
     parser.add_argument("--simulated", type=int, default=200, help="simulated hosts; 0 for none")
     parser.add_argument("--publish-bytes", type=int, default=2 << 30, help="model of two ranks; 0 for none")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    options = parser.parse_args()
+    options = parse(
+        parser,
+        rounds=1,
+        delta_sizes="1M",
+        lrs="1e-6",
+        versions=2,
+        hosts=2,
+        chain_bytes=4_000_000,
+        simulated=4,
+        publish_bytes=64 << 20,
+    )
     result: dict[str, Any] = {"machine": _machine()}
     with tempfile.TemporaryDirectory(prefix="paceline-weights-") as name:
         result |= _by_host(Path(name), options)
@@ -85,7 +96,7 @@ def _by_host(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         )
         found |= {"publish": row, "publish_block_over_memcpy": row["publish_block_over_memcpy"]}
     if options.simulated:
-        rows = asyncio.run(many_hosts.measure(options.simulated, 4 << 20, 256, 5e5))
+        rows = asyncio.run(many_hosts.measure(options.simulated, 1 << (18 if options.short else 22), 256, 5e5))
         print(f"{options.simulated} simulated hosts: {rows}", file=sys.stderr)
         found["simulated"] = rows
     return found

@@ -16,16 +16,20 @@ REQUIREMENTS = ("trl==1.16.*", "torch==2.13.*")
 SIDE_TIMEOUT_S = 900.0
 
 
+def is_made() -> bool:
+    """Return whether the environment is there."""
+    return (ENVIRONMENT / "installed").exists()
+
+
 def python() -> Path:
     """The environment's Python; makes the environment if it is not there. Raises CalledProcessError."""
     executable = ENVIRONMENT / "bin" / "python"
-    done = ENVIRONMENT / "installed"
-    if not done.exists():
+    if not is_made():
         print(f"making {ENVIRONMENT} with {', '.join(REQUIREMENTS)} …", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
         pip = [str(executable), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
         subprocess.run([*pip, *REQUIREMENTS], check=True, stdout=sys.stderr)
-        done.write_text("\n".join(REQUIREMENTS) + "\n")
+        (ENVIRONMENT / "installed").write_text("\n".join(REQUIREMENTS) + "\n")
     return executable
 
 

@@ -36,13 +36,16 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     )
     whole = load_spec(files / "grpo.yaml", settings).model_dump(exclude_unset=True)
     whole["algorithm"] = "distillation"
-    whole["distillation"] = {"teacher_model_name": str(make_teacher(files, taught)), "kl_type": KINDS[name]}
+    whole["distillation"] = {
+        "teacher_model_name": str(make_teacher(files, taught, min(TEACHER_STEPS, options.teacher_steps))),
+        "kl_type": KINDS[name],
+    }
     result = policy.train(RunSpec.model_validate(whole), files, options.lag, options.held_out)
     shown = ("before", "after", "seconds", "effective_sample_size")
     return {"measure": "right answers"} | {key: result[key] for key in shown if key in result}
 
 
-def make_teacher(files: Path, taught: Path) -> Path:
+def make_teacher(files: Path, taught: Path, steps: int) -> Path:
     """The taught model after more steps on right answers alone; made once."""
     folder = files / "distillation-teacher"
     if folder.is_dir():
@@ -50,10 +53,10 @@ def make_teacher(files: Path, taught: Path) -> Path:
     data = files / "examples"
     if not data.is_dir():
         examples.write_examples(files / "data", data)
-    options = argparse.Namespace(steps=TEACHER_STEPS, held_out=1)
+    options = argparse.Namespace(steps=steps, held_out=1)
     spec = examples.make_spec("sft", {}, taught, data, options)
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
-    for step in range(TEACHER_STEPS):
+    for step in range(steps):
         trainer.train_step(source.of_step(step, 0, 1), step)
     return export_pretrained(folder, gather_weights(trainer.model, None), model_name=str(taught))

@@ -91,7 +91,7 @@ class Site:
         learner.host = self._identity(self.source, "east")
         self.plans = HostPlans(self.members, exchange, lambda: learner)
         self.source.store.use_run(RUN)
-        self.source._tokens = {RUN: TOKEN}
+        self.source.sender.admit_readers_of(RUN, TOKEN)
         self.hosts: dict[str, tuple[Relay, PacedTransport]] = {}
         self.coordinator_s = 0.0
         """Processor time of planning and of the directives."""

@@ -56,7 +56,7 @@ def measure(size_bytes: int, versions: int) -> dict[str, Any]:
                 [
                     sys.executable,
                     "-m",
-                    "weights.publish_block",
+                    "weight_cases.publish_block",
                     name,
                     str(rank),
                     str(size_bytes),

@@ -1,4 +1,5 @@
-"""Ends a process of Paceline, by itself or with its parent, and limits what others may read of it."""
+"""Ends a process of Paceline, by itself or with its parent, limits what others may read of it, and refuses other
+platforms than Linux."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import signal
 import sys
 from typing import NoReturn
 
+from paceline.errors import InvalidInput
+
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+
+def require_linux(what: str) -> None:
+    """Raise InvalidInput on another platform: the services call memfd_create, prctl and abstract sockets, and read /proc."""
+    if not sys.platform.startswith("linux"):
+        raise InvalidInput(
+            f"{what} needs Linux, and this is {sys.platform}; here work paceline.Client, `paceline submit` to a coordinator "
+            "on Linux, and the commands that read records"
+        )
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:

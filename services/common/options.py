@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from paceline.calls.token import VARIABLE
 from paceline.client import DEFAULT_ADDRESS
-from paceline.errors import Unreadable
+from paceline.errors import InvalidInput, Unreadable
 from paceline.files.names import LEDGER_NAME
+from paceline.host.process import require_linux
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def linux_only(command: CommandT) -> CommandT:
+    """Have a command that starts services fail at once on another platform."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        try:
+            require_linux(click.get_current_context().command_path)
+        except InvalidInput as error:
+            raise click.ClickException(str(error)) from None
+        return command(*arguments, **options)
+
+    return cast(CommandT, checked)
 
 
 def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:

@@ -33,6 +33,7 @@ from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
 from paceline.services.common.options import (
     directory_option,
     functions_from_option,
+    linux_only,
     make_directory,
     store_option,
     token_file_option,
@@ -328,6 +329,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 )
 @functions_from_option
 @token_file_option
+@linux_only
 def main(
     directory: Path,
     store: str,

@@ -16,6 +16,7 @@ import click
 
 from paceline.client import Client, Event
 from paceline.errors import PacelineError
+from paceline.services.common.options import linux_only
 from paceline.services.common.reporting.terminal import chart, sparkline
 from paceline.services.demo.task import write_data
 from paceline.services.local.cluster import LocalCluster, start_page
@@ -38,6 +39,7 @@ STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the model, the data and both runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print only one JSON object at the end.")
+@linux_only
 def main(overrides: tuple[str, ...], directory: Path, seed: int, as_json: bool) -> None:
     """Train a small model on this machine with all services, in a few minutes.
 

@@ -13,7 +13,7 @@ import click
 
 from paceline.host.process import keep_private
 from paceline.services.common.access.token_guard import worker_guard
-from paceline.services.common.options import functions_from_option, token_file_option, worker_options
+from paceline.services.common.options import functions_from_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import (
     announce,
     die_with_starter,
@@ -43,6 +43,7 @@ NAME = "paceline.v1.EnvironmentWorker"
 @functions_from_option
 @user_code_options
 @token_file_option
+@linux_only
 def main(
     coordinator: str,
     host: str,

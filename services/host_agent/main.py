@@ -23,6 +23,7 @@ from paceline.services.common.access.insecure import (
     insecure_option,
     insecurity,
 )
+from paceline.services.common.options import linux_only
 from paceline.services.common.processes.starting import raise_file_limit
 from paceline.services.common.relay import fabric_option
 from paceline.weights.hosts.local_socket import listen, socket_name
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
     help="Name of the socket; default: derived from coordinator and address.",
 )
 @click.option("--stay", is_flag=True, help="Stay even without workers.")
+@linux_only
 def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: bool) -> None:
     """Bring weights to all workers of this host, once for all of them, and pass them on to the next host."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -17,7 +17,7 @@ import click
 
 from paceline.errors import PacelineError
 from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.options import device_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import die_with_starter, quiet_libraries
 from paceline.services.common.relay import fabric_option, zone_option
 from paceline.services.learner.launcher import end_as, run_ranks
@@ -62,6 +62,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
     help="Seconds to wait for the other nodes.",
 )
 @token_file_option
+@linux_only
 def main(
     coordinator: str,
     host: str,

@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
+from paceline.host.process import require_linux
 from paceline.host.resources import THREADS_VARIABLE, threads_beside
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
@@ -88,6 +89,7 @@ class LocalCluster:
         service that dies so often in a row is given up, and `check` raises, for callers who prefer a failure to
         waiting. `gpus` are this host's, by their names in CUDA_VISIBLE_DEVICES; by default they are detected.
         Services get those that `cluster` names. Raises SpecError if they cannot be divided."""
+        require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
         self.address = ""

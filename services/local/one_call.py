@@ -27,6 +27,7 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.files.whole_file import write_whole
+from paceline.host.process import require_linux
 from paceline.services.common.gpus import divide, visible_gpus
 from paceline.services.local.cluster import LocalCluster
 from paceline.services.local.function_source import named_function
@@ -100,6 +101,7 @@ def train(
     Raises InvalidInput (SpecError, DataError) for invalid input, PacelineError for a run that has not succeeded, with
     its message.
     """
+    require_linux("paceline.train")
     directory = Path(directory).resolve()
     spec = assembled(spec, overrides, sections, rewards, data, validation, directory)
     check_paths_are_here(spec)

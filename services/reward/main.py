@@ -25,6 +25,7 @@ from paceline.reward.runner import RewardRunner
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import (
     functions_from_option,
+    linux_only,
     only_option,
     token_file_option,
     worker_options,
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 @only_option
 @user_code_options
 @token_file_option
+@linux_only
 def main(
     coordinator: str,
     host: str,

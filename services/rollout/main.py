@@ -14,7 +14,7 @@ from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.gpus import unused_gpus
-from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.options import device_option, linux_only, token_file_option, worker_options
 from paceline.services.common.processes.starting import (
     announce,
     die_with_starter,
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 @engine_option
 @click.option("--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none.")
 @token_file_option
+@linux_only
 def main(
     coordinator: str,
     host: str,

@@ -1,4 +1,4 @@
-"""`make chaos`: short runs on real processes, killed, stopped and cut off by a seeded schedule, over links that lose, delay,
+"""The campaign `chaos`: short runs on real processes, killed, stopped and cut off by a seeded schedule, over links that lose, delay,
 tear and repeat what crosses them; then judged.
 
     python tests/chaos/campaign.py --faults 100 --seed 1 --directory /tmp/chaos

@@ -1,4 +1,4 @@
-"""The run of `make chaos CHAOS="--environments"`: episodes of 20 turns, and how many of them a kill cost.
+"""The run of `make campaign NAME=chaos ARGS="--environments"`: episodes of 20 turns, and how many of them a kill cost.
 
 The environment writes every turn that reaches it into a file of its process, so what was sampled again shows in a record that
 no service of Paceline keeps: an episode that was cut off has a successor, which begins with the same turns.

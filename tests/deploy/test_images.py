@@ -1,12 +1,11 @@
-"""Containers without a container engine: the list of roles, and the images and compose services that are made from it, fit the
-services' own options; what the options and the health check promise is tried with real processes.
+"""Containers without a container engine: images and compose services are those of the list of roles, and fit the services' own
+options; what the options and the health check promise is tried with real processes.
 """
 
 import ast
-import importlib.util
 import json
-import py_compile
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -94,11 +93,17 @@ def targets() -> list[tuple[str, str]]:
     ]
 
 
-def test_images_and_compose_are_made_from_the_list_of_roles() -> None:
-    checked = subprocess.run(
-        [sys.executable, DEPLOY / "render.py", "--check"], capture_output=True, text=True, timeout=60
-    )
-    assert checked.returncode == 0, checked.stderr
+def test_every_role_of_the_list_has_its_targets_and_no_other_has() -> None:
+    stages = {target for _, target in targets()}
+    assert stages <= set(STAGES)
+    bases = {last(target, "FROM").split()[0] for target in stages}
+    others = {name for name in STAGES if name and name not in bases and name not in stages}
+    assert not [name for name in others if any(word in ("ENTRYPOINT", "CMD") for word, _ in STAGES[name])]
+    for role, target in targets():
+        image = last(target, "FROM").split()[0]
+        assert image in ROLES[role]["images"]
+        assert last(target, "LABEL").split("description=")[1] == json.dumps(ROLES[role]["summary"])
+        assert f'title="Paceline {target}"' in last(target, "LABEL")
 
 
 def test_the_list_has_every_service_of_the_project() -> None:
@@ -148,55 +153,7 @@ def test_an_image_starts_its_service_without_root(role: str, target: str) -> Non
         assert options["coordinator"] == f"coordinator:{ROLES['coordinator']['ports']['grpc']}"
 
 
-@pytest.mark.parametrize(("role", "target"), targets())
-def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: str) -> None:
-    """Its root is read-only: what is not compiled then is compiled at each start of each process."""
-    build = f"{last(target, 'FROM').split()[0]}-build"
-    commands = last(build, "RUN").split(" && ")
-    trims = [number for number, command in enumerate(commands) if "/locks/trim.py" in command]
-    if not trims:  # pip has compiled all of it
-        assert build == "gpu-build"
-        return
-    (compiles,) = [number for number, command in enumerate(commands) if "/locks/compile.py" in command]
-    assert compiles > trims[-1]
-    started = SCRIPTS["paceline"] if role == "cli" else f"{COMMANDS[role].callback.__module__}:main"
-    assert {started.split(":")[0], "paceline.services.common.serving.healthcheck"} <= set(commands[compiles].split())
-
-
-def script_of_build(name: str) -> Any:
-    """A script that runs while an image is built, as a module."""
-    spec = importlib.util.spec_from_file_location(f"{name}_image", DEPLOY / f"docker/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def test_compiled_files_are_taken_whatever_their_times_are(tmp_path: Path) -> None:
-    source = tmp_path / "answers.py"
-    source.write_text("ANSWER = 1\n")
-    assert script_of_build("compile").compile_all([source]) > 0
-    source.write_text("ANSWER = 2  # later, and longer\n")
-    code = "import answers; print(answers.ANSWER)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "1\n", done.stderr
-
-
-def test_a_control_image_has_the_bytecode_of_what_its_services_load_alone(tmp_path: Path) -> None:
-    for name in ("loaded", "other"):
-        (tmp_path / f"{name}.py").write_text("ANSWER = 1\n")
-    script_of_build("compile").compile_all([tmp_path / "loaded.py"])
-    py_compile.compile(str(tmp_path / "other.py"))  # as Debian's packages do
-    cache = tmp_path / "__pycache__"
-    unused = script_of_build("collect").unused_of_library
-    assert unused(str(cache), sorted(path.name for path in cache.iterdir())) == {
-        Path(importlib.util.cache_from_source("other.py")).name
-    }
-    assert unused(str(tmp_path), ["loaded.py", "other.py", "test", "idlelib"]) == {"test", "idlelib"}
-
-
-def test_images_keep_what_services_open(tmp_path: Path) -> None:
+def test_control_images_keep_what_services_open(tmp_path: Path) -> None:
     kept = (
         "site/botocore/data/endpoints.json",
         "site/botocore/data/s3/2006-03-01/service-2.json.gz",
@@ -207,44 +164,30 @@ def test_images_keep_what_services_open(tmp_path: Path) -> None:
         "bin/paceline",
         "bin/python",
     )
-    in_control = (
+    unused = (
         "site/botocore/data/ec2/2016-11-15/paginators-1.json",
         "site/botocore/data/ec2/2016-11-15/service-2.json.gz",
         "site/transformers/models/qwen3/modeling_qwen3.py",
+        "site/transformers/models/qwen3/__pycache__/modeling_qwen3.cpython-311.pyc",
+        "site/transformers/models/clip/image_processing_clip.py",
         "site/transformers/models/whisper/processing_whisper.py",
     )
-    unused = (
-        "site/numpy/tests/test_abc.py",
-        "site/pip/__init__.py",
-        "site/pip-1.0.dist-info/RECORD",
-        "site/wheel/__init__.py",
-        "site/yaml/__pycache__/loader.cpython-311.pyc",
-        "bin/pip3.11",
-        "bin/activate",
-    )
-    for name in (*kept, *in_control, *unused):
+    for name in (*kept, *unused):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"12345")
-    script = script_of_build("trim")
-
-    def left() -> set[str]:
-        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-
-    assert script.remove_unused(tmp_path / "site", tmp_path / "bin", False) == 5 * len(unused)
-    assert left() == {*kept, *in_control}
-    assert script.remove_unused(tmp_path / "site", tmp_path / "bin", True) == 5 * len(in_control)
-    assert left() == set(kept)
+    for command in last("control-packages", "RUN").split(" && "):
+        if command.strip().startswith("find "):
+            subprocess.run(shlex.split(command.replace("/opt/paceline/lib", str(tmp_path))), check=True, timeout=60)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
 
 
-def test_libraries_that_a_wheel_s_build_has_changed_keep_their_symbols(tmp_path: Path) -> None:
-    bears_strip = script_of_build("trim").bears_strip
-    plain, patched, own = tmp_path / "plain.so", tmp_path / "patched.so", tmp_path / "numpy.libs" / "blas.so"
-    own.parent.mkdir()
-    plain.write_bytes(b"\x7fELF libc.so.6")
-    patched.write_bytes(b"\x7fELF $ORIGIN/../numpy.libs")
-    own.write_bytes(b"\x7fELF libc.so.6")
-    assert [bears_strip(path) for path in (plain, patched, own)] == [True, False, False]
+@pytest.mark.parametrize("build", ["control-packages", "control-build", "tables-build", "worker-build", "gpu-build"])
+def test_packages_are_compiled_when_an_image_is_built(build: str) -> None:
+    """Its root is read-only: what is not compiled then is compiled at each start of each process."""
+    installs = [command for command in last(build, "RUN").split(" && ") if " pip install " in command]
+    assert installs
+    assert not [command for command in installs if "--no-compile" in command]
 
 
 def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
@@ -301,6 +244,19 @@ def test_compose_runs_every_role(profile: str) -> None:
             assert service["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
             assert options["coordinator"].split(":")[0] in services
             assert service["deploy"]["replicas"] == ROLES[role]["compose"]["replicas"]
+
+
+def test_compose_builds_and_mounts_what_the_list_says() -> None:
+    cli = {name for name, service in COMPOSE["services"].items() if service["profiles"] == ["cli"]}
+    assert cli == {"cli"}
+    for name, service in COMPOSE["services"].items():
+        role = ROLES[name.removesuffix("-gpu")]
+        assert (name.removesuffix("-gpu"), service["build"]["target"]) in targets()
+        assert service["build"]["target"] == name
+        mounts = {f"{folder}:/{folder}" + ("" if mode == "rw" else ":ro") for folder, mode in role["mounts"].items()}
+        assert mounts == {each for each in service["volumes"] if each.startswith(("runs:", "store:"))}
+        assert f"cache-{name.removesuffix('-gpu')}:/cache" in service["volumes"]
+        assert ("gpu" in str(service.get("deploy", ""))) == name.endswith("-gpu")
 
 
 def test_workers_of_a_run_reach_the_exports_that_it_may_start_from() -> None:

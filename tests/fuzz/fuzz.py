@@ -1,10 +1,10 @@
-"""`make fuzz`: strange messages and floods at every port of a deployment that trains; then the run is judged.
+"""The campaign `fuzz`: strange messages and floods at every port of a deployment that trains; then the run is judged.
 
     python tests/fuzz/fuzz.py --messages 100000 --connections 1000 --seed 1
 
 Sources (targets.py, http_targets.py, raw_frames.py) send to the exchange, to every rpc of every service and to every HTTP port, and
 floods (floods.py) open connections that say nothing, leave answers unread and submit runs by the hundred; all beside a run whose
-rewards come slowly until the last message was sent. Then the run goes on to its end, and the judge of `make chaos` compares its
+rewards come slowly until the last message was sent. Then the run goes on to its end, and the judge of the campaign `chaos` compares its
 records and replays its weights. Everything is on loopback and bounded in number and time.
 
 The last line is one JSON object: what was sent at each kind of port, `crashes` (deaths of services), `run_ended_well`, the growth of

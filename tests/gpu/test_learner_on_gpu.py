@@ -1,4 +1,4 @@
-"""The learner's steps on a GPU against the same steps on a CPU in float32 (`make gpu`)."""
+"""The learner's steps on a GPU against the same steps on a CPU in float32 (`make campaign NAME=gpu`)."""
 
 from __future__ import annotations
 

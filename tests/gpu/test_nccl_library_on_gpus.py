@@ -1,4 +1,4 @@
-"""NCCL without blocking, on real GPUs: bytes pass, and a peer that never comes or dies costs its communicator alone (`make gpu`)."""
+"""NCCL without blocking, on real GPUs: bytes pass, and a peer that never comes or dies costs its communicator alone (campaign `gpu`)."""
 
 from __future__ import annotations
 

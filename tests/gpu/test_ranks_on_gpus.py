@@ -1,4 +1,4 @@
-"""Two ranks with a GPU each: FSDP2 and replicas over NCCL against one rank on a CPU, and the death of a peer (`make gpu`)."""
+"""Two ranks with a GPU each: FSDP2 and replicas over NCCL against one rank on a CPU, and the death of a peer (campaign `gpu`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on hosts that share nothing but a network, through the loss of a learner's node: `make hosts`.
+"""A run on hosts that share nothing but a network, through the loss of a learner's node: `make campaign NAME=hosts`.
 
     python tests/hosts/hosts_campaign.py [--steps 40] [--keep FOLDER]
 

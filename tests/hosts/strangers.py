@@ -1,4 +1,4 @@
-"""Strangers against a deployment with certificates, while it trains: `make strangers`.
+"""Strangers against a deployment with certificates, while it trains: `make campaign NAME=strangers`.
 
     python tests/hosts/strangers.py [--minutes 2.5] [--keep FOLDER]
 

@@ -1,4 +1,4 @@
-"""The short form of `make hosts`."""
+"""The short form of `make campaign NAME=hosts`."""
 
 from __future__ import annotations
 

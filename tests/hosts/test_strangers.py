@@ -1,4 +1,4 @@
-"""The commands of docs/operate/security_setup.md, and the short form of `make strangers`."""
+"""The commands of docs/operate/security_setup.md, and the short form of `make campaign NAME=strangers`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What every mesh of two and four ranks computes, against one rank: `make meshes`.
-
-    PYTHONPATH=.:tests/support:tests/support/models python tests/meshes/mesh_table.py
+"""What every mesh of two and four ranks computes, against one rank: `make campaign NAME=meshes`.
 
 A row for each case, a column for each mesh (replicate × shard): the largest difference of loss, gradient norm and gradients
 in float32. `resumed` goes on from the checkpoint of the mesh before it; `weights` counts what is wrong with the loaded,
@@ -9,12 +7,17 @@ published and exported models. Exit status 0 only if all differences are at most
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from mesh_cases import CASES, TOLERANCE, save_models
-from mesh_runs import MeshRun, one_rank, run_mesh
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path += [str(SUPPORT), str(SUPPORT / "models")]  # pytest has them by its settings
+
+from mesh_cases import CASES, TOLERANCE, save_models  # noqa: E402
+from mesh_runs import MeshRun, one_rank, run_mesh  # noqa: E402
 
 MESHES = ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1))
 

@@ -1,6 +1,6 @@
-"""Receivers and a learner rank that die or stop in the middle of a publish: a short form of `make soak`.
+"""Receivers and a learner rank that die or stop in the middle of a publish: a short form of the campaign `soak`.
 
-Times are not judged here, only `make soak` does; what is: nothing hangs, the learner goes on, everybody ends at the
+Times are not judged here, only the campaign `soak` does; what is: nothing hangs, the learner goes on, everybody ends at the
 learner's version with the right weights, and whoever was harmed was out of the epoch.
 """
 

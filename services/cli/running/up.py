@@ -26,6 +26,7 @@ from paceline.services.common.gpus import divide, named_in, torch_is_for_cpus, v
 from paceline.services.common.options import (
     directory_option,
     functions_from_option,
+    linux_only,
     store_option,
     token_file_option,
 )
@@ -111,6 +112,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
 @user_code_options
 @token_file_option
 @shown_options
+@linux_only
 def up(
     spec: str | None,
     overrides: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""The mesh of ranks: its sizes, and that ranks with replicas compute and publish what one rank does (`make meshes` has all)."""
+"""The mesh of ranks: its sizes, and that ranks with replicas compute and publish what one rank does (campaign `meshes` has all)."""
 
 from __future__ import annotations
 
