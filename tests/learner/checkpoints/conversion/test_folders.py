@@ -125,7 +125,7 @@ def test_what_is_not_of_the_model_is_refused(model: Path, tmp_path: Path) -> Non
     (tmp_path / "short" / ".metadata").write_bytes(b"cbuiltins\nprint\n.")
     with pytest.raises(InvalidInput, match=r"builtins.print, which is no part of a checkpoint"):
         from_dcp(tmp_path / "short", tmp_path / "out", config=str(model))
-    with pytest.raises(InvalidInput, match="is no folder"):
+    with pytest.raises(InvalidInput, match="is not a folder"):
         to_dcp("Qwen/Qwen3-0.6B", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -161,7 +161,7 @@ def test_an_adapter_of_another_model_is_refused(model: Path, tmp_path: Path) -> 
     with pytest.raises(InvalidInput, match=r"layers.9.q_proj.weight .* has no such tensor"):
         to_folder(str(model), tmp_path / "out", adapter=adapter)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(InvalidInput, match="use_dora is True, which is not merged here"):
+    with pytest.raises(InvalidInput, match="use_dora is True, which paceline does not merge"):
         to_folder(str(model), tmp_path / "out", adapter=adapter)
 
 

@@ -59,7 +59,7 @@ def no_space(*_: Any, **__: Any) -> Any:
 
 
 def refused(*_: Any, **__: Any) -> Any:
-    raise Conflict("exports/now exists and is no export")
+    raise Conflict("exports/now exists and is not an export")
 
 
 def no_device_memory(*_: Any, **__: Any) -> Any:
@@ -71,7 +71,7 @@ def no_device_memory(*_: Any, **__: Any) -> Any:
     [
         (stream, "_plain", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
         (ModelFolder, "add", no_space, "could not be written: OSError: .* No space left"),
-        (ModelFolder, "finish", refused, "exports/now exists and is no export"),
+        (ModelFolder, "finish", refused, "exports/now exists and is not an export"),
     ],
 )
 def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
