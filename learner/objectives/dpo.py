@@ -1,7 +1,7 @@
 """`dpo`: direct preference optimisation and its relatives, from log-ratios to a reference.
 
-Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the global
-batch, shares of micro-batches add up to the loss of the batch.
+Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the
+global batch, shares of micro-batches add up to the loss of the batch.
 
 `log-ratio` is Σ_t log π - log π_ref of a completion, in nats. Suffixes: S sequences, P pairs.
 """
@@ -33,7 +33,7 @@ PairLoss = Literal["sigmoid", "conservative", "robust", "hinge", "ipo"]
 
 
 class Dpo(PairObjective):
-    """The reward of a completion is β·(log π - log π_ref)."""
+    """Rewards a completion with β·(log π - log π_ref)."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)

@@ -18,7 +18,7 @@ from paceline.spec import PolicySection, RunSpec
 
 
 class RewardModel(PairObjective):
-    """Every sequence has one trained token, at which the model's output is the score, which is also the reward."""
+    """Uses the model's output at the only trained token of a sequence as score and reward."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)

@@ -1,8 +1,8 @@
-"""The phase of a step that assigns the advantages which come from rewards or a value model.
+"""The phase of a step that assigns the advantages that come from rewards or a value model.
 
-There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch, or from a
-value model. A distillation's advantages depend on the policy that is training: its objective computes them, and this phase
-assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that is not collective.
+There are two sources, by grpo.advantage: the rewards of the whole batch, relative to the group or to the batch, or a
+value model. A distillation's advantages depend on the policy that is training, so its objective computes them and this
+phase assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that needs no collective.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
@@ -46,8 +46,8 @@ def with_advantages(
     step: int = 0,
 ) -> list[Update]:
     """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards
-    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set;
-    other examples and the rollouts of a distillation get none."""
+    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces get the data set's
+    advantages; other examples and the rollouts of a distillation get none."""
     if spec.trains_traces:
         return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
@@ -80,8 +80,8 @@ def with_advantages(
 def with_clipped_advantages(
     updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> tuple[list[Update], dict[str, float]]:
-    """Return the updates with their advantages within grpo.advantage_clip_low and advantage_clip_high, and as a metric the
-    largest absolute one before; all ranks call it together."""
+    """Return the updates with their advantages clipped to grpo.advantage_clip_low and advantage_clip_high, and as a
+    metric the largest absolute value before clipping. All ranks call it together."""
     real = _real(updates)
     found = [micro.advantages_N for micro in real if micro.advantages_N is not None]
     if not any(m.advantages_N is not None for update in updates for m in update.micro_batches):
@@ -175,8 +175,8 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is that of all its
-    rows."""
+    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is the sum over
+    its transcripts."""
     scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
     for sample, sequence in zip(samples.tolist(), batch, strict=True):
         scores[sample, 0] = sequence.group_id
@@ -198,7 +198,7 @@ def _with_turns(
 
 
 def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
-    """Return [F] the sequence's rewards. Raises InvalidInput when they are missing."""
+    """Return [F] the sequence's rewards. Raises InvalidInput if they are missing."""
     if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
         raise InvalidInput(
             f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
@@ -208,7 +208,7 @@ def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
 
 
 def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
-    """Return [N] β·KL of π_prox to the reference, where it belongs to the reward."""
+    """Return [N] β·KL of π_prox to the reference, if it belongs to the reward."""
     if not spec.loss_fn.use_kl_in_reward:
         return None
     proximal_N = given(micro.frozen.proximal_N)
@@ -228,12 +228,12 @@ def _states(micro: MicroBatch) -> States:
 
 
 def _real(updates: Sequence[Update]) -> list[MicroBatch]:
-    """Return the micro-batches that hold tokens, in order."""
+    """Return the micro-batches that have tokens, in order."""
     return [m for update in updates for m in update.micro_batches if not m.is_dummy]
 
 
 def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
-    """Return the updates with these micro-batches in place of `_real(updates)`, and 0 for the tokens of dummies."""
+    """Return the updates with the micro-batches `real` instead of `_real(updates)`, and 0 for the tokens of dummies."""
     rest = iter(real)
 
     def replacement(micro: MicroBatch) -> MicroBatch:
@@ -245,7 +245,8 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S] index of each sequence's sample among the samples of this part, in order: rows of an episode share one."""
+    """Return [S] index of each sequence's sample among this part's samples, in order; transcripts of an episode share
+    one."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
@@ -257,7 +258,7 @@ def advantages_of_turns(
     spec: RunSpec,
     step: int,
 ) -> list[Float64Array]:
-    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
+    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside turns get 0.
     advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):

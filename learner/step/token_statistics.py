@@ -1,8 +1,8 @@
-"""What is kept of single tokens while a step trains, for a few groups: log-probability and entropy, and the comparison of the
-samplers' log-probabilities with the learner's own.
+"""Statistics of single tokens of a few groups while a step trains: log-probability and entropy, and the comparison of
+the samplers' log-probabilities with the learner's.
 
-Promise: the step computes nothing more and waits for nothing: it leaves references to what it has computed, and `of` and
-`results` copy them to the host afterwards.
+Promise: the step computes and waits for nothing extra. It only leaves references to its results; `of` and `results`
+copy them to the host afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """One completion, or row of an episode. Arrays are as long as its completion tokens, NaN where they do not train."""
+    """One completion, or transcript of an episode. Arrays are as long as its completion tokens, NaN for tokens that do
+    not train."""
 
     group_id: int
     index: int
@@ -31,14 +32,14 @@ class TokenNumbers:
 
 
 class TokenStatistics:
-    """The numbers of one step."""
+    """The token statistics of one step."""
 
     def __init__(self, group_ids: Collection[int]):
         self._group_ids = frozenset(group_ids)
         self._noted: list[tuple[PackedBatch, Tensor, Tensor]] = []
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
-        """Keep what a micro-batch computed, if it has any of the groups. A repetition replaces what was kept before."""
+        """Keep the results of a micro-batch if it has any of the groups. A repetition replaces the earlier results."""
         if self._group_ids.intersection(packed.group_ids_S):
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
@@ -90,7 +91,8 @@ MAX_DIFFERENCE = 1.0
 
 
 class GroupDifference(NamedTuple):
-    """One group: mean over its tokens of log μ - log π in nats, the standard error of that mean, and the number of tokens."""
+    """One group: mean over its tokens of log μ - log π in nats, the standard error of that mean, and the number of
+    tokens."""
 
     group_id: int
     mean: float
@@ -106,13 +108,13 @@ class SamplerComparison:
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep the log-probabilities of a micro-batch by the weights that the step started from, if it has any of the groups. The first
-        ones count."""
+        """Keep the log-probabilities of a micro-batch under the weights that the step started from, if it has any of
+        the groups. The first ones count."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
     def results(self) -> list[GroupDifference]:
-        """Return the groups that were noted, by their id. Copies to the host."""
+        """Return the noted groups, by their id. Copies to the host."""
         sequences: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         for packed, logprobs_N in self._noted.values():
             assert packed.behaviour_N is not None
@@ -127,8 +129,8 @@ class SamplerComparison:
 
 def group_difference(group_id: int, differences: Collection[np.ndarray]) -> GroupDifference:
     """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if they were
-    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an array
-    [T] in nats for each completion, with one token in all at least."""
+    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an
+    array [T] in nats for each completion, with at least one token in all."""
     tokens = np.concatenate(list(differences))
     mean, number = float(tokens.mean()), len(tokens)
     sums_C = np.array([float((values - mean).sum()) for values in differences])
