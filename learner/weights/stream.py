@@ -1,9 +1,10 @@
-"""A model's whole tensors on rank 0, a piece at a time: what an export needs of memory does not grow with the model.
+"""Streams a model's whole tensors to rank 0, a piece at a time, so that an export's memory does not grow with the
+model.
 
-Each rank merges its rows of an adapter into its rows of the base and converts them, so only the wanted type travels.
+Each rank merges its rows of an adapter into its rows of the base and converts them, so only the requested type is sent.
 
-Promise: every rank goes through the same collectives in the same order, whatever rank 0 does with the pieces; tied weights
-come once. Names are those of the architecture, without wrappers and adapters.
+Promise: every rank goes through the same collectives in the same order, whatever rank 0 does with the pieces; tied
+weights come once. Names are those of the architecture, without wrappers and adapters.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ class Weight:
     b_OR: Tensor | None = None
     scaling: float = 1.0
 
-    def dtype(self, wanted: torch.dtype | None) -> torch.dtype:
-        """Return the type that it is exported in: the wanted one, if any, unless it is no floating-point tensor."""
-        return wanted if wanted is not None and self.tensor.is_floating_point() else self.tensor.dtype
+    def dtype(self, requested: torch.dtype | None) -> torch.dtype:
+        """Return the type that it is exported in: the requested one, if any, unless it is no floating-point tensor."""
+        return requested if requested is not None and self.tensor.is_floating_point() else self.tensor.dtype
 
-    def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, wanted: torch.dtype | None) -> Tensor:
+    def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, requested: torch.dtype | None) -> Tensor:
         """Return rows of this rank, merged (in float32, rounded once) and converted."""
         rows = _local(self.tensor)[begin:end]
         if whole_a_RI is not None and self.b_OR is not None:
             product = _local(self.b_OR)[begin:end].float() @ whole_a_RI.float()
             rows = rows.float() + product * self.scaling
-        return rows.to(self.dtype(wanted))
+        return rows.to(self.dtype(requested))
 
 
 def export_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the architecture's tensors by name, tied ones under their first name only. The tensors are live."""
+    """Return the architecture's tensors by name, tied ones only under their first name. The tensors are live."""
     parts = adapted_parts(model) if has_adapter(model) else {}
     weights: dict[str, Weight] = {}
     seen: set[int] = set()
@@ -76,10 +77,8 @@ def export_weights(model: nn.Module) -> dict[str, Weight]:
 
 @torch.no_grad()
 def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[TensorRun]:
-    """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are).
-
-    A collective call: all ranks have to
-    iterate to the end."""
+    """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are). A
+    collective call: all ranks have to iterate to the end."""
     for name, weight in weights.items():
         whole_a_RI = None if weight.a_RI is None else _whole(weight.a_RI)
         if isinstance(weight.tensor, DTensor) and is_split_by_rows(weight.tensor):
@@ -95,8 +94,8 @@ def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[Te
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
 ) -> Iterator[TensorRun]:
-    """Yield the pieces of a tensor of which rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Of several replicas
-    the first one sends."""
+    """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first of
+    several replicas sends."""
     if not in_first_replica(tensor):
         return
     ranks, group = shard_group(tensor)
@@ -106,10 +105,10 @@ def _gathered(
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         here = weight.rows(begin, begin + count, whole_a_RI, dtype).reshape(-1)
-        own = here.new_zeros(count * row_numel)  # a gather needs equal sizes
-        own[: len(here)] = here
-        received = [torch.empty_like(own) for _ in range(ranks)] if is_first_rank() else None
-        dist.gather(own, received, dst=0, group=group)
+        padded = here.new_zeros(count * row_numel)  # a gather needs equal sizes
+        padded[: len(here)] = here
+        received = [torch.empty_like(padded) for _ in range(ranks)] if is_first_rank() else None
+        dist.gather(padded, received, dst=0, group=group)
         for rank, part in enumerate(received or []):
             first = rank * rows + begin
             filled = min(count, min((rank + 1) * rows, tensor.shape[0]) - first)

@@ -106,7 +106,7 @@ def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(lau
     (tmp_path / "ended").touch()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7
-    assert "rank 1 ended with exit status 7; rank 0 cannot go on without it" in errors
+    assert "rank 1 ended with exit status 7; rank 0 cannot continue without it" in errors
 
 
 def test_a_rank_killed_from_outside_shows_as_that_signal(launch: Launch, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ async def test_an_order_that_nothing_comes_of_is_withdrawn_with_a_sentence(
 ) -> None:
     monkeypatch.setattr(servicer, "ORDER_TIMEOUT_S", 0.01)
     orders = Orders()
-    with pytest.raises(Unavailable, match="nothing came of the order within"):
+    with pytest.raises(Unavailable, match="the order was not carried out within"):
         await servicer._carried_out(orders.ask_checkpoint())
     assert orders.take_checkpoints() == []
 

@@ -88,12 +88,14 @@ def test_an_address_that_cannot_be_taken_is_named(address: str) -> None:
     taken = node(address, 0)
     with pytest.raises(InvalidInput, match=r"cannot host the rendezvous .* give an address of this host as --host"):
         node(address, 0)
-    with pytest.raises(InvalidInput, match="--host 'no such host' is no address of this host"):
+    with pytest.raises(InvalidInput, match="--host 'no such host' is not an address of this host"):
         Rendezvous(NodeSettings(2, 2, 0, address), 1, "no such host", 1.0)
     del taken
 
 
 def test_a_first_node_that_listens_on_loopback_alone_is_refused() -> None:
     settings = NodeSettings(2, 2, 0, "192.0.2.1:29400")
-    with pytest.raises(InvalidInput, match=r"--host 127.0.0.1 is reached from this host alone.*or 0.0.0.0, as --host"):
+    with pytest.raises(
+        InvalidInput, match=r"--host 127.0.0.1 can be reached only from this host.*or 0.0.0.0, as --host"
+    ):
         Rendezvous(settings, 1, "127.0.0.1", 1.0)
