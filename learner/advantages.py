@@ -5,7 +5,7 @@ Promise: the result depends only on the global batch, not on how ranks, updates 
 without a reward stay outside every statistic and get 0.
 
 Suffixes: S sequences (of the global batch, for `gae` of a micro-batch), F reward functions, N active tokens, T tokens
-of the longest sequence.
+of the longest.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def gae(
 ) -> tuple[Float64Array, Float64Array]:
     """Return ([N] advantages, [N] returns = advantages + values).
 
-    δ_t = r_t + γ·V(s_{t+1}) - V(s_t), A_t = δ_t + γλ·A_{t+1}, within each sequence (Schulman et al. 2016, arXiv
+    δ_t = r_t + γ·V(s_{t+1}) - V(s_t), A_t = δ_t + γλ·A_{t+1} within a sequence (Schulman et al. 2016, arXiv
     1506.02438).
 
     Args:

@@ -46,7 +46,7 @@ class FailedElsewhere(PacelineError):
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
     """Run this rank's `work`, which contains no collective, and return when every rank has run its own. Raises the
     error of `work`, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective
-    that another rank never enters."""
+    alone."""
     error: Exception | None = None
     try:
         work()
@@ -66,8 +66,7 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
-    """Return (the rows of all ranks in order of rank, index of this rank's first); each rank may have any number of
-    rows of K numbers."""
+    """Return (the rows of all ranks in order of rank, index of this rank's first); ranks may have any number of rows."""
     parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
@@ -87,8 +86,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) may have its tensors on
-    CPUs."""
+    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) may have CPU tensors."""
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 

@@ -33,8 +33,7 @@ class ExampleEncoder:
         self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder of a row's texts: its chat template gets the row's tools, and a truncated completion does
-        not end."""
+        """Return the encoder of a row's texts: the chat template gets its tools, and a truncated completion has no end."""
         tools = tools_of(row)
         if tools is None and is_whole(row):
             return self

@@ -1,10 +1,10 @@
 """The training sample, made from groups or examples, and the packed batch of several samples.
 
-Promise: a packed batch has each sequence without its last token, which is only ever predicted, so nothing is computed
-that no loss reads.
+Promise: a packed batch has each sequence without its last token, which is only predicted, so no unused value is
+computed.
 
 Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion tokens
-in it, S sequences in it.
+and S sequences in it.
 """
 
 from __future__ import annotations

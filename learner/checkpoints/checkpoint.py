@@ -97,8 +97,7 @@ def save(
 
     `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there is no
     scheduler state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises
-    Conflict if that checkpoint exists and is complete, Unavailable if writing failed (a full disk), which leaves it
-    torn.
+    Conflict if it exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn.
     """
     folder = prepare(directory, session, step)
     return write(
@@ -111,8 +110,7 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Create the empty folder of a new checkpoint, on rank 0, and return it. Raises Conflict if it exists and is
-    complete."""
+    """Create a new checkpoint's empty folder, on rank 0, and return it. Raises Conflict if it exists and is complete."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
@@ -182,8 +180,7 @@ def load(
     critic: Critic | None = None,
     reference: nn.Module | None = None,
 ) -> CheckpointManifest:
-    """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`, and return its manifest. A collective call
-    of all ranks.
+    """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`; return its manifest. A collective call.
 
     It works with any world size and sharding. torch's generators are restored if the world size is the one that wrote
     it, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it, Conflict if the
@@ -218,8 +215,7 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
     """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and in neither `keep` nor
-    `spared`; return their paths. `keep` has paths as `str(checkpoint.path)` gives them. Newer ones stay, because
-    they may be in progress."""
+    `spared`; return their paths (as `str(checkpoint.path)`, like `keep`). Newer ones may be in progress."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []

@@ -2,8 +2,7 @@
 checkpoint; or of its adapter alone, as a folder that PEFT reads.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the requested
-type, with tied embeddings still tied; the folder appears whole under its name or not at all; no whole copy of the model
-is made.
+type, with tied embeddings still tied; the folder appears whole or not at all; no whole copy of the model is made.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def export_live(
     origin: Origin | None = None,
 ) -> Exception | None:
     """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin`
-    is the run that exports it.
+    is the run.
 
     A collective call of all ranks. Return rank 0's error, if it, the only writer, could not write, after all ranks have
     gone through every tensor; None on the others. Raises errors that separate the ranks. The model is unchanged, and
@@ -194,8 +193,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
-    """Return the names of the tensors whose bits differ (or that only one side has), and the largest absolute
-    difference."""
+    """Return the names of tensors with different bits (or on only one side), and the largest absolute difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
@@ -219,8 +217,7 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
     """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads.
-    `origin` is the run that exports it, if any. Raises Conflict if `directory` exists; with `replace` only if it is
-    no export."""
+    `origin` is its run, if any. Raises Conflict if `directory` exists (with `replace`: and is no export)."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

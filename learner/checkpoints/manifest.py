@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run; and the manifest of an
-export.
+"""The manifests of a checkpoint (files with sizes and hashes, position in the run) and of an export.
 
 Promise: a manifest exists only if all files that it lists are on disk, and it appears in one piece. A file that was
 truncated, changed, added or removed afterwards is found before the checkpoint is opened.

@@ -1,9 +1,8 @@
 """A Hugging Face model folder, filled with pieces of tensors: safetensors, config, generation config, tokenizer.
 
 Promise: `from_pretrained` on the folder gives the added tensors, tied ones tied, and the files have the names and
-layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor. So the
-only tensors that wait in memory, for the others of their layer, are those whose stored layout differs from the trained
-one (experts).
+layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor. So only
+tensors whose stored layout differs from the trained one (experts) wait in memory, for the rest of their layer.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class TensorHeader:
 
 
 class SafetensorsWriter:
-    """Writes the weight files of one folder (one file, or several with an index) piece by piece and in any order. A
-    context manager that closes them."""
+    """Writes the weight files of one folder (one, or several with an index) piece by piece, in any order; a context
+    manager."""
 
     def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder, self._headers = folder, headers

@@ -43,8 +43,8 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder except weights and `left_out`. Of its folders copy only a tokenizer's, because
-    others may belong to a run."""
+    """Copy all files of a model folder except weights and `left_out`. Of its folders copy only a tokenizer's: others
+    may be a run's."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue

@@ -55,8 +55,7 @@ def _pass_through(files: FileSystemBase, coded: Callable[[IO[bytes], str], Any])
 
 
 class _Stream(EncryptingWriter):
-    """One encrypted file. torch syncs before it closes, but the last chunk is written by `close`, so `close` syncs a
-    local file."""
+    """One encrypted file. `close` writes the last chunk after torch has synced, so it syncs a local file again."""
 
     def fileno(self) -> int:
         return self._target.fileno()

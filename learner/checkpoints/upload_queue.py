@@ -1,5 +1,5 @@
-"""One rank's checkpoints on this machine's disk that wait for upload to the object store, and the thread that uploads
-them, oldest first.
+"""One rank's checkpoints on this machine's disk that wait for upload to the object store, and their thread, oldest
+first.
 
 Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes after the files of all
 ranks. A store that does not answer delays only the queue. The training thread adds and drops; the upload thread takes
@@ -96,8 +96,7 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest checkpoints fit into `quota_bytes` with this rank's files; the newest always
-        counts."""
+        """Return how many of the newest fit into `quota_bytes` with this rank's files; the newest always counts."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1

@@ -6,8 +6,7 @@ live tensors are written. They are written too if the host has no memory for a c
 Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
 the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
 meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
-training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder, which no
-reader accepts.
+training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class CheckpointWriter:
         unchanged: bool = False,
     ) -> None:
         """Copy the state after `step` steps, and start to write it. A collective call, after `finish`. `unchanged`
-        promises that the state does not change before `finish`, so that no copy is made. Raises Conflict if that
-        checkpoint exists and is complete."""
+        promises that the state does not change before `finish`: no copy is made. Raises Conflict if it exists and is
+        complete."""
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()

@@ -2,8 +2,7 @@
 
 Promise: no token attends across a sequence's border, no mask is built for the row, and everything outside attention
 runs on exactly the real tokens. The implementation is registered with transformers as `paceline_packed`. Each call gets
-the row's layout as the keyword argument `layout`, which transformers passes to every layer (also when activation
-checkpointing recomputes it).
+the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
 There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
 row; FlashAttention-3 if its package is installed and the GPU is a Hopper). Otherwise, runs of sequences of equal length
@@ -92,7 +91,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float
 def prefer_flash_attention_3(device: torch.device, *, deterministic: bool = False) -> bool:
     """Switch PyTorch's flash attention to FlashAttention-3 if the package `flash_attn_interface` is installed and the
     GPU has its kernels; return whether it did. FlashAttention-2 stays on releases of PyTorch that cannot switch, and
-    in deterministic runs, because FlashAttention-3's gradients differ even with its own option
+    in deterministic runs: FlashAttention-3's gradients differ even with its own option
     (Dao-AILab/flash-attention#2244)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False

@@ -13,14 +13,12 @@ WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def reserve_workspace() -> None:
-    """Set the cuBLAS workspace that repeatable products need, unless the variable is set. Call it before the first
-    product on a GPU."""
+    """Set the cuBLAS workspace for repeatable products, unless it is set. Call it before the first product on a GPU."""
     os.environ.setdefault(WORKSPACE_VARIABLE, WORKSPACE)
 
 
 def use_deterministic_operations(enabled: bool) -> None:
-    """Set this process's choice. An operation without a deterministic version runs as it is, with a warning that names
-    it."""
+    """Set this process's choice. An operation without a deterministic version runs anyway, with a warning."""
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = enabled

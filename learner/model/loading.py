@@ -80,8 +80,7 @@ def _tied_locations(model: nn.Module) -> list[list[Location]]:
 
 
 class _BaseNames:
-    """The model under its files' names: without the adapter's parameters, and with adapted layers under their original
-    names."""
+    """The model under its files' names: without the adapter's parameters, adapted layers under their own names."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -119,8 +118,7 @@ class _Placing:
 
 
 def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
-    """Create empty shards for parameters that this rank has no rows of (more ranks than experts, for example), because
-    the files have nothing for them."""
+    """Create empty shards for parameters that this rank has no rows of (more ranks than experts)."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -120,8 +120,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 class _OnlineSoftmax:
     """Sums over the vocabulary, tile by tile. With d = z − max z they are Σ exp(d) and Σ exp(d)·d, from which H = log Σ
-    exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit so far, so the entropy of large logits
-    loses no digits."""
+    exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit so far, so large logits lose no digits."""
 
     def __init__(self, targets_N: Tensor, device: torch.device, with_entropy: bool) -> None:
         def zeros() -> Tensor:

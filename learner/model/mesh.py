@@ -1,5 +1,4 @@
-"""The mesh of the learner's ranks: `shard` neighbouring ranks share one copy of the model, and there are `replicate`
-copies (hybrid sharding, HSDP).
+"""The mesh of the learner's ranks: `replicate` copies of the model, each on `shard` neighbouring ranks (HSDP).
 
 Neighbouring ranks are on one host, so gathers and scatters of parameters stay there as long as `shard` is at most the
 ranks of a host; only the sums of gradients travel between replicas.

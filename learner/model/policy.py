@@ -7,8 +7,7 @@ layers change no loss and no gradient, the last up to rounding.
 
 FSDP2 wraps each decoder layer and the root (final norm, LM head and, if they are tied or on CPUs, the embedding). A
 single rank in float32 stays unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks
-cost about 3 ms an update and 2 ms for each further micro-batch (2 layers, CPU), a quarter of a step on 32 short
-sequences.
+cost about 3 ms an update and 2 ms for each further micro-batch (2 layers, CPU): a quarter of a step on 32 short texts.
 
 Compiled layers (`policy.compile`) leave attention out, because its calls depend on the lengths in the row; each layer
 becomes one graph before and one after it, and all layers share both. A row's length is dynamic from the second length
@@ -49,8 +48,7 @@ FIELD = "policy.model_name"
 
 
 def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Return the model to train, with float32 masters, on `device`, sharded over the default process group if there is
-    one.
+    """Return the model to train, with float32 masters, on `device`, sharded over the default process group, if any.
 
     With policy.lora_cfg the model is frozen and has an adapter with float32 masters, initialized from `seed`. A frozen
     model has the compute type if all its files do, because that loses nothing, else float32.
@@ -77,8 +75,7 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
 
 
 def _prepared(model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """Return the model ready to train and on its device; compiled, and with activation checkpointing, if the spec says
-    so."""
+    """Return the model ready to train on its device; compiled, with activation checkpointing, if the spec says so."""
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
     recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
@@ -290,8 +287,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """Return [O, I] leftᵀ·right. The narrower operand goes first, because the kernel copies a transposed first operand
-    but not a transposed second one."""
+    """Return [O, I] leftᵀ·right. The narrower operand goes first: the kernel copies a transposed one only there."""
     if left_NO.shape[1] > right_NI.shape[1]:
         return product(right_NI.T, left_NO.T).T
     return product(left_NO.T, right_NI.T)
@@ -351,8 +347,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 def padded_row(packed: PackedBatch) -> PackedBatch:
     """Return the batch with tokens, positions and layout padded to a multiple of ROW_MULTIPLE. The padding is a
-    separate sequence at the end of the row: no other token attends to it, and no loss reads it, so its gradient is
-    zero."""
+    separate sequence at the end of the row: no other token attends to it, no loss reads it."""
     extra = -packed.input_ids.shape[1] % ROW_MULTIPLE
     if extra == 0:
         return packed

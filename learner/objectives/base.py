@@ -1,5 +1,4 @@
-"""Base of the objectives: the arrays that a loss reads, its result, its reduction, and the interface for samples and
-metrics.
+"""Base of the objectives: a loss's arrays, result and reduction, and the interface for samples and metrics.
 
 Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the
 loss of the batch, however it was split (except for the reduction `bnpo`, by its definition), and so do the metric sums.
@@ -101,8 +100,7 @@ class Objective(ABC):
     keeps_prompts_whole: bool = False
     """True if all sequences of a prompt must be in one micro-batch."""
     measures_mismatched: bool = False
-    """True if the batch has samples that do not train; the mean of their Σ_t log π - log π_ref is
-    `TokenArrays.batch_kl`."""
+    """True if the batch has samples that do not train, whose mean Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
         """Return the model that trains."""
@@ -218,8 +216,7 @@ def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays
 def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
     """Return [N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
 
-    `lengths_N` are those of samples: the transcripts of an episode are one sample, so more transcripts give no more
-    weight.
+    `lengths_N` are those of samples: an episode's transcripts are one sample, so their number does not matter.
 
     - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
     - `dapo`: 1 / tokens of the batch (Yu et al. 2025).

@@ -90,8 +90,7 @@ def kept_tokens(
     - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` computes it over the global batch).
     - off_policy_mask_threshold: A < 0 and the mean of log μ - log π above it (DeepSeek-V3.2, equation 9).
 
-    A token that is not a number is always kept, because it must stop the step and not vanish in a mask. `behind_N` is
-    log μ - log π, in nats.
+    A token that is not a number is always kept, because it must stop the step. `behind_N` is log μ - log π, in nats.
     """
     keep_N = torch.ones_like(log_rho_N, dtype=torch.bool)
     log_rho_N = log_rho_N.detach()

@@ -64,8 +64,7 @@ class ExampleSource:
         return self._order.rows(self._drawn)
 
     def row_pairs(self) -> list[RowPair]:
-        """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending and
-        distinct."""
+        """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending."""
         pairs = {RowPair(row, row) for row in self.rows_used()}
         if self._maker.measures_mismatched:
             index = self._order.index
@@ -146,8 +145,8 @@ class ExampleSource:
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
     """Check every row that the run will use before its first step. Otherwise a row that cannot be trained would end the
     run in the middle, on the only rank that draws it, while the others wait in a collective. A collective call: each
-    rank checks every w-th row. Raises InvalidInput, on every rank, for a row that is longer than the model allows or
-    that the chat template refuses."""
+    rank checks every w-th row. Raises InvalidInput, on every rank, for a row that is too long or that the chat
+    template refuses."""
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())

@@ -81,8 +81,8 @@ class Kto(Objective):
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
         """Return the metrics with `batch_kl`; `accuracy`: the share of completions on the correct side of z (exactly z
-        counts half); `margin`: difference of the mean rewards of good and bad completions; `chosen_reward`,
-        `rejected_reward`: these means."""
+        counts half); `chosen_reward`, `rejected_reward`: mean rewards of good and bad ones; `margin`: their
+        difference."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
         if sums["labels"]:
@@ -105,8 +105,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Return the mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + if desirable (Ethayarajh et al.
-    2024).
+    """Return the global batch's mean of weight · (1 - σ(±β·(log-ratio - z))), + if desirable (Ethayarajh et al. 2024).
 
     `batch_kl` is the mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl)
     is a constant of the loss. `num_sequences` are the completions in the global batch.

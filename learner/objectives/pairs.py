@@ -83,8 +83,7 @@ class Pairs:
 
 
 def pairs_of(packed: PackedBatch, num_prompts: int) -> Pairs:
-    """Return each rejected completion with the chosen one of its prompt. Raises ValueError for a prompt that lacks
-    either."""
+    """Return each rejected completion with its prompt's chosen one. Raises ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
     for index, (prompt, label) in enumerate(zip(packed.group_ids_S, packed.labels_S, strict=True)):
@@ -112,8 +111,7 @@ def pairs_of(packed: PackedBatch, num_prompts: int) -> Pairs:
 
 
 def pair_sums(rewards_S: Tensor, pairs: Pairs, counts: Denominators) -> dict[str, Tensor]:
-    """Return the sums that `PairObjective.metrics` reads. They count prompts: the pairs of one prompt share a weight of
-    1."""
+    """Return the sums that `PairObjective.metrics` reads. They count prompts: a prompt's pairs share a weight of 1."""
     weights_P = pairs.weights_P.double() * counts.prompts
     chosen_P, rejected_P = rewards_S[pairs.chosen_P].double(), rewards_S[pairs.rejected_P].double()
     won_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()

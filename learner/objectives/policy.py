@@ -36,13 +36,11 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
     loss_t = keep · w · f(r, A) + β·KL_t, reduced by `token_weights`, minus entropy_bonus · mean entropy. f is
     `policy_losses`' (config.policy_loss), r = π/π_prox or π/μ (config.ratio_anchor), w and keep come from ρ = π_prox/μ
-    (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. The KL acts on dropped tokens too, as in
-    TRL.
+    (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. As in TRL, the KL acts on dropped tokens.
 
     Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al.
     2022; AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is
-    then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError if an array that the config
-    needs is missing.
+    then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError if an array is missing.
     """
     if tokens.behaviour_N is None or tokens.advantages_N is None:
         raise ValueError("policy_loss needs behaviour log-probabilities and advantages")

@@ -175,8 +175,7 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is the sum over
-    its transcripts."""
+    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is its sum."""
     scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
     for sample, sequence in zip(samples.tolist(), batch, strict=True):
         scores[sample, 0] = sequence.group_id
@@ -245,8 +244,7 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S] index of each sequence's sample among this part's samples, in order; transcripts of an episode share
-    one."""
+    """Return [S] index of each sequence's sample in this part, in order; transcripts of an episode share one."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 

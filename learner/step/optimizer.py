@@ -159,8 +159,7 @@ class PartwiseAdamW(torch.optim.AdamW):
                     state[name] = self._placed(state[name].to(self._moment_dtype))
 
     def _placed(self, moment: Tensor) -> Tensor:
-        """Return a moment where it is kept between updates; on the host in pinned memory, which a GPU copies
-        asynchronously."""
+        """Return a moment where it is kept between updates; on the host in pinned memory."""
         if not self._on_host or not moment.is_cuda:
             return moment
         moment = moment.to("cpu")
@@ -186,8 +185,7 @@ def _update_part(
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
     """Return float32 `values` in bfloat16, each randomly rounded up or down so that its expectation is the value. A
-    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut
-    off."""
+    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, then dropped."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
@@ -199,8 +197,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
     """Prepare the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update,
-    because each collective costs more than the memory that it saves; on GPUs every backward pass reduces, so that no
-    rank holds a full gradient."""
+    because each collective costs more than the memory that it saves; on GPUs every pass reduces: no rank holds a
+    full gradient."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(is_last)
         if device.type == "cpu":

@@ -38,8 +38,7 @@ class FrozenLogprobs:
 
 @dataclass(frozen=True)
 class States:
-    """States of a micro-batch with the value model's values and its targets (M states, see
-    `paceline.learner.step.critic`)."""
+    """States of a micro-batch with the value model's values and targets (M: see `paceline.learner.step.critic`)."""
 
     packed: PackedBatch
     before_token_M: Tensor
@@ -91,11 +90,10 @@ def given(values_N: Tensor | None) -> Tensor:
 
 
 EVEN_COST_TOKENS = 32_768
-"""Length from which sequences are also packed by cost; attention is about two fifths of the cost there for 8B
-parameters."""
+"""Length from which sequences are also packed by cost; attention is about two fifths of the cost there (8B parameters).
+"""
 ROOM_FOR_EVEN_COST = 1.5
-"""Smallest ratio of a micro-batch's budget to the longest sequence that leaves a choice; below it, first fit is as good
-(docs/performance.md)."""
+"""Budget of a micro-batch by the longest sequence, from which first fit is not as good (docs/performance.md)."""
 
 
 def plan_updates(
@@ -246,8 +244,8 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
     micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours and
-    attention can run on them as one dense tensor. A sequence longer than the budget is alone in its micro-batch; an
-    empty one (length 0) is in none.
+    attention can run on them as one dense tensor. A sequence longer than the budget is alone; an empty one is in no
+    micro-batch.
     """
     if budget_tokens <= 0:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")

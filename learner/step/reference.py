@@ -69,8 +69,8 @@ class LocalReference(Reference):
 
     @torch.no_grad()
     def mix_in(self, policy: PreTrainedModel, share: float) -> None:
-        """Set each parameter to share · policy + (1 - share) · reference, in float32. Policy and reference are sharded alike,
-        so each rank mixes its shard."""
+        """Set each parameter to share · policy + (1 - share) · reference, in float32. Both are sharded alike, so each
+        rank mixes its shard."""
         for (name, mine), (other, theirs) in zip(self.model.named_parameters(), policy.named_parameters(), strict=True):
             if name != other:
                 raise ValueError(f"the reference has {name!r}, but the policy has {other!r} in its place")
@@ -174,8 +174,7 @@ class AskedBehaviour(Reference):
 def _passes(
     reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
-    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes as many passes as the
-    rank with the most micro-batches."""
+    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes equally many."""
     micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):

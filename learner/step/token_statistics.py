@@ -1,8 +1,8 @@
 """Statistics of single tokens of a few groups while a step trains: log-probability and entropy, and the comparison of
 the samplers' log-probabilities with the learner's.
 
-Promise: the step computes and waits for nothing extra. It only leaves references to its results; `of` and `results`
-copy them to the host afterwards.
+Promise: the step computes and waits for nothing extra. It leaves references to its results, which `of` and `results`
+copy to the host.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """One completion, or transcript of an episode. Arrays are as long as its completion tokens, NaN for tokens that do
-    not train."""
+    """One completion, or transcript of an episode. Arrays have its completion tokens, NaN for those that do not train."""
 
     group_id: int
     index: int
@@ -91,8 +90,7 @@ MAX_DIFFERENCE = 1.0
 
 
 class GroupDifference(NamedTuple):
-    """One group: mean over its tokens of log μ - log π in nats, the standard error of that mean, and the number of
-    tokens."""
+    """One group: mean over its tokens of log μ - log π in nats, its standard error, and the number of tokens."""
 
     group_id: int
     mean: float
@@ -108,8 +106,8 @@ class SamplerComparison:
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep the log-probabilities of a micro-batch under the weights that the step started from, if it has any of
-        the groups. The first ones count."""
+        """Keep a micro-batch's log-probabilities under the step's first weights, if it has any of the groups; the first
+        count."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 

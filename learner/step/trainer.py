@@ -6,8 +6,7 @@ excepted); either every rank steps its optimizer or none does.
 All ranks call `train_step` together, each with its part of the batch (which may be empty). Inside, they meet in this
 order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and
 backward passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a
-collective), agrees on sums and gradient norm, and steps. Nothing else in the process may use the default group
-meanwhile.
+collective), agrees on sums and gradient norm, and steps. Meanwhile nothing else may use the default group.
 """
 
 from __future__ import annotations
@@ -206,8 +205,7 @@ class Trainer:
 
     def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
         """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm
-        before clipping. Loss and norms are the same on every rank, so every rank takes the same branch. Raises
-        NonFiniteLoss."""
+        before clipping. Loss and norms are the same on every rank, so is the branch taken. Raises NonFiniteLoss."""
         while True:
             results = self._accumulate_gradients(update, watch)
             sums = self._sum_metrics(results)
@@ -225,8 +223,7 @@ class Trainer:
                 raise self._non_finite(update, results, sums["loss"], norm, value_norm)
 
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
-        """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the
-        scale."""
+        """Run every micro-batch forward and backward; the gradients are then the global batch's, times the scale."""
         results = []
         comparison, self.comparison = self.comparison, None  # later updates start from other weights
         # FSDP averages gradients over ranks, the loss is a sum.
@@ -322,8 +319,8 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸ without it; 1 for other
-    types. All ranks call it alike.
+    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸; 1 for other types. All
+    ranks call it alike.
 
     Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the
     gradients are divided by it. If a gradient overflows, the scale is halved and the update is computed again, so every
@@ -350,8 +347,7 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale because of an overflow; return False if it is already 1, so that the overflow has another
-        cause."""
+        """Halve the scale because of an overflow; return False if it is 1: the cause is another."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)
@@ -371,8 +367,7 @@ class LossScale:
 
 
 class Stopwatch:
-    """Sums the seconds spent in named phases on one device; on CUDA from events in the stream, which are read at the
-    end."""
+    """Sums the seconds spent in named phases on one device; on CUDA from events, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -2,8 +2,8 @@
 
 Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and
 the construction are collective calls. The other methods matter only on rank 0, where the control plane's thread calls
-them, and do nothing on the other ranks. `publish` returns as soon as it has copied the weights, so that later steps do
-not touch the copy.
+them, and do nothing on the other ranks. `publish` returns once it has copied the weights, which later steps do not
+touch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error that
-        ended a thread."""
+        """Whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises a thread's error."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last version, computed
-on its GPU.
+"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last, computed on its
+GPU.
 
 Nothing is gathered. Each rank copies its box of every tensor that a mesh (of any dimensions) divides; if several ranks
 hold the same box, only the first copies it; rank 0 alone copies the other tensors. Together the slices of all ranks are
@@ -88,8 +88,8 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[
 
 
 class DeviceSnapshot:
-    """Holds the weights that a rank published last, on its GPU, so that only changes are copied to the host. `dtype` as
-    in `local_slices`.
+    """Holds the weights that a rank published last, on its GPU, so that only changes reach the host. `dtype` as in
+    `local_slices`.
 
     Promise: when `take` returns, nothing reads the model any more, so the next optimizer step may write it; its result
     is in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and

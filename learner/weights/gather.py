@@ -30,8 +30,7 @@ WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors, whole, on rank 0, in host memory (pinned if the model is on a GPU); empty on other
-    ranks.
+    """Return all published tensors, whole, on rank 0, in host memory (pinned if the model is on a GPU); else empty.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one allocation, laid out as
@@ -85,7 +84,7 @@ class _Gathering:
     """A bucket that is sent to rank 0: every rank's shards of some tensors, one behind the other.
 
     Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank with
-    fewer rows is padded, because a gather needs equal sizes. Only the first of several replicas sends.
+    fewer rows is padded, because a gather needs equal sizes. Only the first replica sends.
     """
 
     def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
@@ -127,8 +126,7 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield `sharded` in order, in parts of at most BUCKET_BYTES for each rank (a larger tensor is a part alone), of
-    one mesh each."""
+    """Yield `sharded` in order, in parts of one mesh and at most BUCKET_BYTES a rank (or one larger tensor)."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
@@ -143,8 +141,7 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
 
 
 def is_split_by_rows(tensor: DTensor) -> bool:
-    """Return whether the ranks of a replica have consecutive rows, as with FSDP2: then a shard is one run of the
-    tensor's bytes."""
+    """Return whether the ranks of a replica have consecutive rows, as with FSDP2: a shard is one run of bytes."""
     (*others, last) = tensor.placements
     by_rows = isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
     return by_rows and all(placement.is_replicate() for placement in others)

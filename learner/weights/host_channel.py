@@ -1,5 +1,4 @@
-"""The channel by hosts: every rank stages its shards in its host's memory, and the hosts' relays bring them to all
-others.
+"""The channel by hosts: every rank stages its shards in its host's memory, and relays bring them to all others.
 
 Rank 0 adds the manifest, with the digests from the relays of all the learner's hosts, and informs the coordinator,
 which tells each host where to read. Members without a relay, and members that relays failed to reach several times,
@@ -214,8 +213,7 @@ class Rank0HostChannel(HostChannel):
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' relays and the object store. One thread at a time, so that the newest roster
-        is applied last."""
+        """Divide the roster among hosts' relays and the object store. One thread at a time: the newest is applied last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -263,7 +261,7 @@ class Rank0HostChannel(HostChannel):
                 unforeseen.note("the manifest of a version", error)
 
     def _complete(self, version: Version, digests: list[bytes]) -> None:
-        """Make the manifest of a version that this host has staged, once all hosts have staged it, and send it to the
+        """Make the manifest of a version that this host has staged, once all hosts have, and send it to the
         coordinator."""
         by_source, addresses = {0: iter(digests)}, [self._address]
         for source in range(1, self._hosts.num_hosts):
@@ -306,8 +304,7 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Make this host's relay complete a version that is to be put into the object store; with one learner host it
-        is complete."""
+        """Make this host's relay complete a version for the object store; with one learner host it is complete."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
@@ -363,8 +360,7 @@ class Rank0HostChannel(HostChannel):
 
 def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
     """Return the learner's hosts; None if a rank has no relay within `timeout_s`. A collective call. Raises
-    InvalidInput, on every rank, if they are in several zones, because each step would wait for the link between
-    them."""
+    InvalidInput, on every rank, if they are in several zones, whose link each step would wait for."""
     import torch.distributed as dist
 
     agent_id, zone = NO_RELAY, ""
@@ -384,8 +380,7 @@ def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.d
 
 
 def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> Hosts | None:
-    """Return the learner's hosts from (relay id, digest of the zone) of each rank. Raises InvalidInput for several
-    zones."""
+    """Return the learner's hosts from (relay id, digest of the zone) of each rank. Raises InvalidInput for several."""
     ids = [agent_id for agent_id, _ in notes]
     if NO_RELAY in ids:
         return None

@@ -1,5 +1,4 @@
-"""Streams a model's whole tensors to rank 0, a piece at a time, so that an export's memory does not grow with the
-model.
+"""Streams a model's whole tensors to rank 0, a piece at a time, so that memory does not grow with it.
 
 Each rank merges its rows of an adapter into its rows of the base and converts them, so only the requested type is sent.
 
@@ -94,8 +93,8 @@ def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[Te
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
 ) -> Iterator[TensorRun]:
-    """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first of
-    several replicas sends."""
+    """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
+    replica sends."""
     if not in_first_replica(tensor):
         return
     ranks, group = shard_group(tensor)

@@ -1,5 +1,4 @@
-"""The box around a process of user code, seen from within: the processes that it may touch, and the files that it may
-not.
+"""The box around a process of user code, from within: the processes that it may touch, the files that it may not.
 
 Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no
 environment, memory or descriptor of a process outside, sends no signal there, and connects to no abstract socket there.
@@ -53,8 +52,7 @@ class Box:
     shown: tuple[str, ...] = ()
     """Folders within hidden ones that it may read."""
     kept: tuple[str, ...] = ()
-    """Folders that it may read but not change, except for hidden files in them. They count only if there are hidden
-    files."""
+    """Folders that it may read but not change, except for hidden files in them. They need hidden files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
@@ -119,8 +117,7 @@ _entered = Box()
 
 
 def why_refused(error: BaseException) -> str:
-    """Return `; ` and the sentence for an error of user code in this process if its box may be the cause; otherwise
-    empty."""
+    """Return `; ` and the sentence for an error of user code in this process if its box may be the cause, else empty."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -135,14 +132,12 @@ def why_refused(error: BaseException) -> str:
 
 
 def open_paths(hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths that together cover everything but `hidden`: the entries beside each hidden path and beside its
-    parents."""
+    """Yield paths that cover everything but `hidden`: the entries beside each hidden path and its parents."""
     return _beside({Path(path) for path in hidden})
 
 
 def kept_paths(kept: Iterable[str], hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths that together cover everything that is `kept` and not `hidden`. A kept path within a hidden one is
-    not hidden."""
+    """Yield paths that cover everything `kept` and not `hidden`. A kept path within a hidden one is not hidden."""
     closed = {Path(path) for path in hidden}
     for folder in map(Path, kept):
         inside = {path for path in closed if path.is_relative_to(folder)}

@@ -30,8 +30,8 @@ class ProcessDied(PacelineError):
 
 
 class ProcessNotStarted(ProcessDied):
-    """This host had no room for the process (memory, descriptors, files). It may have room later, so the process counts
-    as killed."""
+    """This host had no room for the process (memory, descriptors, files). It may have room later, so this counts as
+    killed."""
 
     by_signal = True
 
@@ -55,8 +55,8 @@ def usage(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Return whether a process or one of its children waits for a processor or the disk, or was stopped. A sleeping
-    process waits by its own choice."""
+    """Return whether a process or one of its children waits for a processor or the disk, or was stopped. A sleeping one
+    waits by choice."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return any(_status(member) in NOT_SLEEPING for member in [process, *process.children(recursive=True)])

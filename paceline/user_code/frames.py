@@ -1,5 +1,4 @@
-"""Messages between a service and a process that runs user code: a length, then JSON, over a socket pair that only the
-two have.
+"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair.
 
 They are JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
 """
@@ -51,8 +50,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Wait for the next message, in the service, which sets the deadline. Raises EOFError if the process is gone;
-    WireError."""
+    """Wait for the next message, in the service, which sets the deadline. Raises EOFError (process gone), WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
         raise WireError(

@@ -1,5 +1,4 @@
-"""Processes of user code: `UserProcess` for one caller at a time, and `SharedProcess` for several, whose messages and
-replies have ids.
+"""Processes of user code: `UserProcess` for one caller at a time, and `SharedProcess` for several, with ids.
 
 Tasks of a UserProcess: one watch per process life waits for its end and then kills the rest of its process group, so
 that a grandchild with the socket cannot hide the death; readers then see EOF. `start` waits for the watch of the life
@@ -123,8 +122,8 @@ class UserProcess(_Child):
     """One child process that runs `main` of a module, for one caller at a time."""
 
     def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
-        """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with the
-        user code's imports."""
+        """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with
+        imports."""
         super().__init__(module, surroundings)
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
@@ -213,8 +212,7 @@ class SharedProcess(_Child):
     """One child process that runs `main` of a module, for several callers."""
 
     def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
-        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this
-        project."""
+        """Set the module and its first message; `start` starts the process. `surroundings` None: code of this project."""
         super().__init__(module, surroundings)
         self._load = encode(load)
         self._reading: asyncio.Task[None] | None = None

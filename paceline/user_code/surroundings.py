@@ -1,5 +1,4 @@
-"""The settings of a process of user code from its service: environment variables, a folder for temporary files, and the
-box with the files hidden from it.
+"""A process of user code gets from its service: environment variables, a temporary folder, a box with hidden files.
 
 By `isolation()`, hidden are:
 
@@ -8,8 +7,7 @@ SECRETS   the token or the coordinator's directory, the certificates, the storag
           runs; workers beyond loopback choose it if the kernel supports it (`paceline.services.common.user_code_options`)
 REQUIRED  these and `CREDENTIALS`; a service does not start if that cannot be kept
 
-With SECRETS and REQUIRED, the files that Python loads at the start of the next such process, before its box, are
-read-only (`loaded_code`).
+With the latter two, files that Python loads before the box of the next process are read-only (`loaded_code`).
 
 Its environment variables are those that describe how this host works, and those that a user named. Variables that may
 hold a secret are not among them: tokens, keys, passwords, addresses with a password, and every variable that is not on
@@ -184,8 +182,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its processes. With a storage key, which they do not get, judges keep no answers in
-        files."""
+        """Return the environment of its processes. With a storage key, judges keep no answers in files."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"
@@ -206,8 +203,7 @@ class Surroundings:
 
 
 def secret_paths() -> Iterator[Path]:
-    """Yield this project's secrets on this host: the token or the coordinator's directory, the certificates, the
-    storage key."""
+    """Yield this project's secrets on this host: the token or coordinator's directory, certificates, storage key."""
     token = token_path().resolve()
     yield token.parent if (token.parent / LEDGER_NAME).exists() else token
     for variable in (TLS_VARIABLE, FILE_VARIABLE):
@@ -227,8 +223,7 @@ def _credentials() -> Iterator[Path]:
 
 
 def _caches() -> Iterator[Path]:
-    """Yield folders that libraries and built-in functions create at their first use, which is impossible in a closed
-    folder."""
+    """Yield folders that libraries and built-in functions create at first use, impossible in a closed folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield Path(os.environ.get("HF_HOME") or caches / "huggingface")
     yield Path(os.environ.get("TORCH_HOME") or caches / "torch")

@@ -1,15 +1,14 @@
 """Launches the ranks of one host, and ends all of them if one dies. `services/learner/main.py`, `nodes/launcher.py` for
 a learner on several hosts, and `paceline replay` use it.
 
-    python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
+python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
 
 Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status
 of the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a
-listening socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process can
-reach it and no file remains.
+listening socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process reaches
+it.
 
-One thread for each rank waits for its end; only the main thread decides, from a queue that these threads and the signal
-handler fill.
+One thread for each rank waits for its end; the main thread decides, from a queue that they and the signal handler fill.
 """
 
 from __future__ import annotations

@@ -252,8 +252,7 @@ class LearnerRank:
             hello.host_agent.CopyFrom(host)
         run = self.current_run
         if run is not None and run.session == hello.session and run.receipted:
-            # A coordinator whose ledger lacks these receipts has restored an older backup; this session cannot continue
-            # with it.
+            # A coordinator whose ledger lacks these receipts is an older backup; this session cannot continue with it.
             hello.version.session, hello.version.step = run.session, run.receipted
         return hello
 
@@ -270,8 +269,7 @@ Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Holds reports for `send`, which waits while there is no stream; bounded, however long the coordinator is
-    unreachable.
+    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes.
 
     For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged
     version, token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end
@@ -364,8 +362,7 @@ async def _carried_out(order: Future[ResultT]) -> ResultT:
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
-    """Service of the whole learner, on rank 0: status, and orders that all ranks carry out together after the current
-    step."""
+    """Service of the whole learner, on rank 0: status, and orders for all ranks after the current step."""
 
     def __init__(self, rank: RankContext):
         self._rank = rank

@@ -40,8 +40,7 @@ COLLECTIVE_TIMEOUT_S = 300.0
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:
-    """Make the default process group, if this process is one of several ranks. `host` is the address that the service
-    listens on."""
+    """Make the default process group, if this process is one of several ranks. The service listens on `host`."""
     meeting, store_address = os.environ.get(MEETING_VARIABLE), os.environ.get(STORE_VARIABLE)
     if store_address:
         _keep_to_interface(host, store_address)
@@ -102,8 +101,7 @@ def _session_store(address: str) -> Any:
 
 
 def interface_of(host: str) -> str | None:
-    """Return the name of the network interface that has this address; None for a wildcard and for an address of no
-    interface."""
+    """Return the name of the network interface that has this address; None for a wildcard or an unknown address."""
     try:
         addresses_of_host = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -115,8 +113,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Set the variables from which gloo and NCCL take their interface, because they would choose one that others can
-    reach."""
+    """Set the variables from which gloo and NCCL take their interface, instead of one that others reach."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -126,8 +123,7 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """Set the same variables for ranks on several hosts: the interface of `--host`, else that of the route to
-    `address`."""
+    """Set the same variables for ranks on several hosts: that of `--host`, else of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -139,7 +135,7 @@ log = logging.getLogger(__name__)
 
 def set_up_device(device: str, host: str) -> torch.device:
     """Return the device of this rank, and make the process group if there are several ranks. `device` is `auto`, `cuda`
-    or `cpu`; `host` is the address that the service listens on. Raises Unavailable if the GPU cannot be used."""
+    or `cpu`; The service listens on `host`. Raises Unavailable if the GPU cannot be used."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(

@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
 
 Promise: torch's own loaders read the written files, at any sharding. Reading decodes only classes of checkpoint
-metadata, so files of unknown origin run no code. Memory holds one block when writing, and twice the largest stored
-chunk when reading.
+metadata, so files of unknown origin run no code. Memory holds one block of a written file, and twice the largest chunk
+of a read one.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return the names of the weights by those in the checkpoint. `paths` are the keys of each tensor in the state
-    dict."""
+    """Return the weights' names by those in the checkpoint. `paths` are each tensor's keys in the state dict."""
     entry = KEY if key is None else key
     below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
     names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}

@@ -51,8 +51,8 @@ def to_dcp(
     source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
 ) -> None:
     """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
-    a LoRA adapter in peft's folder is merged. Raises Conflict if `destination` exists, InvalidInput for damaged or
-    foreign files, Unreadable."""
+    a LoRA adapter in peft's folder is merged. Raises Conflict (`destination` exists), InvalidInput (damaged or
+    foreign), Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -158,8 +158,7 @@ def check_described(folder: str, files: WeightFiles, what: str) -> bool:
 
 
 def _check_result(folder: Path, what: str) -> None:
-    """Raise InvalidInput if the folder's weights are not its model's. An adapter may have changed one of two tied
-    weights."""
+    """Raise InvalidInput if the weights are not the model's: an adapter may have changed one of two tied weights."""
     with find_weight_files(str(folder), str(folder), "DESTINATION") as files:
         check_described(str(folder), files, what)
 

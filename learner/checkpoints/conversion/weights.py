@@ -33,8 +33,8 @@ MERGED_AS: Mapping[str, Sequence[Any]] = {
     "init_lora_weights": (True, False, "gaussian"),
 }
 """Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other
-initializations, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so their A and B do not belong to the
-base in its folder."""
+initializations, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so A and B do not fit the base in its
+folder."""
 WITHOUT_EFFECT = frozenset(
     {
         "r",

@@ -1,13 +1,11 @@
-"""Launches one node's ranks: it meets the other nodes, starts this node's part of the session, and meets them again
-after the session's end.
+"""Launches one node's ranks: it meets the other nodes, starts this node's part of the session, and repeats.
 
 A session ends on all nodes if any rank or node is lost; the remaining nodes meet again, and the next session begins as
 soon as there are enough. It starts from the checkpoint that the coordinator has, like every session of the learner.
 
 The nodes meet in a rendezvous store that node 0 hosts. A node joins under a new number, writes its position and its
 number of ranks, and gets its part in the next session from node 0 (`assembly.py`). During the session it writes a
-heartbeat each second and reads whether the session is over; a node that no longer reaches the store ends its part by
-itself.
+heartbeat each second and reads whether the session is over; a node that loses the store ends its part.
 """
 
 from __future__ import annotations

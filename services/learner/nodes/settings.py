@@ -1,11 +1,9 @@
-"""The number of a learner's nodes, this host's position among them, and their rendezvous: from options, else from the
-environment.
+"""The number of a learner's nodes, this host's position among them, and their rendezvous, from options or environment.
 
 A node is a host of a learner. The variables of these launchers are read, in this order: torchrun's (`PET_…`, which
 Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or
 JobSet (`JOB_COMPLETION_INDEX`), whose first pod is `MASTER_ADDR`, else derived from this pod's name; at last
-`MASTER_ADDR` with `NODE_RANK`. The latter two do not give the number of nodes. Options have precedence over all of
-them.
+`MASTER_ADDR` with `NODE_RANK`. The latter two do not give the number of nodes. Options come first.
 """
 
 from __future__ import annotations

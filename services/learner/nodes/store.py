@@ -27,8 +27,7 @@ WAIT_S = 15.0
 CONNECT_S = 2.0
 """Seconds for each attempt to reach its port."""
 ANSWER_S = 20.0
-"""Seconds for each attempt to open it. Torch first asks the resolver for the name of each host, which takes 5 s for a
-lost answer."""
+"""Seconds for each attempt to open it. Torch first resolves the name of each host: 5 s for a lost answer."""
 FAULTS = (RuntimeError, OSError)
 """Errors of an operation if the store cannot be reached; torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
@@ -51,8 +50,7 @@ class NodeStore:
         self._bounded(lambda: self._store.set(PREFIX + key, json.dumps(value)))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return an object without waiting for it; None if there is none, empty for a value that is no object. Raises
-        FAULTS."""
+        """Return an object without waiting for it; None if there is none, empty for any other value. Raises FAULTS."""
 
         def read() -> bytes | None:
             return self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
@@ -80,8 +78,7 @@ class NodeStore:
 
 
 def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
-    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`; the operation then
-    continues alone."""
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending it."""
     result: Future[ResultT] = Future()
 
     def run() -> None:

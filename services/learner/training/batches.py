@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises if it has given
-up."""
+"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises after that."""
 
 
 class RankBatch(NamedTuple):
@@ -61,8 +60,7 @@ class RankBatch(NamedTuple):
 
     @classmethod
     def decode(cls, reply: pb.BatchReply, payloads: Sequence[bytes]) -> RankBatch:
-        """Return the batch of a reply. Raises WireError, also if a group's digest differs, because the rank vouches for
-        the group in its receipt."""
+        """Return the batch of a reply. Raises WireError, also if a group's digest differs: the receipt vouches for it."""
         groups = []
         for index, sent in enumerate(reply.groups):
             reference = payloads[sent.reference_frame - 1] if sent.reference_frame else None
@@ -93,8 +91,8 @@ class BatchClient:
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch; None if there is no batch yet, or if this rank stops. A damaged
-        batch is fetched again."""
+        """Return this rank's part of a step's batch; None if there is none yet, or this rank stops. A damaged one is
+        fetched again."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
@@ -160,8 +158,7 @@ class BatchClient:
 
 def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
     """Return a comparison for the groups of `batch` that the coordinator has marked; None without any. It skips groups
-    with tokens of another version than (session, step), which the step starts from, because an earlier session's
-    weights may differ."""
+    with tokens of another version than (session, step), which the step starts from: an earlier session's may differ."""
     group_ids = [
         sent.group_id
         for sent, group in zip(batch.reply.groups, batch.groups, strict=True)

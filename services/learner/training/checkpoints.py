@@ -210,7 +210,7 @@ class SessionCheckpoints:
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
-        """Name the newest record of the coordinator's audit log in later manifests, so that its end cannot be cut off
+        """Name the newest record of the coordinator's audit log in later manifests: its end cannot be cut off
         unnoticed."""
         if sequence:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
@@ -263,8 +263,7 @@ class SessionCheckpoints:
         return {} if self._uploads is None else self._uploads.gauges
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
-        """Wait until all finished checkpoints are at their destination; return False if `ended` becomes true earlier,
-        on any rank."""
+        """Wait until all finished checkpoints are at their destination; False if `ended` comes first, on any rank."""
         return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
@@ -345,7 +344,7 @@ class CheckpointUploads:
             )
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
-        """Wait until all checkpoints are in the store; return False if `ended` becomes true earlier, on any rank."""
+        """Wait until all checkpoints are in the store; False if `ended` comes first, on any rank."""
         while True:
             waits, gives_up = any_over_ranks([not self._queue.wait_stored(STORE_POLL_S), ended()], self.device)
             if not waits or gives_up:

@@ -73,8 +73,7 @@ class RunExports:
                 waiting.set_result(str(path))
 
     def _export(self, path: Folder, model: nn.Module, adapter_only: bool, origin: Origin) -> PacelineError | None:
-        """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
-        points of their collectives."""
+        """Return the error that prevented the export, if any. Raises it if the ranks may be at different points."""
         try:
             write = self._export_adapter if adapter_only else self._export_model
             failure = write(path, model, origin)
@@ -105,6 +104,6 @@ class RunExports:
         policy = self._spec.policy
         try:
             export_adapter(path, adapter, policy.lora_cfg, policy.model_name, replace=True, origin=origin)
-        except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
+        except Exception as error:  # safetensors, the disk and the allocators raise unrelated errors
             return error
         return None

@@ -244,8 +244,7 @@ class _WeightChannelFactory:
         )
 
     def _coding_threads(self) -> int:
-        """Return the threads that code versions: on GPUs a rank's share of the cores that training leaves free, on CPUs
-        1."""
+        """Return the threads that code versions: on GPUs a rank's share of the free cores, on CPUs 1."""
         if self._rank.device.type != "cuda":
             return 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.world_size)

@@ -116,8 +116,7 @@ class LearnerRun:
         return "saving" if self._checkpoints.saving else self._phase
 
     def train(self) -> None:
-        """Train from the assignment to the end of the run, or of this session. Faults of the run are reported, not
-        raised."""
+        """Train from the assignment to the end of the run, or of this session. Faults are reported, not raised."""
         if not self._try_set_up():
             return
         self.ready = True
@@ -205,8 +204,7 @@ class LearnerRun:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raise WrongKey without the coordinator's storage key, InvalidInput for weights that would leave this host
-        unencrypted."""
+        """Raise WrongKey without the coordinator's storage key, InvalidInput for weights that leave it unencrypted."""
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
@@ -288,8 +286,7 @@ class LearnerRun:
             self._checkpoints.until_stored(_after(self._rank.grace_s / 2))
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
-        """Return whether all ranks have parts of one batch, which may have been fixed anew after the first ranks got
-        theirs."""
+        """Return whether all ranks have parts of one batch, which may have been fixed anew meanwhile."""
         if self._rank.world_size == 1:
             return True
         first = broadcast_bytes(batch.reply.chain.encode()).decode()
@@ -328,8 +325,7 @@ class LearnerRun:
             with span("publish", traceparent, step=self.step):
                 self.publishing.publish(self.step, last=last)
             metrics["publish_wait_s"] = time.perf_counter() - started_s
-        # Count all sampled tokens of the groups, also those that overlong filtering keeps from training, as the token
-        # accounting does.
+        # All sampled tokens of groups, also those that overlong filtering removes, as the token accounting has them.
         trained = sum(len(sample.completion_ids) for sample in samples)
         tokens = batch.num_tokens if self.spec.samples else trained
         compared = [] if comparison is None else comparison.results()
@@ -421,8 +417,7 @@ class LearnerRun:
         )
 
     def _save_last(self) -> None:
-        """Finish the last checkpoint; if its object store does not answer, wait for it until this session ends. Raises
-        Unavailable."""
+        """Finish the last checkpoint; wait for its object store until this session ends. Raises Unavailable."""
         self._checkpoints.save_last(self._trainer, self.step, self._chain, self._batches.superseded.wait)
         if not self._checkpoints.until_stored(
             lambda: self._batches.superseded.is_set() or self._rank.stopping.is_set()

@@ -210,8 +210,7 @@ PERCENTILES = (50, 90, 99)
 def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[str, float]:
     """Return minimum, maximum and percentiles of the lengths in tokens, and the share of completions that reached a
     limit, over the batch of all ranks; nothing without completions. An episode counts as one completion of the
-    tokens that it sampled; its transcripts, its turns, and the share of episodes of several versions are separate
-    metrics.
+    tokens that it sampled; its transcripts, turns, and the share with several versions are separate metrics.
 
     A collective call: every rank gives its part, which may be empty, and returns the same values.
     """
