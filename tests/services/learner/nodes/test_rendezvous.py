@@ -10,7 +10,7 @@ from free_ports import free_port
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.learner.nodes.assembly import SessionEnd
-from paceline.services.learner.nodes.launcher import Place, Rendezvous
+from paceline.services.learner.nodes.launcher import Rendezvous, SessionPart
 from paceline.services.learner.nodes.settings import NodeSettings
 
 DEADLINE_S = 60.0
@@ -29,7 +29,7 @@ def node(address: str, node_rank: int, nodes: int = 2, wait_s: float = DEADLINE_
     return Rendezvous(NodeSettings(nodes, nodes, node_rank, address), 2, "127.0.0.1", wait_s)
 
 
-def meet(*nodes: Rendezvous) -> list[Place]:
+def meet(*nodes: Rendezvous) -> list[SessionPart]:
     with ThreadPoolExecutor() as pool:
         places = list(pool.map(lambda one: one.meet(never), nodes))
     return [place for place in places if place is not None]

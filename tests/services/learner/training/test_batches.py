@@ -65,7 +65,7 @@ def test_a_rank_that_was_told_to_stop_waits_for_no_batch_and_its_grace_for_a_rec
     client = BatchClient("run-1", 1, rank)
     rank.stopping.set()
     assert client.fetch(0) is None
-    with pytest.raises(Unavailable, match="before this rank had to go"):
+    with pytest.raises(Unavailable, match="before this rank had to stop"):
         client.send_receipt(RankBatch.end_of_run(), 0, 0, {})
 
 
