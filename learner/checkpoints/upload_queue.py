@@ -59,10 +59,17 @@ class UploadQueue:
     """The queue of one session's rank. `on_stored` gets each checkpoint that is whole in the store, on rank 0; `warn`
     gets a sentence when the store stops and when it resumes answering. The upload thread calls both."""
 
-    def __init__(self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Folder,
+        rank: int,
+        on_stored: Callable[[Checkpoint], None],
+        warn: Callable[[str], None],
+        pauses_s: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
+    ):
         self.spool = _empty_spool(store, rank)
         """Folder for the files of new checkpoints."""
-        self._store, self._on_stored, self._warn = store, on_stored, warn
+        self._store, self._on_stored, self._warn, self._pauses_s = store, on_stored, warn, pauses_s
         self._queue: list[Queued] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -135,7 +142,7 @@ class UploadQueue:
         shutil.rmtree(self.spool, ignore_errors=True)
 
     def _run(self) -> None:
-        backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff = ExponentialBackoff(*self._pauses_s)
         while (queued := self._next()) is not None:
             try:
                 stored = self._upload(queued)

@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 class CheckpointWriter:
     """One rank's writer for one session of a run."""
 
-    def __init__(self, directory: Location, session: int, *, shared: bool = True):
+    def __init__(self, directory: Location, session: int, *, shared: bool = True, spare_bytes: int = SPARE_BYTES):
         """`shared`: all ranks have one `directory`."""
-        self._directory, self._shared = directory, shared
+        self._directory, self._shared, self._spare_bytes = directory, shared, spare_bytes
         self._session = session
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -77,7 +77,7 @@ class CheckpointWriter:
             # Not raised here, because that would separate the ranks; writing fails again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
         state = checkpoints.whole_state(model, optimizer, critic, reference)
-        has_room = unchanged or self._has_copy or size_bytes(state) + SPARE_BYTES <= available_bytes()
+        has_room = unchanged or self._has_copy or size_bytes(state) + self._spare_bytes <= available_bytes()
         staged = self._copy(state, model) if has_room and not unchanged else state
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")

@@ -109,9 +109,17 @@ class PartwiseAdamW(torch.optim.AdamW):
     index, so a resumed or replayed run gets the same ones.
     """
 
-    def __init__(self, params: Any, *, moment_dtype: torch.dtype, on_host: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        moment_dtype: torch.dtype,
+        on_host: bool = False,
+        part_numel: int = PART_NUMEL,
+        **options: Any,
+    ) -> None:
         super().__init__(params, foreach=False, **options)
-        self._moment_dtype, self._on_host = moment_dtype, on_host
+        self._moment_dtype, self._on_host, self._part_numel = moment_dtype, on_host, part_numel
         self.register_load_state_dict_post_hook(lambda _: self._place_moments())
 
     @torch.no_grad()
@@ -138,7 +146,9 @@ class PartwiseAdamW(torch.optim.AdamW):
         update = int(state["step"].item())
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{index}/{update}".encode()))
         whole = [_local(each) for each in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
-        for value, gradient, *moments in zip(*(torch.split(each.view(-1), PART_NUMEL) for each in whole), strict=True):
+        for value, gradient, *moments in zip(
+            *(torch.split(each.view(-1), self._part_numel) for each in whole), strict=True
+        ):
             # Copies, unless they are float32 on this device already.
             mean, square = (
                 moment.to(value.device, torch.float32, non_blocking=True, copy=self._on_host) for moment in moments

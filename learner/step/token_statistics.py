@@ -34,12 +34,12 @@ class TokenStatistics:
     """The token statistics of one step."""
 
     def __init__(self, group_ids: Collection[int]):
-        self._group_ids = frozenset(group_ids)
+        self.group_ids = frozenset(group_ids)
         self._noted: list[tuple[PackedBatch, Tensor, Tensor]] = []
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Keep the results of a micro-batch if it has any of the groups. A repetition replaces the earlier results."""
-        if self._group_ids.intersection(packed.group_ids_S):
+        if self.group_ids.intersection(packed.group_ids_S):
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
@@ -50,7 +50,7 @@ class TokenStatistics:
             targets_N = packed.targets_N.cpu().numpy().astype(np.int64)
             values = logprobs_N.float().cpu().numpy(), entropy_N.float().cpu().numpy()
             for sequence, group_id in enumerate(packed.group_ids_S):
-                if group_id in self._group_ids:
+                if group_id in self.group_ids:
                     at_N = sequence_N == sequence
                     found[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
         return [

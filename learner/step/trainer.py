@@ -328,8 +328,10 @@ class LossScale:
     optimizer's first group, so checkpoints have it and a resumed or replayed run continues with it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, updates_to_double: int = UPDATES_TO_DOUBLE
+    ) -> None:
+        self._optimizer, self._updates_to_double = optimizer, updates_to_double
         self.is_dynamic = dtype == torch.float16
         if self.is_dynamic:
             optimizer.param_groups[0] |= {SCALE: FIRST, UPDATES: 0}
@@ -357,7 +359,7 @@ class LossScale:
         """Count an update without an overflow."""
         if self.is_dynamic:
             updates = int(self._optimizer.param_groups[0][UPDATES]) + 1
-            if updates < UPDATES_TO_DOUBLE:
+            if updates < self._updates_to_double:
                 self._set(self.factor, updates)
             else:
                 self._set(min(2 * self.factor, LARGEST), 0)

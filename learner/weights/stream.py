@@ -75,23 +75,25 @@ def export_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 @torch.no_grad()
-def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[TensorRun]:
+def pieces(
+    weights: dict[str, Weight], dtype: torch.dtype | None, piece_bytes: int = PIECE_BYTES
+) -> Iterator[TensorRun]:
     """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are). A
     collective call: all ranks have to iterate to the end."""
     for name, weight in weights.items():
         whole_a_RI = None if weight.a_RI is None else _whole(weight.a_RI)
         if isinstance(weight.tensor, DTensor) and is_split_by_rows(weight.tensor):
-            yield from _gathered(name, weight, weight.tensor, whole_a_RI, dtype)
+            yield from _gathered(name, weight, weight.tensor, whole_a_RI, dtype, piece_bytes)
         elif isinstance(weight.tensor, DTensor):
             b_OR = None if weight.b_OR is None else _whole(weight.b_OR)
             whole = Weight(_whole(weight.tensor), weight.a_RI, b_OR, weight.scaling)
-            yield from _plain(name, whole, whole_a_RI, dtype)
+            yield from _plain(name, whole, whole_a_RI, dtype, piece_bytes)
         else:
-            yield from _plain(name, weight, whole_a_RI, dtype)
+            yield from _plain(name, weight, whole_a_RI, dtype, piece_bytes)
 
 
 def _gathered(
-    name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
+    name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
 ) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
     replica sends."""
@@ -100,7 +102,7 @@ def _gathered(
     ranks, group = shard_group(tensor)
     rows, row_numel = -(-tensor.shape[0] // ranks), math.prod(tensor.shape[1:])
     wire = weight.dtype(dtype)
-    step = max(1, PIECE_BYTES // (ranks * row_numel * wire.itemsize))
+    step = max(1, piece_bytes // (ranks * row_numel * wire.itemsize))
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         here = weight.rows(begin, begin + count, whole_a_RI, dtype).reshape(-1)
@@ -115,7 +117,9 @@ def _gathered(
                 yield TensorRun(name, first * row_numel, part[: filled * row_numel].cpu())
 
 
-def _plain(name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None) -> Iterator[TensorRun]:
+def _plain(
+    name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
+) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor that rank 0 has whole."""
     if not is_first_rank() or weight.tensor.numel() == 0:
         return
@@ -123,7 +127,7 @@ def _plain(name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dt
         yield TensorRun(name, 0, weight.tensor.to(weight.dtype(dtype)).reshape(1).cpu())
         return
     row_numel = math.prod(weight.tensor.shape[1:])
-    step = max(1, PIECE_BYTES // (row_numel * weight.dtype(dtype).itemsize))
+    step = max(1, piece_bytes // (row_numel * weight.dtype(dtype).itemsize))
     for begin in range(0, weight.tensor.shape[0], step):
         values = weight.rows(begin, begin + step, whole_a_RI, dtype)
         yield TensorRun(name, begin * row_numel, values.reshape(-1).cpu())

@@ -116,8 +116,8 @@ _entered = Box()
 """The box of this process."""
 
 
-def why_refused(error: BaseException) -> str:
-    """Return `; ` and the sentence for an error of user code in this process if its box may be the cause, else empty."""
+def why_refused(error: BaseException, box: Box | None = None) -> str:
+    """Return `; ` and the sentence for an error of user code if `box` (None: this process') may be the cause, else empty."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -125,7 +125,7 @@ def why_refused(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EXDEV):
             named = (cause.filename, cause.filename2)
             paths = [os.fsdecode(path) for path in named if isinstance(path, str | bytes)]
-            if sentence := next(filter(None, map(_entered.sentence, paths)), ""):
+            if sentence := next(filter(None, map((box or _entered).sentence, paths)), ""):
                 return f"; {sentence}"
         cause = cause.__cause__ or cause.__context__
     return ""

@@ -66,7 +66,7 @@ class TemporaryFolder:
         os.close(self._lock)
 
 
-def remove_left_over(parent: Path | None = None) -> int:
+def remove_left_over(parent: Path | None = None, min_age_s: float = MIN_AGE_S) -> int:
     """Remove the folders of dead services below `parent` (default TMPDIR); return their number. Blocks."""
     number = 0
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
@@ -74,13 +74,13 @@ def remove_left_over(parent: Path | None = None) -> int:
             if entry.name.startswith(TEMPORARY_PREFIX):
                 # Its service lives and has locked it, or it is gone meanwhile.
                 with contextlib.suppress(OSError):
-                    number += _remove_if_left(entry)
+                    number += _remove_if_left(entry, min_age_s)
     return number
 
 
-def _remove_if_left(entry: os.DirEntry[str]) -> bool:
+def _remove_if_left(entry: os.DirEntry[str], min_age_s: float) -> bool:
     state = entry.stat(follow_symlinks=False)
-    if state.st_uid != os.getuid() or time.time() - state.st_ctime < MIN_AGE_S:
+    if state.st_uid != os.getuid() or time.time() - state.st_ctime < min_age_s:
         return False
     folder = os.open(entry.path, FOLDER_FLAGS)
     try:

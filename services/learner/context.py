@@ -25,8 +25,8 @@ ResultT = TypeVar("ResultT")
 class BackgroundLoop:
     """Runs coroutines beside the main thread. The next `check` raises an error that ended one of them."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.loop, self._monotonic = asyncio.new_event_loop(), monotonic
         self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
         self._tasks: list[concurrent.futures.Future[Any]] = []
         self._closing = threading.Lock()
@@ -52,15 +52,15 @@ class BackgroundLoop:
         """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after
         `timeout_s`, or `grace_s` after `stopping` was set, whichever comes first."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline_s, shortened = time.monotonic() + timeout_s, False
+        deadline_s, shortened = self._monotonic() + timeout_s, False
         try:
-            while (left_s := deadline_s - time.monotonic()) > 0:
+            while (left_s := deadline_s - self._monotonic()) > 0:
                 done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
                 if done:
                     return future.result()
                 self.check()
                 if stopping is not None and stopping.is_set() and not shortened:
-                    shortened, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
+                    shortened, deadline_s = True, min(deadline_s, self._monotonic() + grace_s)
             raise TimeoutError("no answer in time")
         finally:
             future.cancel()

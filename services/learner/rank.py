@@ -67,7 +67,10 @@ class LearnerRank:
         reachable: str,
         grace_s: float,
         fabric: str = "",
+        make_run: Callable[[worker_pb2.RunAssignment, LearnerRank], LearnerRun] = LearnerRun,
+        end: Callable[[int], object] = end_process,
     ):
+        self._make_run, self._end = make_run, end
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
@@ -100,7 +103,7 @@ class LearnerRank:
         self.membership = Membership(
             coordinator,
             self._hello,
-            self._on_directive,
+            self.on_directive,
             self._gauges,
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
@@ -130,7 +133,7 @@ class LearnerRank:
     def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
         """Run one session. Raises PacelineError if the ranks may be at different points afterwards."""
         try:
-            run = LearnerRun(assignment, self)
+            run = self._make_run(assignment, self)
         except Unavailable as error:  # raised on all ranks, because they have one version
             self.report(failed_set_up(assignment.run_id, error, assignment.session))
             self._set_ready(False)
@@ -188,7 +191,7 @@ class LearnerRank:
         try:
             await self.membership.leave(reason=reason)
         finally:
-            end_process(1)
+            self._end(1)
 
     def _next_assignment(self) -> bytes:
         """Return the newest assignment if one comes soon, else empty bytes, so that no rank waits long in a collective."""
@@ -200,7 +203,8 @@ class LearnerRank:
         except queue.Empty:
             return newest
 
-    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+    async def on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        """Carry out an order of the coordinator, or pass its message to the current run."""
         run = self.current_run
         match directive.WhichOneof("directive"):
             case "welcome" if run is not None:
@@ -350,22 +354,22 @@ ResultT = TypeVar("ResultT")
 ORDER_TIMEOUT_S = 600.0
 
 
-async def _carried_out(order: Future[ResultT]) -> ResultT:
+async def _carried_out(order: Future[ResultT], timeout_s: float) -> ResultT:
     """Return the result of an order. Raises Unavailable, and withdraws the order, if no step ends in time."""
     try:
-        async with asyncio.timeout(ORDER_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(order)
     except TimeoutError:
         raise Unavailable(
-            f"the order was not carried out within {ORDER_TIMEOUT_S:g} s; it waits for the current step, see the learner's log"
+            f"the order was not carried out within {timeout_s:g} s; it waits for the current step, see the learner's log"
         ) from None
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """Service of the whole learner, on rank 0: status, and orders for all ranks after the current step."""
 
-    def __init__(self, rank: RankContext):
-        self._rank = rank
+    def __init__(self, rank: RankContext, order_timeout_s: float = ORDER_TIMEOUT_S):
+        self._rank, self._timeout_s = rank, order_timeout_s
 
     @with_status
     async def Status(
@@ -383,7 +387,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.CheckpointRequest, context: Context
     ) -> learner_pb2.CheckpointResponse:
         self._check_running()
-        path, step = await _carried_out(self._rank.orders.ask_checkpoint())
+        path, step = await _carried_out(self._rank.orders.ask_checkpoint(), self._timeout_s)
         return learner_pb2.CheckpointResponse(path=path, step=step)
 
     @with_status
@@ -397,7 +401,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if request.adapter_only:
             check_has_adapter(run.spec.policy)
         order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))
-        path = await _carried_out(order)
+        path = await _carried_out(order, self._timeout_s)
         response = learner_pb2.ExportResponse(path=path)
         response.version.session, response.version.step = run.session, run.step
         return response

@@ -24,7 +24,7 @@ from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.files.storage import Folder, is_url
 from paceline.learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
-from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
+from paceline.learner.checkpoints.conversion.weights import BLOCK_BYTES, ModelWeights, refuse_not_finite
 from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.metadata import METADATA
@@ -48,7 +48,12 @@ def is_dcp(source: Location) -> bool:
 
 
 def to_dcp(
-    source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
+    source: str,
+    destination: Location,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
     a LoRA adapter in peft's folder is merged. Raises Conflict (`destination` exists), InvalidInput (damaged or
@@ -57,7 +62,7 @@ def to_dcp(
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
     ):
-        write_dcp(partial, ModelWeights(files, dtype, adapter))
+        write_dcp(partial, ModelWeights(files, dtype, adapter, block_bytes))
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
 
 

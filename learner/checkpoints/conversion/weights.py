@@ -56,9 +56,15 @@ OFF: Sequence[Any] = (None, False, "", [], {})
 class ModelWeights:
     """The tensors of a model folder, by their names in its files."""
 
-    def __init__(self, files: WeightFiles, dtype: torch.dtype | None = None, adapter: Path | None = None) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        dtype: torch.dtype | None = None,
+        adapter: Path | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         """`dtype` None keeps the types of the files. Raises InvalidInput for an adapter of another model."""
-        self._files, self._dtype = files.tensors, dtype
+        self._files, self._dtype, self._block_bytes = files.tensors, dtype, block_bytes
         self._adapter = {} if adapter is None else _read_adapter(adapter, files)
 
     def headers(self) -> list[TensorHeader]:
@@ -72,7 +78,7 @@ class ModelWeights:
         """Yield (first row, end row) of blocks that make up the tensor; a tensor without axes is one row."""
         rows = header.shape[0] if header.shape else 1
         row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
-        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        step = max(1, self._block_bytes // max(1, row_bytes))
         for begin in range(0, max(rows, 1), step):
             yield begin, min(begin + step, rows)
 

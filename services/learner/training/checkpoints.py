@@ -29,7 +29,7 @@ from paceline.files.bounded_cache import SIZE_VARIABLE, quota_bytes
 from paceline.files.storage import Folder, checkpoint_folder
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
-from paceline.learner.checkpoints.upload_queue import UploadQueue
+from paceline.learner.checkpoints.upload_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, UploadQueue
 from paceline.learner.checkpoints.writer import CheckpointWriter
 from paceline.learner.collectives import (
     any_over_ranks,
@@ -66,6 +66,7 @@ class SessionCheckpoints:
         settings: CheckpointingSection,
         report: Callable[[worker_pb2.ConnectRequest], None],
         warn: Callable[[str], None],
+        upload_pauses_s: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
     ):
         self.newest = (assignment.checkpoint_path, assignment.start_step)
         """Path and step of the newest complete checkpoint; current only on rank 0."""
@@ -77,7 +78,7 @@ class SessionCheckpoints:
         self._ahead: set[str] = set()
         self._uploads: CheckpointUploads | None = None
         if self._directory.local is None:
-            self._uploads = CheckpointUploads(self._directory, self._register, warn)
+            self._uploads = CheckpointUploads(self._directory, self._register, warn, upload_pauses_s)
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
@@ -305,9 +306,15 @@ class CheckpointUploads:
     """One rank's checkpoints that wait for an object store. All ranks call `add` and `until_stored` at the same point.
     `on_stored` gets each checkpoint that is whole in the store, on rank 0 and on another thread."""
 
-    def __init__(self, store: Folder, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Folder,
+        on_stored: Callable[[Checkpoint], None],
+        warn: Callable[[str], None],
+        pauses_s: tuple[float, float],
+    ):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._queue = UploadQueue(store, rank, on_stored, warn)
+        self._queue = UploadQueue(store, rank, on_stored, warn, pauses_s)
         self._store, self._warn = store, warn
         self.device = torch.device("cpu")
         """Device for collectives."""

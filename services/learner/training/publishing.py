@@ -49,8 +49,17 @@ class Publishing:
     """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective
     calls; the control plane's thread calls the other methods, which ignore messages of another run."""
 
-    def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn) -> None:
+    def __init__(
+        self,
+        assignment: worker_pb2.RunAssignment,
+        spec: RunSpec,
+        rank: RankContext,
+        warn: Warn,
+        make: Callable[..., WeightChannel] | None = None,
+    ) -> None:
+        """`make`: `make_channel`, or another with its parameters."""
         self._assignment, self._spec, self._rank, self._warn = assignment, spec, rank, warn
+        self._make = make or make_channel
         self._channel: WeightChannel | None = None
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
@@ -60,7 +69,7 @@ class Publishing:
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
         self._model = model
-        channel = make_channel(self._assignment, self._spec, self._rank, self._warn, model)
+        channel = self._make(self._assignment, self._spec, self._rank, self._warn, model)
         with self._opening:
             roster = self._roster or self._rank.early_roster
             if roster is not None and roster.run_id == self._assignment.run_id:

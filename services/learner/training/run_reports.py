@@ -88,12 +88,14 @@ def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatisti
     return TokenStatistics([group.group_id for group in groups[:number]])
 
 
-def report_of(numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int) -> worker_pb2.ConnectRequest:
+def report_of(
+    numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int, max_tokens: int = MAX_TOKENS
+) -> worker_pb2.ConnectRequest:
     report = worker_pb2.TokenStatistics(run_id=run_id, session=session, step=step)
     tokens = 0
     for each in numbers:
         tokens += len(each.logprobs_T)
-        if tokens > MAX_TOKENS:
+        if tokens > max_tokens:
             break
         report.completions.add(
             group_id=each.group_id,
@@ -178,22 +180,23 @@ def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, fl
         yield metrics
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = [
-        (event.name, event.device_type.name == "CUDA", (event.time_range.start, event.time_range.end))
-        for event in profiler.events() or ()
+    metrics |= collective_metrics(profiler.events() or (), on_gpu)
+
+
+def collective_metrics(events: Iterable[Any], on_gpu: bool) -> dict[str, float]:
+    """Return the metrics of `collective_time` from a profiler's events; none if a GPU's driver refuses profiling."""
+    intervals = [
+        (event.name.startswith("nccl" if on_gpu else "gloo:"), (event.time_range.start, event.time_range.end))
+        for event in events
+        if not on_gpu or event.device_type.name == "CUDA"
     ]
-    if not on_gpu:
-        collectives = [interval for name, _, interval in events if name.startswith("gloo:")]
-        metrics["learner/collectives_s"] = covered(collectives) / 1e6
-        return
-    kernels = [(name, interval) for name, is_kernel, interval in events if is_kernel]
-    if not kernels:  # the driver does not let this user profile
-        return
-    collectives = [interval for name, interval in kernels if name.startswith("nccl")]
-    arithmetic = [interval for name, interval in kernels if not name.startswith("nccl")]
-    everything = covered(collectives + arithmetic)
-    metrics["learner/collectives_s"] = covered(collectives) / 1e6
-    metrics["learner/exposed_collectives_s"] = (everything - covered(arithmetic)) / 1e6
+    if on_gpu and not intervals:
+        return {}
+    metrics = {"learner/collectives_s": covered(each for is_collective, each in intervals if is_collective) / 1e6}
+    if on_gpu:
+        arithmetic = covered(each for is_collective, each in intervals if not is_collective)
+        metrics["learner/exposed_collectives_s"] = (covered(each for _, each in intervals) - arithmetic) / 1e6
+    return metrics
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -28,10 +28,10 @@ def scale_of(trainer: Trainer) -> float:
     return float(trainer.optimizer.param_groups[0][SCALE])
 
 
-def made(dtype: torch.dtype) -> tuple[LossScale, torch.optim.Optimizer, torch.nn.Module]:
+def made(dtype: torch.dtype, **options: int) -> tuple[LossScale, torch.optim.Optimizer, torch.nn.Module]:
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    return LossScale(optimizer, dtype), optimizer, model
+    return LossScale(optimizer, dtype, **options), optimizer, model
 
 
 def test_other_types_have_no_scale() -> None:
@@ -41,9 +41,8 @@ def test_other_types_have_no_scale() -> None:
     assert SCALE not in optimizer.param_groups[0]
 
 
-def test_it_halves_at_overflows_and_doubles_after_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "UPDATES_TO_DOUBLE", 3)
-    scale, _, model = made(torch.float16)
+def test_it_halves_at_overflows_and_doubles_after_many_updates() -> None:
+    scale, _, model = made(torch.float16, updates_to_double=3)
     assert scale.factor == 2.0**16
     for expected in (16, 16, 17, 17, 17, 18):
         scale.note_update()

@@ -215,17 +215,16 @@ async def test_code_that_the_box_refuses_a_file_is_told_why(
     assert sentence.format(closed=tmp_path) in result.failure.message
 
 
-def test_other_refusals_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "_entered", Box((f"{tmp_path}/token",)))
+def test_other_refusals_are_left_as_they_are(tmp_path: Path) -> None:
+    closed = Box((f"{tmp_path}/token",))
     refused = PermissionError(errno.EACCES, "Permission denied", "/proc/1/environ")
-    assert why_refused(refused) == ""
-    assert why_refused(ValueError("no")) == ""
+    assert why_refused(refused, closed) == ""
+    assert why_refused(ValueError("no"), closed) == ""
     refused.filename = f"{tmp_path}/new"
     for error in (refused, chained(refused)):
-        assert f"cannot make files directly in {tmp_path}: " in why_refused(error)
-    assert why_refused(PermissionError(errno.EACCES, "of a socket, for example")) == ""
-    monkeypatch.setattr(box, "_entered", Box())
-    assert why_refused(refused) == ""
+        assert f"cannot make files directly in {tmp_path}: " in why_refused(error, closed)
+    assert why_refused(PermissionError(errno.EACCES, "of a socket, for example"), closed) == ""
+    assert why_refused(refused) == "", "this process is in no box"
 
 
 def is_gone_from_temporary(folder: Path) -> bool:

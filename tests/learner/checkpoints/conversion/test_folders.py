@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.learner.checkpoints.conversion import weights as blocks
 from paceline.learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
 from paceline.learner.checkpoints.export import compare_weights
 from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader
@@ -47,11 +46,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe", "bias", "scaled"])
-def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path) -> None:
     model = save_model(kind, tmp_path / "model")
     (model / "tokenizer.json").write_text('{"not": "touched"}')
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)  # several blocks of most tensors
-    to_dcp(str(model), tmp_path / "dcp")
+    to_dcp(str(model), tmp_path / "dcp", block_bytes=1000)  # several blocks of most tensors
     assert is_dcp(tmp_path / "dcp")
     assert not is_dcp(model)
     from_dcp(tmp_path / "dcp", tmp_path / "back", max_file_bytes=20_000)
@@ -69,9 +67,8 @@ def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_what_was_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
-    to_dcp(str(model), tmp_path / "dcp", dtype=torch.float32)
+def test_torch_loads_what_was_written(model: Path, tmp_path: Path) -> None:
+    to_dcp(str(model), tmp_path / "dcp", dtype=torch.float32, block_bytes=1000)
     expected = AUTO.from_pretrained(model, dtype=torch.float32)
     other = AUTO.from_config(expected.config)
     state = {"model": other.state_dict()}

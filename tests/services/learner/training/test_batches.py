@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def rank() -> Any:
     background.close()
 
 
-def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hours_without_a_coordinator_end_nothing(rank: Any) -> None:
     now_s, looks = 0.0, 0
 
     def monotonic() -> float:
@@ -54,8 +55,8 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
             rank.background.call(rank.membership.back.set)
         return now_s
 
-    monkeypatch.setattr("paceline.services.learner.context.time", SimpleNamespace(monotonic=monotonic))
-    batch = BatchClient("run-1", 1, rank).fetch(0)
+    with contextlib.closing(BackgroundLoop(monotonic)) as rank.background:
+        batch = BatchClient("run-1", 1, rank).fetch(0)
     assert batch is not None
     assert batch.is_end
     assert now_s > 4 * 15_000.0 - 1

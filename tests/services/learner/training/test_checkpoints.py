@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints import checkpoint, upload_queue, verification
+from paceline.learner.checkpoints import checkpoint, verification
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.manifest import read_manifest
 from paceline.services.learner.training import checkpoints as checkpoint_uploads
@@ -46,6 +46,7 @@ class Session:
             CheckpointingSection(),
             lambda report: self.reported.append(report.checkpoint),
             self.warnings.append,
+            upload_pauses_s=(0.01, 0.01),
         )
 
 
@@ -255,8 +256,6 @@ def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         put(folder, name, path)
 
     monkeypatch.setattr(Folder, "put", put_if_there)
-    monkeypatch.setattr(upload_queue, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(upload_queue, "LONGEST_PAUSE_S", 0.01)
     return is_away
 
 
