@@ -25,8 +25,8 @@ ResultT = TypeVar("ResultT")
 class BackgroundLoop:
     """Runs coroutines beside the main thread. The next `check` raises an error that ended one of them."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.loop, self._monotonic = asyncio.new_event_loop(), monotonic
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, poll_s: float = 1.0) -> None:
+        self.loop, self._monotonic, self._poll_s = asyncio.new_event_loop(), monotonic, poll_s
         self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
         self._tasks: list[concurrent.futures.Future[Any]] = []
         self._closing = threading.Lock()
@@ -55,7 +55,7 @@ class BackgroundLoop:
         deadline_s, shortened = self._monotonic() + timeout_s, False
         try:
             while (left_s := deadline_s - self._monotonic()) > 0:
-                done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
+                done, _ = concurrent.futures.wait([future], timeout=min(self._poll_s, left_s))
                 if done:
                     return future.result()
                 self.check()

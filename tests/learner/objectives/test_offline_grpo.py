@@ -70,7 +70,7 @@ def exported(trainer: Trainer, source: ExampleSource) -> list[dict[str, Any]]:
     """Rows as `paceline traces export` writes them, with the starting policy's log-probabilities."""
     rows = []
     for row in range(len(source)):
-        for trace, sample in zip(source._rows[row]["traces"], source.of_row(row), strict=True):
+        for trace, sample in zip(texts()[3 * row : 3 * row + 3], source.of_row(row), strict=True):
             assert sample.behaviour_logprobs_T is not None
             rows.append(
                 {

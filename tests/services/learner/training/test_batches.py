@@ -33,7 +33,7 @@ class Away:
 
 @pytest.fixture
 def rank() -> Any:
-    background = BackgroundLoop()
+    background = BackgroundLoop(poll_s=0.01)
     yield SimpleNamespace(
         rank=0,
         world_size=1,
@@ -55,7 +55,7 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any) -> None:
             rank.background.call(rank.membership.back.set)
         return now_s
 
-    with contextlib.closing(BackgroundLoop(monotonic)) as rank.background:
+    with contextlib.closing(BackgroundLoop(monotonic, poll_s=0.01)) as rank.background:
         batch = BatchClient("run-1", 1, rank).fetch(0)
     assert batch is not None
     assert batch.is_end
