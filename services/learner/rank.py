@@ -163,7 +163,7 @@ class LearnerRank:
     def close(self) -> None:
         """Leave after the coordinator has acknowledged the last reports, if there is time."""
         left_s = max(LEAVE_WAIT_S, self._stop_s + self.grace_s - time.monotonic())
-        if not self.background.wait(self._leave(left_s), left_s + 5.0):
+        if not self.background.wait(self.send_and_leave(left_s), left_s + 5.0):
             log.warning("no coordinator acknowledged this rank's last reports within %.0f s", left_s)
         self.background.close()
 
@@ -176,7 +176,7 @@ class LearnerRank:
         """Send a report from any thread, as soon as there is a stream; a report that a newer one replaces is not sent."""
         self._outgoing.put(report)
 
-    async def _leave(self, wait_s: float) -> bool:
+    async def send_and_leave(self, wait_s: float) -> bool:
         """Send all waiting reports and leave; return whether the coordinator has acknowledged them."""
         try:
             async with asyncio.timeout(wait_s):
@@ -448,7 +448,7 @@ def main(
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
         try:
-            rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
+            rank.server = rank.background.wait(serve_learner(rank, host, port, metrics_port), 30.0)
         except PacelineError as error:  # a port that is taken
             raise click.ClickException(str(error)) from None
         announce(ready_file, rank.address)
@@ -467,7 +467,7 @@ def main(
     end_process(status)
 
 
-async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
+async def serve_learner(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
     server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")

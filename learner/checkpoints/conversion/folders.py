@@ -123,7 +123,7 @@ def from_dcp(
             def take(name: str, offsets: tuple[int, ...], values: Tensor) -> None:
                 values = values.to(_converted(values.dtype, dtype))
                 refuse_not_finite(values, name, str(folder))
-                _write_box(writer, name, shapes[name], offsets, values)
+                write_box(writer, name, shapes[name], offsets, values)
 
             stored.read(take)
             writer.finish()
@@ -172,7 +172,7 @@ def _converted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
-def _write_box(
+def write_box(
     writer: SafetensorsWriter, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], values: Tensor
 ) -> None:
     """Write the longest contiguous runs of a part of a tensor, which may be divided along any axis."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.services.learner.rank import LearnerRank, _serve
+from paceline.services.learner.rank import LearnerRank, serve_learner
 from paceline.services.learner.training.run import LearnerRun
 from paceline.v1 import worker_pb2
 
@@ -31,7 +31,7 @@ class Served:
     def __init__(self, **options: Any) -> None:
         cpu = torch.device("cpu")
         self.rank = LearnerRank("127.0.0.1:1", "learner", cpu, "127.0.0.1", "127.0.0.1", 5.0, **options)
-        self.rank.server = self.rank.background.wait(_serve(self.rank, "127.0.0.1", 0), DEADLINE_S)
+        self.rank.server = self.rank.background.wait(serve_learner(self.rank, "127.0.0.1", 0), DEADLINE_S)
         self.rank.join()
         self.channel = grpc.insecure_channel(self.rank.address)
 

@@ -110,7 +110,7 @@ def test_a_learner_does_not_pile_up_offers_while_the_coordinator_is_away(rank: L
 
     assert rank.background.wait(tasks(), DEADLINE_S) < 20
     assert rank.membership.waiting_reports <= 8
-    assert rank.background.wait(rank._leave(0.1), DEADLINE_S) is False
+    assert rank.background.wait(rank.send_and_leave(0.1), DEADLINE_S) is False
 
 
 def test_what_is_said_after_the_end_is_forgotten(rank: LearnerRank) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
+from paceline.learner.checkpoints.conversion.folders import from_dcp, is_dcp, to_dcp, to_folder, write_box
 from paceline.learner.checkpoints.export import compare_weights
 from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader
 
@@ -95,12 +95,12 @@ def test_columns_and_rows_of_a_divided_tensor_are_put_together(tmp_path: Path) -
     whole = torch.arange(2 * 4 * 6, dtype=torch.float32).reshape(2, 4, 6)
     with SafetensorsWriter(tmp_path, [TensorHeader("w", torch.float32, (2, 4, 6))]) as writer:
         for begin, end in ((0, 2), (2, 6)):
-            _write_box(writer, "w", (2, 4, 6), (0, 0, begin), whole[:, :, begin:end])
+            write_box(writer, "w", (2, 4, 6), (0, 0, begin), whole[:, :, begin:end])
         writer.finish()
     assert torch.equal(tensors_of(tmp_path)["w"], whole)
     with SafetensorsWriter(tmp_path, [TensorHeader("w", torch.float32, (2, 4, 6))]) as writer:
         for begin, end in ((0, 1), (1, 4)):
-            _write_box(writer, "w", (2, 4, 6), (0, begin, 0), whole[:, begin:end])
+            write_box(writer, "w", (2, 4, 6), (0, begin, 0), whole[:, begin:end])
         writer.finish()
     assert torch.equal(tensors_of(tmp_path)["w"], whole)
 
