@@ -24,7 +24,7 @@ from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, 
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
 from paceline.learner.weights.gather import gather_merged, is_first_rank
-from paceline.learner.weights.stream import TensorRun, Weight, export_weights, pieces
+from paceline.learner.weights.stream import PIECE_BYTES, TensorRun, Weight, export_weights, pieces
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import LoraSection, PolicySection
@@ -84,6 +84,7 @@ def export_live(
     dtype: torch.dtype,
     scoring: bool = False,
     origin: Origin | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Exception | None:
     """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin`
     is the run.
@@ -94,7 +95,7 @@ def export_live(
     """
     weights = export_weights(model)
     apart: list[Exception] = []
-    stream = _watched(pieces(weights, dtype), apart)
+    stream = _watched(pieces(weights, dtype, piece_bytes), apart)
     failure: Exception | None = None
     if is_first_rank():
         try:

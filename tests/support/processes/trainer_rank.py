@@ -25,7 +25,6 @@ from paceline.learner.model.policy import load_policy, load_reference
 from paceline.learner.objectives import objective_of
 from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
-from paceline.learner.weights import stream
 from paceline.learner.weights.gather import gather_merged
 from paceline.services.demo.task import make_tokenizer
 from paceline.spec import PolicySection
@@ -70,10 +69,9 @@ def loading(out: Path) -> dict[str, list[str]]:
         dist.barrier()
         policy = make_spec(folder, precision="bfloat16").policy
         found[kind] = differing(load_policy(policy, CPU), folder, torch.float32)
-        stream.PIECE_BYTES = 500
         export = out / f"{kind} export"
         exported = load_policy(policy, CPU)
-        assert export_live(export, exported, policy, dtype=torch.bfloat16) is None
+        assert export_live(export, exported, policy, dtype=torch.bfloat16, piece_bytes=500) is None
         dist.barrier()
         found[f"{kind}, exported"] = differing(exported, export, torch.float32)
         found[f"{kind}, frozen"] = differing(load_reference(policy, CPU), folder, torch.bfloat16)
