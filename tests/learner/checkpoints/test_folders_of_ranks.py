@@ -1,4 +1,4 @@
-"""Two real ranks with different folders of checkpoints: found before the training, and never called complete."""
+"""Two real ranks with different folders of checkpoints, which are detected before training and never called complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written from a model folder has all of its files but weights, and reads text as it does."""
+"""A folder written from a model folder has all of its files but weights, and its tokenizer encodes alike."""
 
 from __future__ import annotations
 

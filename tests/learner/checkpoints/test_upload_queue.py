@@ -1,4 +1,4 @@
-"""The queue of checkpoints for a store: in order, whole, bounded, and patient while the store is away."""
+"""The queue of checkpoints for an object store: in order, whole, bounded, and waiting while the store does not answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Store:
-    """A store that can be away, and a rank's queue for it."""
+    """An object store that can stop answering, and a rank's queue for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = Folder(f"memory://{uuid.uuid4().hex}/checkpoints")

@@ -35,7 +35,7 @@ def trainer(policy: Path) -> Trainer:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writing begins when this is set: a disk that is slow for as long as the test likes."""
+    """Writing begins when this is set, as on a slow disk."""
     go, write = threading.Event(), checkpoint.write
 
     def slow(*args: Any, **kwargs: Any) -> Any:

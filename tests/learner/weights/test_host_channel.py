@@ -1,4 +1,4 @@
-"""The learner's hosts, as all ranks agree on them."""
+"""The learner's hosts, on which all ranks agree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hostile user code in real processes: what it finds of planted secrets on loopback, beyond it, with --require-isolation, and without
-a box; and that honest code works beside hidden secrets."""
+"""Hostile user code in real processes: the planted secrets that it finds on loopback, beyond it, with
+--require-isolation, and without a box; and honest code that works beside hidden secrets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ needs_landlock = pytest.mark.skipif(
 
 @dataclass
 class Host:
-    """A host with secrets, and what hostile code aims at."""
+    """A host with secrets, and the targets of hostile code."""
 
     code: Path
     """Hostile code in a bundle."""
@@ -94,7 +94,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         ) as other,
     ):
         assert other.stdout is not None
-        other.stdout.readline()  # it runs its own program, with its own environment
+        other.stdout.readline()  # it runs a separate program, with a separate environment
         listener.bind(f"\0{name}")
         listener.listen()
         os.set_inheritable(held.fileno(), True)

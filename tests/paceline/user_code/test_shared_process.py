@@ -1,4 +1,4 @@
-"""One process for several callers: each gets its reply in any order, and everyone the end."""
+"""One process for several callers: each gets its reply in any order, and all get the end."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ async def test_emptied_waits_for_what_is_being_sent() -> None:
     emptied = asyncio.create_task(outgoing.emptied())
     async with asyncio.timeout(DEADLINE_S):
         await listener.called.wait()
-    assert len(outgoing) == 0  # it is in the listener's hands
-    await asyncio.sleep(0)  # whoever waits for an empty queue runs
+    assert len(outgoing) == 0  # the listener has it
+    await asyncio.sleep(0)  # a task that waits for an empty queue runs
     assert not emptied.done()
     listener.gate.set()
     async with asyncio.timeout(DEADLINE_S):

@@ -1,4 +1,4 @@
-"""Orders to the learner: one export for all that want the same, none for callers that have gone, and a bound."""
+"""Orders to the learner: one export for all identical orders, none for callers that have gone, and a bound."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_orders_of_a_kind_are_bounded_until_they_are_taken() -> None:
     exports = [orders.ask_export(ExportOrder(str(number), False)) for number in range(MAX_ORDERS)]
     with pytest.raises(Busy, match="16 such orders wait for the current step to end; one is enough"):
         orders.ask_export(ExportOrder("one more", False))
-    orders.ask_checkpoint()  # the other kind has a bound of its own
+    orders.ask_checkpoint()  # the other kind has a separate bound
     orders.take_exports()
     orders.ask_export(ExportOrder("one more", False))
     assert len(exports) == len(orders.export) == MAX_ORDERS

@@ -1,4 +1,4 @@
-"""Node 0's decisions, with a store in memory and a clock that the tests turn."""
+"""Node 0's decisions, with a rendezvous store in memory and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.services.learner.nodes.store import PREFIX, NodeStore
 
 
 class Nodes:
-    """Other nodes, which join, beat and leave."""
+    """Other nodes, which join, send heartbeats and leave."""
 
     def __init__(self, least: int, most: int):
         self.raw = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Nodes that meet in a real store on loopback, each in a thread."""
+"""Nodes that meet in a real rendezvous store on loopback, each in a thread."""
 
 from __future__ import annotations
 

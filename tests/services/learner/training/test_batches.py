@@ -1,4 +1,4 @@
-"""A rank waits for a coordinator that is away without a limit, unless it has to stop."""
+"""A rank waits without a limit for an unreachable coordinator, unless it has to stop."""
 
 from __future__ import annotations
 

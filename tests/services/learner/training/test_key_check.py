@@ -1,4 +1,4 @@
-"""A learner works with the coordinator's storage key, or says what both have."""
+"""A learner works with the coordinator's storage key, or names both keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports about single tokens: whose, and how large."""
+"""Reports about single tokens: their groups and their bound."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ Open = Callable[[str, Rank], tuple[WeightChannel, list[str]]]
 
 @pytest.fixture
 def open_channel(tmp_path: Path) -> Iterator[Open]:
-    """Opens a channel for a spec with these lines added; also what it warned of."""
+    """Open a channel for a spec with these lines added; return it with its warnings."""
     channels: list[WeightChannel] = []
 
     def opened(lines: str, rank: Rank) -> tuple[WeightChannel, list[str]]:
@@ -74,7 +74,7 @@ def open_channel(tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def with_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rank]:
-    """A rank on a host with an agent."""
+    """A rank on a host with a relay."""
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))
     rank = Rank("cpu", "127.0.0.1")
     rank.relay = RelayConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
@@ -135,7 +135,7 @@ def test_with_an_agent_hosts_are_told_and_only_workers_without_one_are_offered_t
     channel.publish(Version(1, 0), MODEL)
     announced = rank.next("host_version")
     assert announced.sources == [rank.relay.identity.address]
-    assert announced.size_bytes == 64 + 2 * 4  # a matrix of 16 bytes in its place of 64, and a bias
+    assert announced.size_bytes == 64 + 2 * 4  # a matrix of 16 bytes at its offset of 64, and a bias
     offer = rank.next("weight_offer")
     assert (offer.member_id, offer.stored.url) == ("without", str(tmp_path / "weights"))
     channel.acknowledge("with", Version(1, 0), True, "", False)
