@@ -121,7 +121,6 @@ def _are_equal(values: list[Tensor], device: torch.device) -> bool:
 
 
 def _moments(values: list[Tensor], device: torch.device, mean: float, power: int) -> Tensor:
-    """Return Σ (x - mean)^power over all values."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for value_N in values:
         total = total + (value_N - mean).pow(power).sum()

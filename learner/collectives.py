@@ -92,7 +92,6 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def _parts_of_all_ranks(local: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's tensor, of any length along its first axis, in order of rank."""
     if world_size() == 1:
         return [local]
     counts = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(world_size())]

@@ -58,13 +58,13 @@ class PreferenceLabel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SampleRow:
+class SampleTranscript:
     """Location of a sequence in an episode, whose sample may have several transcripts."""
 
     sample: int
     """Index of the sample in its group."""
     sample_tokens: int
-    """Tokens that train in all rows of the sample."""
+    """Tokens that train in all transcripts of the sample."""
     is_first: bool
     """True for the sample's first transcript, the only one that counts as a sample."""
     turns: tuple[Turn, ...]
@@ -98,7 +98,7 @@ class TrainingSample:
     """True if truncated at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
     advantage: float | None = None
     """Advantage of its tokens, if the data set decides it (`offline_grpo`)."""
-    row: SampleRow | None = None
+    transcript: SampleTranscript | None = None
     """Its location in an episode; None if the completion is the whole sample."""
 
     def __post_init__(self) -> None:
@@ -125,12 +125,12 @@ class TrainingSample:
     @property
     def num_sample_tokens(self) -> int:
         """Tokens that train in the whole sample."""
-        return self.num_trained_tokens if self.row is None else self.row.sample_tokens
+        return self.num_trained_tokens if self.transcript is None else self.transcript.sample_tokens
 
     @property
     def counts(self) -> bool:
         """Whether it counts as a sample; further transcripts of an episode do not."""
-        return self.row is None or self.row.is_first
+        return self.transcript is None or self.transcript.is_first
 
     @property
     def num_row_tokens(self) -> int:
@@ -142,8 +142,8 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
     """Return one sample for each completion of scored groups; with an environment one for each transcript.
 
     With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
-    in the batch without tokens. Raises InvalidInput for a group whose number of rewards is not the spec's number of
-    functions, and for one without log-probabilities of the reference if the reward pool has to serve them.
+    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number of them than
+    the spec has functions, and for one without log-probabilities of the reference if the reward pool has to serve them.
     """
     sequences = []
     for group in groups:
@@ -203,8 +203,10 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
     num_turns: Counter[int] = Counter()
     earlier = -1
     for index, (sample, row, mask) in enumerate(zip(rows.samples, group.completions, sampled, strict=True)):
-        place = SampleRow(sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample])
-        num_turns[sample] += len(place.turns)
+        transcript = SampleTranscript(
+            sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample]
+        )
+        num_turns[sample] += len(transcript.turns)
         earlier = sample
         sequences.append(
             TrainingSample(
@@ -216,7 +218,7 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
                 group.rewards_CF[sample],
                 trained_T=mask,
                 truncated=row.finish_reason == "length",
-                row=place,
+                transcript=transcript,
             )
         )
     return sequences

@@ -110,7 +110,6 @@ def export_live(
 
 
 def _watched(stream: Iterator[TensorRun], errors: list[Exception]) -> Iterator[TensorRun]:
-    """Yield from `stream`, and append an error that it raises to `errors`."""
     try:
         yield from stream
     except Exception as error:

@@ -57,7 +57,6 @@ def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> I
 
 
 def _present(folder: Folder, replace: bool) -> set[str]:
-    """Return the files of the export that is to be replaced. Raises Conflict, Unavailable."""
     try:
         present = set(folder.files())
     except FileNotFoundError:

@@ -45,8 +45,6 @@ NAMES = {torch_dtype(name): name for name in DTYPES}
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, type and shape of a tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -301,7 +299,6 @@ def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[
 
 
 def _is_plain(model: PreTrainedModel, name: str, stored: Mapping[str, Tensor]) -> bool:
-    """Return whether a tensor is stored under its name and in its layout."""
     return _shapes(_outputs(model, (name,), stored)) == _shapes({name: stored[name]})
 
 

@@ -71,7 +71,6 @@ def _name(location: Location) -> str:
 
 
 def _tied_locations(model: nn.Module) -> list[list[Location]]:
-    """Return the locations of each parameter that has several."""
     locations: dict[int, list[Location]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -189,7 +189,6 @@ def _keep_targets(kept_M: Tensor, logits_MW: Tensor, columns_M: Tensor) -> None:
 
 
 def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None:
-    """Add the gradient at the targets' columns, for the targets in this tile."""
     has_M = (columns_M >= 0) & (columns_M < slope_MW.shape[1])
     columns_M = columns_M.clamp(0, slope_MW.shape[1] - 1)
     slope_MW.scatter_add_(-1, columns_M[:, None], (grad_M * has_M)[:, None])

@@ -95,16 +95,16 @@ class ExampleSource:
         self._behaviour = logprobs
 
     def _with_behaviour(self, row: int, samples: list[TrainingSample]) -> list[TrainingSample]:
-        known = self._behaviour.get(row)
-        if known is None:
+        logprobs = self._behaviour.get(row)
+        if logprobs is None:
             return samples
-        found, start = [], 0
+        completed, start = [], 0
         for sample in samples:
             if sample.behaviour_logprobs_T is None:
                 end = start + len(sample.completion_ids)
-                sample, start = replace(sample, behaviour_logprobs_T=known[start:end]), end
-            found.append(sample)
-        return found
+                sample, start = replace(sample, behaviour_logprobs_T=logprobs[start:end]), end
+            completed.append(sample)
+        return completed
 
     @property
     def _count(self) -> int:
@@ -138,7 +138,6 @@ class ExampleSource:
         return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(pair))
 
     def _reference_sums(self, pair: RowPair) -> list[float] | None:
-        """Return the reference's sums for the completions of `pair`; None if the step computes them."""
         return None if self._reference is None else self._reference[pair]
 
 

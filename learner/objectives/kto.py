@@ -25,7 +25,7 @@ from paceline.spec import RunSpec
 
 
 class Kto(Objective):
-    """Rewards a completion with β·(log π - log π_ref). The KL is measured on completions of other prompts."""
+    """KTO; the reward of a completion is β·(log π - log π_ref). The KL is measured on completions of other prompts."""
 
     keeps_prompts_whole = True
     measures_mismatched = True

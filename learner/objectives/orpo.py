@@ -21,7 +21,7 @@ from paceline.spec import RunSpec
 
 
 class Orpo(PairObjective):
-    """Rewards a completion with β · its mean log π."""
+    """ORPO; the reward of a completion is β · its mean log π."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)

@@ -149,8 +149,8 @@ class Grpo(Objective):
         self.with_entropy_gradient = spec.loss_fn.entropy_bonus > 0
 
     def dummy(self) -> list[TrainingSample]:
-        zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
+        zero, zeros_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        return [TrainingSample(-1, zero, zero, zeros_T, versions_T=zero, reference_logprobs_T=zeros_T)]
 
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         return policy_loss(tokens, counts, self._loss_fn)

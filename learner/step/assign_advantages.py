@@ -57,13 +57,13 @@ def with_advantages(
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
     samples = sample_of_each(batch)
-    own = _scores(batch, samples, micro_batches, penalties, spec)
-    rows, first = rows_of_all_ranks(own.to(device))
+    scores = _scores(batch, samples, micro_batches, penalties, spec)
+    rows, first = rows_of_all_ranks(scores.to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
-    advantages_C = batch_advantages(scored, spec, step)[first : first + len(own)]
+    advantages_C = batch_advantages(scored, spec, step)[first : first + len(scores)]
     if spec.environment.advantage != "outcome":
-        by_token = advantages_of_turns(batch, samples, advantages_C, own.numpy(), spec, step)
+        by_token = advantages_of_turns(batch, samples, advantages_C, scores.numpy(), spec, step)
         return _replaced(updates, [_with_turns(batch, by_token, micro, device) for micro in micro_batches])
     by_sample = torch.from_numpy(advantages_C[samples])
     advantages = [
@@ -83,10 +83,10 @@ def with_clipped_advantages(
     """Return the updates with their advantages clipped to grpo.advantage_clip_low and advantage_clip_high, and as a
     metric the largest absolute value before clipping. All ranks call it together."""
     real = _real(updates)
-    found = [micro.advantages_N for micro in real if micro.advantages_N is not None]
+    assigned = [micro.advantages_N for micro in real if micro.advantages_N is not None]
     if not any(m.advantages_N is not None for update in updates for m in update.micro_batches):
         return list(updates), {}
-    largest = [advantages_N.abs().max() for advantages_N in found if len(advantages_N)]
+    largest = [advantages_N.abs().max() for advantages_N in assigned if len(advantages_N)]
     none = torch.zeros((), dtype=torch.float32, device=device)
     metrics = {"advantage_max": max_over_ranks(torch.stack([none, *largest]).max()).item()}
     low, high = spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high
@@ -137,7 +137,6 @@ def _by_value_model(
 def _gae(
     batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device, step: int
 ) -> tuple[Tensor, States]:
-    """Return ([N] advantages before whitening, the states with their returns)."""
     states = _states(micro)
     sequences = [batch[i] for i in micro.indices]
     lengths_S = np.array([len(s.completion_ids) for s in sequences])
@@ -227,7 +226,6 @@ def _states(micro: MicroBatch) -> States:
 
 
 def _real(updates: Sequence[Update]) -> list[MicroBatch]:
-    """Return the micro-batches that have tokens, in order."""
     return [m for update in updates for m in update.micro_batches if not m.is_dummy]
 
 
@@ -260,7 +258,9 @@ def advantages_of_turns(
     advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
-        rewards[sample] += [turn.reward for turn in sequence.row.turns] if sequence.row is not None else []
+        rewards[sample] += (
+            [turn.reward for turn in sequence.transcript.turns] if sequence.transcript is not None else []
+        )
     by_sample: list[Float64Array] = [np.zeros(0)] * len(rewards)
     group_ids_C = scores[:, 0].astype(np.int64)
     for group_id in np.unique(group_ids_C):
@@ -274,7 +274,7 @@ def advantages_of_turns(
             by_sample[c] = values_K
     tokens = [np.zeros(len(sequence.completion_ids)) for sequence in batch]
     for sample, sequence, values_T in zip(samples_S.tolist(), batch, tokens, strict=True):
-        if sequence.row is not None:
-            for offset, turn in enumerate(sequence.row.turns):
-                values_T[turn.start : turn.end] = by_sample[sample][sequence.row.first_turn + offset]
+        if sequence.transcript is not None:
+            for offset, turn in enumerate(sequence.transcript.turns):
+                values_T[turn.start : turn.end] = by_sample[sample][sequence.transcript.first_turn + offset]
     return tokens

@@ -69,7 +69,6 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
 
 
 def _fall(step: int, max_num_steps: int, config: SchedulerSection) -> float:
-    """Return the fall from 1 at the end of the warm-up to 0 at the last step."""
     peak_step = max(config.num_warmup_steps(max_num_steps) - 1, 0)
     x = min((step - peak_step) / max(max_num_steps - 1 - peak_step, 1), 1.0)
     match config.name:

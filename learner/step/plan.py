@@ -166,8 +166,8 @@ def batch_metrics(
     """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the
     age of its tokens, and the share of the tokens whose advantage is 0 (1 if nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
-    known = [(s.versions_T, s.row is None) for s in batch if s.versions_T is not None]
-    versions = [versions_T if whole else versions_T[versions_T >= 0] for versions_T, whole in known]
+    sampled = [(s.versions_T, s.transcript is None) for s in batch if s.versions_T is not None]
+    versions = [versions_T if whole else versions_T[versions_T >= 0] for versions_T, whole in sampled]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [

@@ -119,7 +119,7 @@ class PrecomputedReference(Reference):
         return sums_S
 
 
-class AskedBehaviour(Reference):
+class ComputedBehaviour(Reference):
     """Computes log μ of traces without log-probabilities with the starting policy, once, before training. They stay in
     memory, four bytes a token; KL terms are those of `kl_reference`."""
 
@@ -134,13 +134,13 @@ class AskedBehaviour(Reference):
         values_of: dict[int, list[np.ndarray]] = {}
         for block in range(math.ceil(math.ceil(len(rows) / ranks) / BLOCK_ROWS)):
             numbers = range(rank, len(rows), ranks)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-            asked = [
+            samples = [
                 replace(sample, group_id=number)
                 for number in numbers
                 for sample in source.of_row(rows[number])
                 if sample.behaviour_logprobs_T is None
             ]
-            missing = torch.tensor([len(asked)], device=self._device)
+            missing = torch.tensor([len(samples)], device=self._device)
             if not int(max_over_ranks(missing).item()):
                 continue
             if model is None:
@@ -150,7 +150,7 @@ class AskedBehaviour(Reference):
                 [torch.zeros(0, 2, dtype=torch.float64, device=self._device)]
                 + [
                     torch.stack((torch.full_like(values_T, sample.group_id), values_T), 1)
-                    for sample, values_T in zip(asked, self._ask(reference, asked), strict=True)
+                    for sample, values_T in zip(samples, self._logprobs(reference, samples), strict=True)
                 ]
             )
             table = rows_of_all_ranks(numbered)[0].cpu().numpy()
@@ -162,13 +162,13 @@ class AskedBehaviour(Reference):
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         return self._kl_reference.logprobs(packed)
 
-    def _ask(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
+    def _logprobs(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
         """Return [T] float64 log μ of each sample."""
-        found = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
+        logprobs_of = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
         for indices, packed, logprobs_N in _passes(reference, samples, self._policy.row_tokens, self._device):
-            for place, index in enumerate(indices):
-                found[index] = logprobs_N.double()[packed.sequence_N == place]
-        return found
+            for sequence, index in enumerate(indices):
+                logprobs_of[index] = logprobs_N.double()[packed.sequence_N == sequence]
+        return logprobs_of
 
 
 def _passes(
@@ -191,7 +191,7 @@ def reference_of(spec: RunSpec, policy: PreTrainedModel, device: torch.device, t
     if spec.precomputes_reference:
         return PrecomputedReference(spec, device)
     if spec.trains_traces:
-        return AskedBehaviour(spec, _frozen_reference(spec, policy, device, temperature), device, temperature)
+        return ComputedBehaviour(spec, _frozen_reference(spec, policy, device, temperature), device, temperature)
     return _frozen_reference(spec, policy, device, temperature)
 
 

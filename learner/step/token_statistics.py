@@ -31,8 +31,6 @@ class TokenNumbers:
 
 
 class TokenStatistics:
-    """The token statistics of one step."""
-
     def __init__(self, group_ids: Collection[int]):
         self.group_ids = frozenset(group_ids)
         self._noted: list[tuple[PackedBatch, Tensor, Tensor]] = []
@@ -44,7 +42,7 @@ class TokenStatistics:
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
         """Return the numbers of the groups among the batch's samples that trained. Copies to the host."""
-        found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
+        values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()
             targets_N = packed.targets_N.cpu().numpy().astype(np.int64)
@@ -52,11 +50,11 @@ class TokenStatistics:
             for sequence, group_id in enumerate(packed.group_ids_S):
                 if group_id in self.group_ids:
                     at_N = sequence_N == sequence
-                    found[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
+                    values_of[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
         return [
             numbers
             for sample, index in zip(samples, _indices(samples), strict=True)
-            if (numbers := _numbers(sample, index, found)) is not None
+            if (numbers := _numbers(sample, index, values_of)) is not None
         ]
 
 
@@ -70,11 +68,11 @@ def _indices(samples: Sequence[TrainingSample]) -> list[int]:
 
 
 def _numbers(
-    sample: TrainingSample, index: int, found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
+    sample: TrainingSample, index: int, values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
 ) -> TokenNumbers | None:
     """Return the numbers of a sample. Samples of a group with equal tokens have equal numbers."""
     trains_T = np.ones(len(sample.completion_ids), bool) if sample.trained_T is None else sample.trained_T
-    values = found.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
+    values = values_of.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
     if values is None or not trains_T.any():
         return None
     whole = []
@@ -99,8 +97,6 @@ class GroupDifference(NamedTuple):
 
 
 class SamplerComparison:
-    """The comparison of one step."""
-
     def __init__(self, group_ids: Collection[int]):
         self._group_ids = frozenset(group_ids)
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}

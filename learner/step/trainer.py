@@ -131,7 +131,6 @@ class Trainer:
         }
 
     def _note_proximal(self, updates: Sequence[Update]) -> None:
-        """Pass the proximal log-probabilities to the comparison, if the step has computed them."""
         if self.comparison is not None:
             for micro in (m for update in updates for m in update.micro_batches if not m.is_dummy):
                 if micro.frozen.proximal_N is not None:
@@ -145,7 +144,6 @@ class Trainer:
         return None
 
     def _sync_reference(self, step: int) -> None:
-        """Mix the policy into the reference after every reference_policy_sync_steps steps."""
         loss_fn, reference = self.spec.loss_fn, self.reference
         steps = loss_fn.reference_policy_sync_steps
         if steps is None or self.synced_reference is None or (step + 1) % steps:

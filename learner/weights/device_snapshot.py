@@ -160,7 +160,6 @@ class DeviceSnapshot:
         return local_boxes(self._model, self._dtype)
 
     def _chunk(self, boxes: list[tuple[Any, Tensor]], chunk: int) -> Tensor:
-        """Return [N] the bits of a chunk of the live model, as integers on the device."""
         runs = []
         for piece in self.layout.chunks[chunk]:
             block, local = boxes[piece.block]

@@ -52,7 +52,6 @@ def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fill `gathered`, which `_allocate` has made, and return it."""
     is_first = is_first_rank()
     sharded: list[tuple[str, DTensor]] = []
     seen: set[int] = set()

@@ -113,7 +113,6 @@ class HostChannel(WeightChannel):
 
     @property
     def _address(self) -> list[str]:
-        """Address and id of this host's relay."""
         identity = self._client.identity
         return ["", ""] if identity is None else [identity.address, identity.agent_id]
 
@@ -340,7 +339,6 @@ class Rank0HostChannel(HostChannel):
                 self._closed.wait(STORE_RETRY_S)
 
     def _is_due(self) -> bool:
-        """Return whether this host has a version that the object store needs and lacks."""
         if not self._needs_store or self._here is None or self._newest is None:
             return False
         return self._put is None or self._put < self._here[0]

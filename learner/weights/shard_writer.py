@@ -27,8 +27,6 @@ from paceline.weights.hosts.segment import HostSegment
 
 
 class _Part(NamedTuple):
-    """A rank's part of one tensor, and its offset in the version."""
-
     values: Tensor
     offset: int
 
@@ -115,7 +113,6 @@ class ShardWriter:
         return flat[part.offset : part.offset + part.values.numel() * wire.itemsize].view(wire)
 
     def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
-        """Yield the bytes of a version that this rank writes."""
         for part in parts:
             yield part.offset, part.offset + part.values.numel() * self._wire(part.values).itemsize
 

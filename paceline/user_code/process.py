@@ -76,8 +76,6 @@ async def _spawn(module: str, settings: ProcessSettings | None) -> tuple[Process
 
 
 class _Child:
-    """Shared parts of both kinds of process."""
-
     def __init__(self, module: str, surroundings: Surroundings | None) -> None:
         self._module, self._surroundings = module, surroundings
         self._process: Process | None = None

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
-    """The end of a rank."""
-
     local_rank: int
     status: int
 

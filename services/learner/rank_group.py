@@ -93,7 +93,6 @@ def long_collectives() -> Iterator[None]:
 
 
 def _session_store(address: str) -> Any:
-    """Return the session's part of the rendezvous store."""
     name, _, port = address.rpartition(":")
     wait = timedelta(seconds=LOADING_TIMEOUT_S)
     store = dist.TCPStore(name.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]

@@ -143,8 +143,6 @@ class DcpCheckpoint:
 
 
 class _ChunkPlanner(LoadPlanner):
-    """Reads whole chunks and passes each on at once."""
-
     def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorStorageMetadata], take: Chunk) -> None:
         self._names, self._tensors, self._take = names, tensors, take
 

@@ -140,7 +140,6 @@ class Assembly:
         return newest
 
     def _refresh(self, now_s: float) -> None:
-        """Read the nodes that have joined, their heartbeats, and those that have left."""
         joined = min(self._store.number("joined", 0), self._num_joined + MAX_NEW)
         for number in range(self._num_joined + 1, joined + 1):
             self._nodes[number] = Node(number, now_s, now_s)
@@ -177,7 +176,6 @@ class Assembly:
                 self._store.write(f"place/{newer.number}", refusal=why)
 
     def _missing_because(self, node: Node) -> str:
-        """Return the reason why a node that has not left is no longer present."""
         is_replaced = any(other.node_rank == node.node_rank for other in self._nodes.values())
         return "was started again" if is_replaced else f"is silent for {SILENT_S:g} s"
 

@@ -66,7 +66,6 @@ class NodeLauncher:
                     self._stopping.wait(self._backoff.next_s())
 
     def _session(self, part: SessionPart, num_ranks: int, grace_s: float) -> int:
-        """Run this node's part of a session and return its status."""
         last = part.first_rank + num_ranks - 1
         log.info(
             "node %d has ranks %d to %d of %d, on %d nodes",

@@ -55,7 +55,6 @@ class RankBatch(NamedTuple):
 
     @classmethod
     def end_of_run(cls) -> RankBatch:
-        """Return the news that the run is complete before this step."""
         return cls(pb.BatchReply(state=pb.BATCH_STATE_LAST), [])
 
     @classmethod

@@ -57,7 +57,6 @@ class Publishing:
         warn: Warn,
         make: Callable[..., WeightChannel] | None = None,
     ) -> None:
-        """`make`: `make_channel`, or another with its parameters."""
         self._assignment, self._spec, self._rank, self._warn = assignment, spec, rank, warn
         self._make = make or make_channel
         self._channel: WeightChannel | None = None
@@ -237,7 +236,6 @@ class _WeightChannelFactory:
         )
 
     def _writer(self, board: RankBoard, rank: int, world_size: int, offers: StoreOffers | None) -> StoreWriter:
-        """Return the writer of one of `world_size` ranks that write together."""
         return StoreWriter(
             store=self._store,
             board=board,

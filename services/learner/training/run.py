@@ -166,7 +166,6 @@ class LearnerRun:
         self.publishing.interrupt("the coordinator was unreachable")
 
     def _try_set_up(self) -> bool:
-        """Set the session up; if it cannot train, report the reason and return False."""
         try:
             self._set_up()
         except FailedElsewhere as error:
@@ -270,7 +269,6 @@ class LearnerRun:
         )
 
     def _work_between_steps(self, agreed: StepAgreement) -> None:
-        """Carry out the agreed facts, with the current version."""
         if agreed.snapshot_wanted:
             self.publishing.write_snapshot()
         if not agreed.checkpoint_unwritten:
@@ -407,7 +405,6 @@ class LearnerRun:
         self._next_batch()
 
     def _origin(self) -> Origin:
-        """Return the origin of an export of the current version."""
         return Origin(
             run_id=self.run_id,
             session=self.session,
@@ -445,7 +442,6 @@ class LearnerRun:
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """Return a function that returns whether so many seconds have passed."""
     end_s = time.monotonic() + seconds
     return lambda: time.monotonic() > end_s
 
