@@ -1,11 +1,11 @@
-"""Advantages of a whole batch from its rewards: relative to the group or to the batch, less the KL to the reference; and PPO's
-mathematics, generalised advantage estimation and the clipped value loss.
+"""Advantages of a whole batch from its rewards, relative to the group or to the batch, minus the KL to the reference;
+and PPO's mathematics: generalised advantage estimation and the clipped value loss.
 
-Promise: the result depends on the global batch alone, not on how ranks, updates or micro-batches split it; rows without
-a reward stay outside every statistic and get 0.
+Promise: the result depends only on the global batch, not on how ranks, updates or micro-batches split it; sequences
+without a reward stay outside every statistic and get 0.
 
-Suffixes: S sequences (of the global batch, for `gae` of a micro-batch), F reward functions, N active tokens, T tokens of the longest
-sequence.
+Suffixes: S sequences (of the global batch, for `gae` of a micro-batch), F reward functions, N active tokens, T tokens
+of the longest.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MIN_VARIANCE = 1e-8
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The rewards of the global batch, from which its advantages are computed."""
+    """Holds the rewards of the global batch, from which its advantages are computed."""
 
     group_ids_S: npt.NDArray[np.int64]
     rewards_SF: Float64Array
-    """NaN where a function gave None."""
+    """NaN if the function returned None."""
     penalties_S: Float64Array
     """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float64Array:
-    """Return [S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN where
-    there is no reward. Gates act on the rewards first, and the weights are those of `step`.
+    """Return [S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN if
+    there is no reward. Gates act on the rewards first; the weights are those of `step`.
 
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
@@ -52,7 +52,7 @@ def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float6
     totals_S = totals(batch.rewards_SF, spec.rewards, step)
     if name == "reinforce_pp":
         return totals_S
-    in_reward = batch.penalties_S.any() and name != "reinforce_pp_baseline"  # whose KL is that of each token
+    in_reward = batch.penalties_S.any() and name != "reinforce_pp_baseline"  # it takes its KL of each token instead
     advantages_S = np.zeros_like(totals_S)
     for group_id in np.unique(batch.group_ids_S):
         of_group_S = batch.group_ids_S == group_id
@@ -64,7 +64,7 @@ def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float6
         advantages_S /= _sample_std(totals_S - batch.penalties_S) + TRL_STD_EPSILON
     if name == "gdpo":
         advantages_S /= _sample_std(advantages_S[~np.isnan(totals_S)]) + TRL_STD_EPSILON
-    # A KL that is not a number must stop the step, not pass for a missing reward.
+    # A KL that is not a number must stop the step, not be taken for a missing reward.
     return np.where(np.isfinite(batch.penalties_S), advantages_S, np.nan)
 
 
@@ -86,12 +86,12 @@ def whitened_token_advantages(
 
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
-    number (OpenRLHF); 0 for the others, and for all where they are all equal.
+    """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, with the variance
+    divided by their number (OpenRLHF); 0 for tokens that are not scored, and for all if all values are equal.
 
     Args:
         raw: one [N] per micro-batch of this rank.
-        scored: [N] False where there is no reward.
+        scored: [N] False if there is no reward.
     """
     values = [raw_N.double()[scored_N] for raw_N, scored_N in zip(raw, scored, strict=True)]
     count, total = sum_over_ranks(
@@ -121,7 +121,6 @@ def _are_equal(values: list[Tensor], device: torch.device) -> bool:
 
 
 def _moments(values: list[Tensor], device: torch.device, mean: float, power: int) -> Tensor:
-    """Return Σ (x - mean)^power over all values."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for value_N in values:
         total = total + (value_N - mean).pow(power).sum()
@@ -147,12 +146,13 @@ def gae(
 ) -> tuple[Float64Array, Float64Array]:
     """Return ([N] advantages, [N] returns = advantages + values).
 
-    δ_t = r_t + γ·V(s_{t+1}) - V(s_t), A_t = δ_t + γλ·A_{t+1}, within each sequence (Schulman et al. 2016, arXiv 1506.02438).
+    δ_t = r_t + γ·V(s_{t+1}) - V(s_t), A_t = δ_t + γλ·A_{t+1} within a sequence (Schulman et al. 2016, arXiv
+    1506.02438).
 
     Args:
         values_N: V of the state before each token.
-        final_values_S: V of the state after the last token: 0 where the sequence ended, the value model's where it was
-            only cut off (Pardo et al. 2018, arXiv 1712.00378).
+        final_values_S: V of the state after the last token: 0 if the sequence ended, the value model's if it was
+            truncated (Pardo et al. 2018, arXiv 1712.00378).
         lengths_S: tokens of each sequence, at least 1.
     """
     longest = int(lengths_S.max(initial=0))
@@ -173,8 +173,8 @@ def gae(
 def value_losses(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, cliprange: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True where the bound took the gradient
-    away). PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)²."""
+    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True if the bound removed the gradient).
+    This is PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)²."""
     squares_N = (values_N - returns_N).square()
     if cliprange is None:
         return squares_N / 2, torch.zeros_like(squares_N, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The few small collectives of a training step, over the default process group; without one, a rank alone.
+"""Small collectives of a training step over the default process group; without a group, the values of the single rank.
 
 Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
 """
@@ -44,9 +44,9 @@ class FailedElsewhere(PacelineError):
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part. Raises what
-    `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective that
-    another rank never enters."""
+    """Run this rank's `work`, which contains no collective, and return when every rank has run its own. Raises the
+    error of `work`, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective
+    alone."""
     error: Exception | None = None
     try:
         work()
@@ -56,18 +56,18 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
     if error is not None:
         raise error
     if failed:
-        raise FailedElsewhere("another rank cannot do its part; its report says why")
+        raise FailedElsewhere("another rank failed in its part of the work; its report says why")
 
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
     """Return all distinct numbers that any rank has, ascending."""
-    own = torch.tensor(sorted(set(numbers)), dtype=torch.int64, device=device)
-    return sorted({int(n) for part in _parts_of_all_ranks(own) for n in part.tolist()})
+    local = torch.tensor(sorted(set(numbers)), dtype=torch.int64, device=device)
+    return sorted({int(n) for part in _parts_of_all_ranks(local) for n in part.tolist()})
 
 
-def rows_of_all_ranks(own_RK: Tensor) -> tuple[Tensor, int]:
-    """Return (the rows of all ranks in order of rank, where this rank's begin); any number of rows of K numbers each."""
-    parts = _parts_of_all_ranks(own_RK)
+def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
+    """Return (the rows of all ranks in order of rank, index of this rank's first); ranks may have any number of rows."""
+    parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
 
@@ -86,20 +86,19 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's `data` on every rank, in order of rank; over `group`, whose tensors may be on CPUs (None: the default)."""
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-    return [part.numpy().tobytes() for part in _parts_of_all_ranks(own, group)]
+    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) may have CPU tensors."""
+    local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 
 
-def _parts_of_all_ranks(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's `own`, of any length along its first axis, in order of rank."""
+def _parts_of_all_ranks(local: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     if world_size() == 1:
-        return [own]
-    counts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group)
+        return [local]
+    counts = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(local)], device=local.device), group)
     lengths = [int(count.item()) for count in counts]
-    padded = own.new_zeros(max(lengths), *own.shape[1:])
-    padded[: len(own)] = own
+    padded = local.new_zeros(max(lengths), *local.shape[1:])
+    padded[: len(local)] = local
     gathered = [torch.empty_like(padded) for _ in lengths]
     if max(lengths):
         dist.all_gather(gathered, padded, group)

@@ -1,1 +1,1 @@
-"""From groups and examples to packed batches."""
+"""Samples and packed batches, from groups and examples."""

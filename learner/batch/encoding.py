@@ -1,4 +1,4 @@
-"""Tokens of an example: its texts become training samples, within the limit on their number."""
+"""Encodes the texts of an example as training samples, within the limit on their number of tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Row = dict[str, Any]
 
 
 class ExampleEncoder:
-    """The tokenizer with a run's settings. Every method raises InvalidInput for a text that the chat template refuses or that
-    is longer than the model allows."""
+    """The tokenizer with a run's settings. Every method raises InvalidInput for a text that the chat template refuses
+    or that is longer than the model allows."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,8 +33,7 @@ class ExampleEncoder:
         self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder of a row's texts: its chat template gets the row's tools, and a completion that was cut off does
-        not end."""
+        """Return the encoder of a row's texts: the chat template gets its tools, and a truncated completion has no end."""
         tools = tools_of(row)
         if tools is None and is_whole(row):
             return self
@@ -63,13 +62,13 @@ class ExampleEncoder:
         return TrainingSample(number, tokens.prompt_ids, tokens.token_ids, tokens.logprobs)
 
     def cut_completion(self, number: int, prompt: Any, completion: Any, label: PreferenceLabel) -> TrainingSample:
-        """Return the completion after the prompt, cut off where it would not fit."""
+        """Return the completion after the prompt, truncated if it would not fit."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
 
     def scored_text(self, number: int, prompt: Any, completion: Any, label: PreferenceLabel) -> TrainingSample:
-        """Return the whole text as a prompt with one token after it, at which the model's output is the score."""
+        """Return the whole text as a prompt, followed by one token at which the model's output is the score."""
         ids = encode_for_scoring(self._tokenizer, prompt, completion, *self._template, self._tools)
         self._check_length(ids)
         return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
@@ -90,6 +89,6 @@ class ExampleEncoder:
     def _check_length(self, ids: np.ndarray) -> None:
         if len(ids) > self._limit:
             raise InvalidInput(
-                f"it has {len(ids)} tokens, policy.max_total_sequence_length is {self._limit}; raise that, or remove the "
+                f"it has {len(ids)} tokens, but policy.max_total_sequence_length is {self._limit}; raise that, or remove the "
                 "row"
             )

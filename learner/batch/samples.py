@@ -1,10 +1,10 @@
 """The training sample, made from groups or examples, and the packed batch of several samples.
 
-Promise: a packed batch holds each sequence without its last token, which is only ever predicted, so nothing is
-computed that no loss reads.
+Promise: a packed batch has each sequence without its last token, which is only predicted, so no unused value is
+computed.
 
-Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion
-tokens in it, S sequences in it.
+Suffixes: P prompt tokens, T completion tokens, C completions of a group; R tokens of a packed row, N completion tokens
+and S sequences in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.spec import RunSpec
 
 @dataclass(eq=False)
 class SequenceLayout:
-    """Boundaries of the sequences in one packed row [1, T]. Nobody changes one; it is not `frozen`, because torch 2.11's
-    torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
+    """Boundaries of the sequences in one packed row [1, T]. Nobody changes one. It is not `frozen`, because torch
+    2.11's torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
 
     runs: tuple[tuple[int, int], ...]
-    """(count, length) of each run of neighbouring sequences with equal length, in row order."""
+    """(count, length) of each run of neighbouring sequences with equal length, in order."""
     starts: Tensor
     """[S + 1] int32 on the row's device: start of each sequence, then T (`cu_seqlens` in flash attention)."""
     max_length: int
@@ -52,34 +52,34 @@ class PreferenceLabel(NamedTuple):
     margin: float = 0.0
     """Least difference of the scores of the chosen and the rejected completion (`rm`)."""
     mismatched: bool = False
-    """True for a completion of another prompt, which does not train: KTO measures its KL on it."""
+    """True for a completion of another prompt, which does not train; KTO measures its KL on it."""
     reference_logprob: float | None = None
-    """Σ_t log π_ref, precomputed; None asks the reference in the step."""
+    """Σ_t log π_ref, precomputed; None: the step computes it."""
 
 
 @dataclass(frozen=True)
-class SampleRow:
-    """What a row of an episode is in its sample; a sample of a run with an environment may have several rows."""
+class SampleTranscript:
+    """Location of a sequence in an episode, whose sample may have several transcripts."""
 
     sample: int
     """Index of the sample in its group."""
     sample_tokens: int
-    """Tokens that train in all rows of the sample."""
+    """Tokens that train in all transcripts of the sample."""
     is_first: bool
-    """The sample's first row, which stands for it where samples are counted."""
+    """True for the sample's first transcript, the only one that counts as a sample."""
     turns: tuple[Turn, ...]
-    """Turns of the row, in order."""
+    """Turns of the transcript, in order."""
     first_turn: int
-    """Index, within the sample, of the row's first turn."""
+    """Index, within the sample, of the transcript's first turn."""
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One prompt with one completion, ready to train; of an episode, one row."""
+    """One prompt with one completion, ready to train; with an environment, one transcript of an episode."""
 
     group_id: int
     prompt_ids: IntArray
-    """[P], P > 0: the first completion token is predicted from the prompt's last."""
+    """[P], P > 0: the prompt's last token predicts the first completion token."""
     completion_ids: IntArray
     """[T]; T = 0 trains nothing but counts as a sequence."""
     behaviour_logprobs_T: FloatArray | None = None
@@ -87,19 +87,19 @@ class TrainingSample:
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
-    """[F] rewards as given, NaN for None: `paceline.learner.step.assign_advantages` computes advantages from them."""
+    """[F] rewards as given, NaN for None; `paceline.learner.step.assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
-    """[T] bool: True for completion tokens that train; None is all. The others are only context."""
+    """[T] bool: True for completion tokens that train; None: all. The others are only context."""
     label: PreferenceLabel | None = None
-    """Label of the completion in the data set; None where it has none (`grpo`, `sft`)."""
+    """Label of the completion in the data set; None if it has none (`grpo`, `sft`)."""
     reference_logprobs_T: FloatArray | None = None
-    """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool serves it."""
+    """[T] log π_ref (of a teacher, or of the policy before training), if the reward pool serves it."""
     truncated: bool = False
-    """True when cut off at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
+    """True if truncated at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
     advantage: float | None = None
-    """Advantage of its tokens, where the data set decides it (`offline_grpo`)."""
-    row: SampleRow | None = None
-    """Its place in an episode; None where the completion is the whole sample."""
+    """Advantage of its tokens, if the data set decides it (`offline_grpo`)."""
+    transcript: SampleTranscript | None = None
+    """Its location in an episode; None if the completion is the whole sample."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -125,25 +125,25 @@ class TrainingSample:
     @property
     def num_sample_tokens(self) -> int:
         """Tokens that train in the whole sample."""
-        return self.num_trained_tokens if self.row is None else self.row.sample_tokens
+        return self.num_trained_tokens if self.transcript is None else self.transcript.sample_tokens
 
     @property
     def counts(self) -> bool:
-        """Return whether it counts as a sample: further rows of an episode do not."""
-        return self.row is None or self.row.is_first
+        """Whether it counts as a sample; further transcripts of an episode do not."""
+        return self.transcript is None or self.transcript.is_first
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens that the sequence takes in a packed row; 0 when it has nothing to train."""
+        """Tokens that the sequence takes in a packed row; 0 if it has nothing to train."""
         return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """Return one sample for each completion of scored groups; with an environment one for each row.
+    """Return one sample for each completion of scored groups; with an environment one for each transcript.
 
-    With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a completion that was cut off
-    stays in the batch without tokens. Raises InvalidInput for a group without rewards, or with another number of them than the
-    spec has functions; and for one without log-probabilities of the reference although the reward pool has to serve them.
+    With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a truncated completion stays
+    in the batch without tokens. Raises InvalidInput for a group without rewards or with another number of them than
+    the spec has functions, and for one without log-probabilities of the reference if the reward pool has to serve them.
     """
     sequences = []
     for group in groups:
@@ -184,7 +184,7 @@ def _of_completion(group: Group, completion: Completion, rewards_F: FloatArray, 
 
 
 def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
-    """Return the rows of a group. Rows of a truncated sample have the finish reason `length`."""
+    """Return the transcripts of a group. Transcripts of a truncated sample have the finish reason `length`."""
     assert group.rewards_CF is not None
     leaves_out = spec.grpo.overlong_filtering or spec.environment.truncated == "leave_out"
 
@@ -203,8 +203,10 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
     num_turns: Counter[int] = Counter()
     earlier = -1
     for index, (sample, row, mask) in enumerate(zip(rows.samples, group.completions, sampled, strict=True)):
-        place = SampleRow(sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample])
-        num_turns[sample] += len(place.turns)
+        transcript = SampleTranscript(
+            sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample]
+        )
+        num_turns[sample] += len(transcript.turns)
         earlier = sample
         sequences.append(
             TrainingSample(
@@ -216,7 +218,7 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
                 group.rewards_CF[sample],
                 trained_T=mask,
                 truncated=row.finish_reason == "length",
-                row=place,
+                transcript=transcript,
             )
         )
     return sequences
@@ -246,9 +248,9 @@ class PackedBatch:
     versions_N: Tensor | None = None
     """int64: step of the version that sampled the token; None for supervised data."""
     reference_N: Tensor | None = None
-    """log π_ref where it came with the batch; None where it is computed in the step, or not needed."""
+    """log π_ref if it came with the batch; None if the step computes it or does not need it."""
     labels_S: tuple[PreferenceLabel, ...] = ()
-    """Label of each sequence in the data set; empty where it has none."""
+    """Label of each sequence in the data set; empty if it has none."""
 
 
 def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:

@@ -1,20 +1,20 @@
 """Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
-of every other file; a folder without it is torn, and no reader takes it for a checkpoint. Each rank lists the files that it wrote,
-and rank 0 finds all of them in its folder: ranks on several hosts may each have a folder of that path, and a manifest of a part
-would call half a checkpoint complete.
+of every other file; a folder without it is torn, and no reader accepts it. Each rank lists the files that it wrote, and
+rank 0 checks that its folder has all of them: ranks on several hosts may each have a folder of that path, and a
+manifest of a part would call half a checkpoint complete.
 
-Promise: `load` accepts only the bytes that `save` wrote, and training goes on from them as if it had never stopped (bit for
-bit on CPUs at the same world size and thread count, both of which are recorded).
+Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
+(bit for bit on CPUs at the same world size and thread count, both of which are in the manifest).
 
-With a storage key every file but the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so `verify` and the
-coordinator compare them without the key. The manifest has names, sizes, hashes and the position.
+With a storage key every file but the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so
+`verify` and the coordinator compare them without the key. The manifest has names, sizes, hashes and the position.
 
-Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares every
-file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash from the ledger,
-because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of checkpoint
-metadata (`learner/checkpoints/metadata.py`).
+Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares
+every file with the manifest, and the manifest with a given hash, before it opens a file. Pass only a hash from the
+ledger, because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of
+checkpoint metadata (`learner/checkpoints/metadata.py`).
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ NAME = re.compile(r"(\d+)-(\d+)")
 
 
 class Misfit(Conflict):
-    """The checkpoint is whole, but of another model or optimizer."""
+    """The checkpoint is complete, but belongs to another model or optimizer."""
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint, as far as its folder shows without reading the state."""
+    """A complete checkpoint, as its folder shows it without reading the state."""
 
     path: Folder
     manifest_sha256: str
@@ -95,10 +95,9 @@ def save(
 ) -> Checkpoint | None:
     """Write the state after `step` steps to `directory/<session>-<step>`. A collective call of all ranks.
 
-    `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there
-    is no scheduler state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises
-    Conflict when that checkpoint exists and is complete, Unavailable when writing failed (a full disk), which leaves it
-    torn.
+    `chain_hash` is the position in the ledger's hash chain. The learning rate is a function of the step, so there is no
+    scheduler state. Return the checkpoint on rank 0, once all files are on disk, and None on the others. Raises
+    Conflict if it exists and is complete, Unavailable if writing failed (a full disk), which leaves it torn.
     """
     folder = prepare(directory, session, step)
     return write(
@@ -111,13 +110,13 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Make the empty folder of a new checkpoint, on rank 0, and return it. Raises Conflict when it exists and is complete."""
+    """Create a new checkpoint's empty folder, on rank 0, and return it. Raises Conflict if it exists and is complete."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
             raise Conflict(f"checkpoint {folder} exists and is complete")
         folder.remove()  # a torn one of this session, which no other process uses
-        folder.make()  # another rank's writer may make it meanwhile
+        folder.make()  # another rank's writer may create it meanwhile
     return folder
 
 
@@ -145,9 +144,9 @@ def write(
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
 
-    With `shared` false each rank has a folder of its own, and the files of all have to be brought together.
-    `num_threads` is the number of threads that computed the state, when another thread calls; `extra` is for the manifest. Return the checkpoint on
-    rank 0 and None on the others. Raises Unavailable.
+    With `shared` false each rank has a separate folder, and the files of all have to be brought together. `num_threads`
+    is the number of threads that computed the state, if another thread calls; `extra` is for the manifest. Return the
+    checkpoint on rank 0 and None on the others. Raises Unavailable.
     """
     with as_error(Unavailable, f"checkpoint {folder} could not be written"):
         save_collectively(
@@ -181,14 +180,13 @@ def load(
     critic: Critic | None = None,
     reference: nn.Module | None = None,
 ) -> CheckpointManifest:
-    """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`, and return its manifest. A collective call of
-    all ranks.
+    """Load a checkpoint into `model`, `optimizer`, `critic` and `reference`; return its manifest. A collective call.
 
-    It works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
-    it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
-    manifest is not the expected one or a file is not the manifest's, Unavailable when the disk or store cannot be read
-    now, WrongKey when it is encrypted with another storage key, on all ranks the same, before anything is unpickled. Raises Misfit
-    when it is whole, but of another model.
+    It works with any world size and sharding. torch's generators are restored if the world size is the one that wrote
+    it, and stay unchanged otherwise. Raises NotFound if there is no such folder or no manifest in it, Conflict if the
+    manifest is not the expected one or a file is not the manifest's, Unavailable if the disk or store cannot be read
+    now, WrongKey if it is encrypted with another storage key: the same error on all ranks, before anything is
+    unpickled. Raises Misfit if it is complete, but of another model.
     """
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
@@ -216,9 +214,8 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their
-    paths. `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those
-    of `spared`."""
+    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and in neither `keep` nor
+    `spared`; return their paths (as `str(checkpoint.path)`, like `keep`). Newer ones may be in progress."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -241,8 +238,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
         fresh = not optimizer.state
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
         if fresh:
-            # torch fills a fresh optimizer's state by a step with zero gradients at rate 0, which counts as a step
-            # in the bias correction; a checkpoint must not count as a step.
+            # torch fills a fresh optimizer's state by a step with zero gradients at rate 0, which counts as a step in
+            # the bias correction; a checkpoint must not count as a step.
             for moments in optimizer.state.values():
                 moments["step"].zero_()
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -262,11 +259,11 @@ def _whole_state(
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks. Raises Misfit when the
-    checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now."""
+    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks. Raises Misfit if the
+    checkpoint lacks an entry of `state`, Unavailable if its files cannot be read now."""
     with as_error(
         Misfit,
-        f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
+        f"checkpoint {verified.folder} refused: it does not fit the model (restore the model that it was trained from)",
     ):
         load_collectively(
             state,
@@ -279,7 +276,7 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
     """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler. Also
-    suppress the warning about a process without a process group, which is intended."""
+    suppress the warning about a missing process group, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -295,7 +292,7 @@ def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
 
 
 def _generators(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of this rank's torch generators: the CPU's and, where the model is on a GPU, that GPU's."""
+    """Return the state of this rank's torch generators: the CPU's and, if the model is on a GPU, that GPU's."""
     device = next(model.parameters()).device
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -324,21 +321,21 @@ def _rank() -> int:
 
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
-"""Seconds before each further check for a file of another rank: a network file system may show it late."""
+"""Seconds before each further check for a file of another rank, because a network file system may show it late."""
 
 
 def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None, *, shared: bool = True
 ) -> tuple[CheckpointFile, ...]:
-    """Return every rank's files as that rank wrote them. A collective call, whose result and errors are for rank 0.
-    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see
-    all; where the ranks do not share `folder`, it need not see them."""
-    listings = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
+    """Return every rank's files as that rank wrote them. A collective call; only rank 0 gets the result and the errors.
+    Raises Unavailable if a rank could not read its files, if the metadata name other files, or if rank 0 does not
+    see all; with `shared` false it need not see them."""
+    listings = [json.loads(part) for part in gather_bytes(_listing(folder, rank).encode(), group)]
     if rank != 0:
         return ()
     for number, part in enumerate(listings):
         if isinstance(part, str):
-            raise Unavailable(f"checkpoint {folder}: rank {number} cannot read what it wrote: {part}")
+            raise Unavailable(f"checkpoint {folder}: rank {number} cannot read the files that it wrote: {part}")
     files = [CheckpointFile.model_validate(file) for part in listings for file in part]
     listed = {file.path: file.size_bytes for file in files}
     _check_metadata(folder, set(listed))
@@ -356,15 +353,15 @@ def files_of_all_ranks(
             "all ranks"
         )
     if foreign := sorted(present.keys() - listed.keys()):
-        raise Unavailable(f"checkpoint {folder}: {foreign[0]!r} is no rank's")
+        raise Unavailable(f"checkpoint {folder}: {foreign[0]!r} was written by no rank")
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def _own(folder: Folder, rank: int) -> str:
-    """Return this rank's files as JSON: a list, or a text with the reason why there is none."""
+def _listing(folder: Folder, rank: int) -> str:
+    """Return this rank's files as JSON: a list, or a text with the error if they cannot be read."""
     try:
-        own = [n for n in folder.files() if n.startswith(f"__{rank}_") or (rank == 0 and n == METADATA)]
-        return json.dumps([file.model_dump() for file in hash_files(folder, own)])
+        names = [n for n in folder.files() if n.startswith(f"__{rank}_") or (rank == 0 and n == METADATA)]
+        return json.dumps([file.model_dump() for file in hash_files(folder, names)])
     except Exception as error:  # the clients of object stores raise errors without a common base
         return json.dumps(f"{type(error).__name__}: {error}")
 
@@ -373,6 +370,6 @@ def _check_metadata(folder: Folder, listed: set[str]) -> None:
     try:
         named = files_of(decode_metadata(folder.read(METADATA), listed))
     except (Conflict, OSError) as error:
-        raise Unavailable(f"checkpoint {folder}: what was written does not agree with {METADATA}: {error}") from error
+        raise Unavailable(f"checkpoint {folder}: {METADATA} does not agree with the written files: {error}") from error
     if unnamed := sorted(listed - named - {METADATA}):
-        raise Unavailable(f"checkpoint {folder}: {unnamed[0]!r} was written and {METADATA} does not name it")
+        raise Unavailable(f"checkpoint {folder}: {unnamed[0]!r} was written, but {METADATA} does not name it")

@@ -1,8 +1,8 @@
-"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint; or its
-adapter alone, as a folder that PEFT reads.
+"""Export of the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a
+checkpoint; or of its adapter alone, as a folder that PEFT reads.
 
-Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the wanted type, tied
-embeddings still tied; the folder appears whole under its name or not at all; no whole copy of the model is made.
+Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the requested
+type, with tied embeddings still tied; the folder appears whole or not at all; no whole copy of the model is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, 
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
 from paceline.learner.weights.gather import gather_merged, is_first_rank
-from paceline.learner.weights.stream import TensorRun, Weight, export_weights, pieces
+from paceline.learner.weights.stream import PIECE_BYTES, TensorRun, Weight, export_weights, pieces
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import LoraSection, PolicySection
@@ -41,11 +41,11 @@ def export_pretrained(
     scoring: bool = False,
     replace: bool = False,
 ) -> Location:
-    """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` gives it) as a model folder.
+    """Write `tensors` (a whole state dict by Hugging Face names, as `gather_weights` returns it) as a model folder.
 
-    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name`
-    if it has one. `dtype` None keeps the tensors' types. Raises Conflict when `directory` exists (with `replace`: and is no
-    export), InvalidInput when names or shapes are not the model's.
+    Config and generation config come from `model_name`, the tokenizer from `tokenizer_name`, or from `model_name` if it
+    has one. `dtype` None keeps the tensors' types. Raises Conflict if `directory` exists (with `replace`: and is no
+    export), InvalidInput if names or shapes are not the model's.
     """
     weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
     policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
@@ -64,7 +64,7 @@ def _write(
     replace: bool = False,
     origin: Origin | None = None,
 ) -> None:
-    """Write the pieces of a `stream` of `weights`, of tied tensors those of one name."""
+    """Write the pieces of a `stream` of `weights`; tied tensors under one name only."""
     with (
         written_beside(directory, replace=replace) as partial,
         ModelFolder(partial, weights, policy, dtype, scoring) as folder,
@@ -84,17 +84,18 @@ def export_live(
     dtype: torch.dtype,
     scoring: bool = False,
     origin: Origin | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Exception | None:
-    """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin` is the run
-    that exports it.
+    """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin`
+    is the run.
 
-    A collective call of all ranks. Return why rank 0, which alone writes, could not write, after all ranks have gone through
-    every tensor; None on the others. Raises what leaves the ranks apart. The model is unchanged, and rank 0 holds a
-    few pieces of it at a time.
+    A collective call of all ranks. Return rank 0's error, if it, the only writer, could not write, after all ranks have
+    gone through every tensor; None on the others. Raises errors that separate the ranks. The model is unchanged, and
+    rank 0 holds a few pieces of it at a time.
     """
     weights = export_weights(model)
     apart: list[Exception] = []
-    stream = _watched(pieces(weights, dtype), apart)
+    stream = _watched(pieces(weights, dtype, piece_bytes), apart)
     failure: Exception | None = None
     if is_first_rank():
         try:
@@ -102,14 +103,13 @@ def export_live(
         except Exception as error:  # of transformers, the disk and the allocators, without a common base
             failure = error
     for _ in stream:
-        pass  # the other ranks go on to gather
+        pass  # so that the other ranks can continue to gather
     if apart:
         raise apart[0]
     return failure
 
 
 def _watched(stream: Iterator[TensorRun], errors: list[Exception]) -> Iterator[TensorRun]:
-    """Yield from `stream`, and keep an error that it raises."""
     try:
         yield from stream
     except Exception as error:
@@ -128,27 +128,27 @@ def export_checkpoint(
     adapter_only: bool = False,
     origin: Origin | None = None,
 ) -> Location:
-    """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype` None is
-    float32. `origin` is the checkpoint's run.
+    """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype`
+    None is float32. `origin` is the checkpoint's run.
 
-    An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
-    one tensor, or the base of an adapter. Raises also what `paceline.learner.checkpoints.verification.verify` raises.
+    An adapter is merged into its base; with `adapter_only` only the adapter is written, in peft's format. Host memory
+    must hold one tensor, or the base of an adapter. Also raises as `paceline.learner.checkpoints.verification.verify`.
     """
-    wanted = dtype or torch.float32
+    target_dtype = dtype or torch.float32
     if adapter_only:
         check_has_adapter(policy)
         adapter = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
         return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name, origin=origin)
     if policy.lora_cfg.enabled:
         weights = export_weights(_adapted_model(checkpoint, expected_sha256, policy))
-        stream = pieces(weights, wanted)
+        stream = pieces(weights, target_dtype)
     else:
         verified = verify(checkpoint, expected_sha256)
         model = empty_model(policy.model_name, scoring)
         state = model.state_dict()
         weights = {name: Weight(state[name]) for name in own_names(model)}
-        stream = _pieces_of_checkpoint(verified, weights, wanted)
-    _write(directory, stream, weights, policy, wanted, scoring, origin=origin)
+        stream = _pieces_of_checkpoint(verified, weights, target_dtype)
+    _write(directory, stream, weights, policy, target_dtype, scoring, origin=origin)
     return directory
 
 
@@ -169,16 +169,16 @@ def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process
-    group. An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises."""
+    group. An adapter is merged into its base. Raises as `paceline.learner.checkpoints.verification.verify`."""
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verified = verify(checkpoint, expected_sha256)
-    wanted = {
+    state = {
         name: torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in empty_model(policy.model_name, scoring).state_dict().items()
     }
-    read_state(verified, {"model": wanted})
-    return wanted
+    read_state(verified, {"model": state})
+    return state
 
 
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
@@ -193,7 +193,7 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
-    """Return the names of the tensors whose bits differ (or that only one side has), and the largest absolute difference."""
+    """Return the names of tensors with different bits (or on only one side), and the largest absolute difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
@@ -216,9 +216,8 @@ def export_adapter(
     replace: bool = False,
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
-    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
-    `origin` is the run that exports it, if any. Raises Conflict when `directory` exists; with `replace` only when it is
-    no export."""
+    """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads.
+    `origin` is its run, if any. Raises Conflict if `directory` exists (with `replace`: and is no export)."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -228,7 +227,7 @@ def export_adapter(
         r=lora.dim,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        # Whole names where a layer was left out: its last part alone would bring it back.
+        # Whole names if layers were excluded, because the last part of a name would include them again.
         target_modules=sorted(set(layers if lora.exclude_modules else (n.split(".")[-1] for n in layers))),
         base_model_name_or_path=model_name,
         task_type="CAUSAL_LM",
@@ -237,7 +236,7 @@ def export_adapter(
     with written_beside(directory, replace=replace) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(partial))
-        # safetensors lets nobody but the owner read its files; a server of another user is to read this one.
+        # safetensors makes its files readable only for their owner, but a server of another user must read this one.
         shutil.copymode(partial / "adapter_config.json", partial / "adapter_model.safetensors")
         write_export_manifest(partial, origin)
     return directory

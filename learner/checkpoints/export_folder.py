@@ -1,7 +1,7 @@
 """The folder of an export: it appears whole under its name or not at all, and replaces only an earlier export.
 
-An export to a store is written to this machine's spool first. Its manifest is uploaded last, and goes first when another
-export replaces it: without a manifest it is not whole.
+An export to an object store is written to this machine's spool first. Its manifest is uploaded last, and is deleted
+first when another export replaces it: without a manifest the export is not whole.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an
-    error, and is removed otherwise. Raises Conflict when `place` exists; with `replace` only when it is no export.
-    Raises Unavailable for a store that cannot be written now."""
+    """Yield a folder to write into. It becomes `place` (a path or an fsspec URL) if the block ends without an error,
+    and is removed otherwise. Raises Conflict if `place` exists; with `replace` only if it is no export. Raises
+    Unavailable for an object store that cannot be written now."""
     folder = Folder(place)
     directory, present = folder.local, set[str]()
     if directory is None:
@@ -57,7 +57,6 @@ def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> I
 
 
 def _present(folder: Folder, replace: bool) -> set[str]:
-    """Return the files of the export that is to be replaced. Raises Conflict, Unavailable."""
     try:
         present = set(folder.files())
     except FileNotFoundError:
@@ -67,12 +66,12 @@ def _present(folder: Folder, replace: bool) -> set[str]:
     if present and not replace:
         raise Conflict(f"{folder} exists; an export never overwrites")
     if present and not present.intersection(SIGNS):
-        raise Conflict(f"{folder} exists and is no export; give the export another name")
+        raise Conflict(f"{folder} exists and is not an export; give the export another name")
     return present
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Put the files of `local` in place of those that are `present`, the signs of a whole export last. Raises Unavailable."""
+    """Replace the `present` files by those of `local`, with the signs of a whole export last. Raises Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:
         for sign in present.intersection(SIGNS):
@@ -107,7 +106,7 @@ def _check(directory: Path, replace: bool) -> None:
     if not replace:
         raise Conflict(f"{directory} exists; an export never overwrites")
     if directory.is_symlink() or not any((directory / sign).is_file() for sign in SIGNS):
-        raise Conflict(f"{directory} exists and is no export; give the export another name")
+        raise Conflict(f"{directory} exists and is not an export; give the export another name")
 
 
 def _put(partial: Path, directory: Path) -> None:
@@ -117,7 +116,7 @@ def _put(partial: Path, directory: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if _exchange(partial, directory):
-            return  # the earlier export has the partial name now, and its caller removes it
+            return  # the earlier export now has the partial name, and the caller removes it
         replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
         directory.rename(replaced)
         partial.rename(directory)
@@ -125,7 +124,7 @@ def _put(partial: Path, directory: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names at once; return False where the system cannot."""
+    """Exchange two names atomically; return False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and (
         renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
@@ -133,5 +132,5 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process of this number exists; this process never calls it during an export."""
+    """Return whether another process has this number; this process never calls it during an export."""
     return pid != os.getpid() and psutil.pid_exists(pid)

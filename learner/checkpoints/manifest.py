@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run; and that of an export.
+"""The manifests of a checkpoint (files with sizes and hashes, position in the run) and of an export.
 
-Promise: it exists only when all files that it lists are on disk, it appears in one piece, and a file that was truncated,
-changed, added or removed afterwards is found before the checkpoint is opened.
+Promise: a manifest exists only if all files that it lists are on disk, and it appears in one piece. A file that was
+truncated, changed, added or removed afterwards is found before the checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckpointManifest(BaseModel):
     format: Literal[1] = 1
     session: NonNegative
     step: NonNegative
-    """Steps trained: the first step to train after loading."""
+    """Steps trained, which is the first step to train after loading."""
     chain_hash: str
     """Position in the ledger's hash chain."""
     world_size: Annotated[int, Field(ge=1)]
@@ -50,7 +50,7 @@ class CheckpointManifest(BaseModel):
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """What others want to be named in it: `audit` is the newest record of the coordinator's audit log."""
+    """Facts that callers add: `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 
@@ -73,7 +73,7 @@ def write_manifest(folder: Folder, manifest: CheckpointManifest) -> str:
 
 
 def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
-    """Return the manifest and its SHA-256. Raises NotFound without one, Conflict when it cannot be read."""
+    """Return the manifest and its SHA-256. Raises NotFound without one, Conflict if it cannot be read."""
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -108,7 +108,7 @@ def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, 
 
 
 def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:
-    """List the files that are in the folder, and name the run that they come from, if any."""
+    """Write the manifest of the folder's files, with the run that they come from, if any."""
     run: dict[str, Any] = {} if origin is None else {"run": origin.model_dump()}
     files = [file.model_dump() for file in hash_files(Folder(folder))]
     (folder / EXPORT_MANIFEST).write_text(json.dumps(run | {"files": files}, indent=1) + "\n")

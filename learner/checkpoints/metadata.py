@@ -1,9 +1,9 @@
-"""Pickles that torch.distributed.checkpoint makes, decoded with a list of the classes that they may name: the file `.metadata`,
-and the plans that the ranks exchange when they save or load.
+"""Decodes the pickles of torch.distributed.checkpoint with a list of allowed classes: the file `.metadata`, and the
+plans that the ranks exchange when they save or load.
 
-Promise: whatever the bytes are, decoding them calls only classes of checkpoint metadata, and the result refers to no file
-outside of the checkpoint. `state_files.py` and `StatePlanner` pass it to torch, which would unpickle the file itself, and
-limit objects in the state to those that torch's restricted loader accepts.
+Promise: for any bytes, decoding calls only classes of checkpoint metadata, and the result refers to no file outside the
+checkpoint. `state_files.py` passes the decoded metadata to torch, which would otherwise unpickle the file itself;
+`StatePlanner` limits objects in the state to those that torch's restricted loader accepts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _enum_member(kind: Any, name: str) -> Any:
     """Return a member of a listed enum, for pickles that name it as an attribute. Raises Conflict for anything else."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
-    raise Conflict("it reads an attribute of what is no enum, which is no part of a checkpoint")
+    raise Conflict("it reads an attribute of something that is no enum, which is no part of a checkpoint")
 
 
 class _PlanUnpickler(ListedUnpickler):
@@ -88,9 +88,9 @@ class _PlanUnpickler(ListedUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         errors_module = {"builtins": builtins, "paceline.errors": errors}.get(module)
-        found = getattr(errors_module, name, None) if errors_module is not None else None
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+        error_type = getattr(errors_module, name, None) if errors_module is not None else None
+        if isinstance(error_type, type) and issubclass(error_type, Exception):
+            return error_type
         return super().find_class(module, name)
 
 
@@ -103,7 +103,7 @@ METADATA = ".metadata"
 
 
 def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
-    """Return the decoded `.metadata` of a checkpoint with these files. Raises Conflict for anything else than metadata."""
+    """Return the decoded `.metadata` of a checkpoint with these files. Raises Conflict for anything but metadata."""
     try:
         metadata = ListedUnpickler(io.BytesIO(data)).load()
         named = files_of(metadata)
@@ -123,7 +123,7 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Planner that takes from a state only the objects of torch's restricted loader: numbers, texts, containers, tensors."""
+    """Load planner that accepts only objects of torch's restricted loader: numbers, texts, containers, tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

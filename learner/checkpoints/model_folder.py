@@ -1,8 +1,8 @@
-"""A Hugging Face model folder that is filled with pieces of tensors: safetensors, config, generation config, tokenizer.
+"""A Hugging Face model folder, filled with pieces of tensors: safetensors, config, generation config, tokenizer.
 
-Promise: `from_pretrained` on the folder gives the tensors that were added, tied ones tied, and the files have the names and
-layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor, so only tensors
-that are stored in another layout than they are trained in (experts) wait in memory, for the others of their layer.
+Promise: `from_pretrained` on the folder gives the added tensors, tied ones tied, and the files have the names and
+layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor. So only
+tensors whose stored layout differs from the trained one (experts) wait in memory, for the rest of their layer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ NAMES = {torch_dtype(name): name for name in DTYPES}
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, type and shape of a tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,8 +55,8 @@ class TensorHeader:
 
 
 class SafetensorsWriter:
-    """The weight files of one folder: one file, or several with an index, written piece by piece and in any order. A context manager
-    that closes them."""
+    """Writes the weight files of one folder (one, or several with an index) piece by piece, in any order; a context
+    manager."""
 
     def __init__(self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder, self._headers = folder, headers
@@ -135,7 +133,7 @@ class SafetensorsWriter:
 
 
 def _parts(headers: Sequence[TensorHeader], max_file_bytes: int) -> list[list[TensorHeader]]:
-    """Return the tensors of each file, in order; a larger tensor has a file alone."""
+    """Return the tensors of each file, in order; a tensor larger than `max_file_bytes` has a file alone."""
     parts: list[list[TensorHeader]] = [[]]
     filled = 0
     for header in headers:
@@ -164,7 +162,7 @@ class ModelFolder:
         scoring: bool,
     ) -> None:
         """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types). Raises
-        InvalidInput when their names or shapes are not that model's."""
+        InvalidInput if their names or shapes are not that model's."""
         self._folder, self._policy = folder, policy
         self._model = empty_model(policy.model_name, scoring)
         self.names = _checked(self._model, weights, policy.model_name)
@@ -211,7 +209,7 @@ class ModelFolder:
                 self._writer.write(name, 0, tensor)
 
     def finish(self, origin: Origin | None = None) -> None:
-        """Write what else belongs to the folder, once all pieces are in it. `origin` is the run that exports it, if any."""
+        """Write the remaining files, once all pieces are in the folder. `origin` is the run that exports it, if any."""
         self._writer.finish()
         copy_files_of_policy(self._policy.model_name, self._policy.tokenizer_name, self._folder)
         write_export_manifest(self._folder, origin)
@@ -221,14 +219,14 @@ class ModelFolder:
         if scoring:
             name = self._policy.tokenizer_name or self._policy.model_name
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
-            # transformers scores the last other token.
+            # transformers scores the last token that is not padding.
             model.config.pad_token_id = padding_token_id(tokenizer)
         floating = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
         if len(floating) == 1:
             model.config.dtype = str(floating.pop()).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config  # what was trained is plain
+            del model.config.quantization_config  # the trained weights are not quantized
         model.config.save_pretrained(self._folder)
         if model.can_generate():
             model.generation_config.save_pretrained(self._folder)  # a file of the model's replaces it
@@ -251,23 +249,23 @@ def own_names(model: PreTrainedModel) -> list[str]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors, on the meta device, that the model's files have, by their names and in their layouts there."""
+    """Return the tensors of the model's files, on the meta device, by their names and in their layouts there."""
     state = model.state_dict()
     return _outputs(model, tuple(own_names(model)), state)
 
 
 def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
-    """Return `own_names`. Raises InvalidInput where `weights` are of another model."""
-    names, known = own_names(model), _shapes(model.state_dict())
+    """Return `own_names`. Raises InvalidInput if `weights` are of another model."""
+    names, shapes = own_names(model), _shapes(model.state_dict())
     given = _shapes({name: weight.tensor for name, weight in weights.items()})
-    foreign = [name for name in weights if name not in known]
-    if wrong := misfits(given, {name: known[name] for name in names}, foreign):
+    foreign = [name for name in weights if name not in shapes]
+    if wrong := misfits(given, {name: shapes[name] for name in names}, foreign):
         raise InvalidInput(f"these weights are not of model {model_name!r}: {wrong}")
     return names
 
 
 def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str:
-    """Return which shapes are not as `expected`, for people; empty where all fit."""
+    """Return a text that lists the shapes that are not as `expected`; empty if all fit."""
     wrong = [f"{name} is missing" for name in expected if name not in given]
     wrong += [f"{name} is not in the model" for name in foreign]
     wrong += [
@@ -301,12 +299,11 @@ def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[
 
 
 def _is_plain(model: PreTrainedModel, name: str, stored: Mapping[str, Tensor]) -> bool:
-    """Return whether a tensor is stored under its name and in its layout."""
     return _shapes(_outputs(model, (name,), stored)) == _shapes({name: stored[name]})
 
 
 def _outputs(model: PreTrainedModel, sources: tuple[str, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, on the meta device, that these become in the files."""
+    """Return the tensors of the files, on the meta device, that `sources` are converted to."""
     outputs: dict[str, Tensor] = revert_weight_conversion(model, {name: stored[name] for name in sources})
     return outputs
 

@@ -1,4 +1,4 @@
-"""The files of a model folder that are not weights: copied byte for byte, and the tokenizer that they make compared.
+"""The files of a model folder that are not weights: copied byte for byte, and the resulting tokenizer compared.
 
 Promise: a folder that is written here reads and writes text as its source does, or is not written.
 """
@@ -30,12 +30,12 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ABOUT_WEIGHTS = frozenset(
     {CHECKPOINT_MANIFEST, EXPORT_MANIFEST, METADATA, EVALUATIONS, SPEC, VERDICTS, SIGNATURE, STATEMENT}
 )
-"""Files and folders that say something of these very weights."""
+"""Files and folders that describe the source's weights and are not true of others."""
 OF_TOKENIZERS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates", "*.model", "tekken.json"),
 )
-"""Names of a tokenizer's files, which a model folder has beside others."""
+"""Names of a tokenizer's files in a model folder."""
 PROBES = (
     *("Hello, world!", "  two spaces,\n\n\ta tab ", "naïve 12345 × 67 日本語 🙂"),
     *("def f(x):\n    return x[0]", "a"),
@@ -43,7 +43,8 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder but weights and what is `left_out`, and the folders of a tokenizer: others may be a run's."""
+    """Copy all files of a model folder except weights and `left_out`. Of its folders copy only a tokenizer's: others
+    may be a run's."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue
@@ -58,8 +59,8 @@ def _is_weights(path: Path) -> bool:
 
 
 def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Path) -> None:
-    """Copy the model's files and the tokenizer's beside an export's config and weights. Raises InvalidInput if the tokenizer of
-    the folder is not the policy's."""
+    """Copy the model's and the tokenizer's files to an export with config and weights. Raises InvalidInput if the
+    tokenizer of the folder is not the policy's."""
     model = _local_files(model_name, model_source(model_name), CONFIG)
     generates = (folder / GENERATION_CONFIG).exists()
     left_out = {CONFIG, CARD} | (set() if generates else {GENERATION_CONFIG})
@@ -78,8 +79,8 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
 
 
 def _add_ends(folder: Path, end: int | None) -> None:
-    """Add to the generation config the ends of the config and the tokenizer that it lacks, because a run samples up to any of them
-    (`weights/model_layout.py:end_token_ids`)."""
+    """Add the end tokens of the config and the tokenizer that the generation config lacks, because a run samples up to
+    any of them (`weights/model_layout.py:end_token_ids`)."""
     path = folder / GENERATION_CONFIG
     content, config = json.loads(path.read_bytes()), json.loads((folder / CONFIG).read_bytes())
     listed, others = _ids(content.get("eos_token_id")), [*_ids(config.get("eos_token_id")), *_ids(end)]
@@ -110,23 +111,23 @@ def _local_files(name: str, source: str, file: str) -> Path:
 
 
 def check_tokenizer(source: str, folder: Path) -> Any:
-    """Return the tokenizer that loads from `folder`; None for a source without a tokenizer that loads. Raise InvalidInput where it
-    is not the one that loads from `source`."""
+    """Return the tokenizer that loads from `folder`; None for a source without a tokenizer that loads. Raises
+    InvalidInput if it differs from the one that loads from `source`."""
     from transformers import AutoTokenizer
 
     try:
-        wanted = AutoTokenizer.from_pretrained(tokenizer_source(source))
+        expected = AutoTokenizer.from_pretrained(tokenizer_source(source))
     except Exception:  # a model without a tokenizer is complete; their libraries' errors have no common base
         return None
-    found = AutoTokenizer.from_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
     for name, fact in FACTS.items():
-        if fact(wanted) != fact(found):
+        if fact(expected) != fact(loaded):
             raise InvalidInput(
-                f"the tokenizer of {source!r} has other {name} when it loads beside this model's config.json: "
-                f"{str(fact(wanted))[:200]} become {str(fact(found))[:200]}; name its class in its tokenizer_config.json "
+                f"the tokenizer of {source!r} has different {name} when it loads beside this model's config.json: "
+                f"{str(fact(expected))[:200]} become {str(fact(loaded))[:200]}; name its class in its tokenizer_config.json "
                 "(tokenizer_class), or save it again with transformers' save_pretrained"
             )
-    return found
+    return loaded
 
 
 FACTS: dict[str, Callable[[Any], Any]] = {
@@ -137,4 +138,4 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     ],
     "chat templates": lambda tokenizer: tokenizer.chat_template,
 }
-"""Facts in which the tokenizers of a source and of its copy agree."""
+"""Facts that a source's tokenizer and its copy must agree on."""

@@ -1,8 +1,8 @@
-"""The files of a checkpoint as torch.distributed.checkpoint opens them: on a local disk or in a store, encrypted with the storage
-key or not.
+"""The files of a checkpoint as torch.distributed.checkpoint opens them: on a local disk or in an object store, with or
+without encryption by the storage key.
 
-Promise: with a key every file that torch writes is encrypted as a whole, chunk by chunk while it is written, and durable when it is
-closed; files are read at any position, whether they are encrypted or not.
+Promise: with a key every file that torch writes is encrypted as a whole, chunk by chunk while it is written, and
+durable when it is closed; files are read at any position, whether they are encrypted or not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def state_writer(folder: Folder, key: StorageKey | None) -> FileSystemWriter:
     if folder.local is not None:
         writer = FileSystemWriter(folder.local, sync_files=True)
     else:
-        # An object of a store is durable once it is closed.
+        # An object in a store is durable once it is closed.
         writer = FsspecWriter(folder.url, sync_files=False)
     if key is not None:
         _pass_through(writer.fs, lambda stream, _: _Stream(stream, key))
@@ -35,7 +35,7 @@ def state_writer(folder: Folder, key: StorageKey | None) -> FileSystemWriter:
 
 
 def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
-    """Return torch's reader of a checkpoint's files, with metadata that were decoded before."""
+    """Return torch's reader of a checkpoint's files, with metadata that are already decoded."""
     reader = FileSystemReader(folder.local) if folder.local is not None else FsspecReader(folder.url)
     _pass_through(reader.fs, plaintext)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
@@ -43,7 +43,7 @@ def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
 
 
 def _pass_through(files: FileSystemBase, coded: Callable[[IO[bytes], str], Any]) -> None:
-    """Have `files` pass each stream that it opens through `coded`, which gets the stream and its path."""
+    """Make `files` pass each stream that it opens through `coded`, which gets the stream and its path."""
     create_plain = files.create_stream
 
     @contextmanager
@@ -55,7 +55,7 @@ def _pass_through(files: FileSystemBase, coded: Callable[[IO[bytes], str], Any])
 
 
 class _Stream(EncryptingWriter):
-    """One file. torch syncs before it closes, and the last chunk comes with the end, so `close` syncs a local file."""
+    """One encrypted file. `close` writes the last chunk after torch has synced, so it syncs a local file again."""
 
     def fileno(self) -> int:
         return self._target.fileno()
@@ -64,6 +64,6 @@ class _Stream(EncryptingWriter):
         if not self.closed:
             super().close()
             self._target.flush()
-            # The objects of a store have no descriptor, and are durable once they are closed.
+            # Objects in a store have no descriptor, and are durable once they are closed.
             with suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(self._target.fileno())

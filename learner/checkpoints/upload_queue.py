@@ -1,8 +1,9 @@
-"""Checkpoints of one rank that wait on this machine's disk for their store, and the thread that uploads them, oldest first.
+"""One rank's checkpoints on this machine's disk that wait for upload to the object store, and their thread, oldest
+first.
 
-Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes after the files of all ranks.
-A store that is away delays the queue and nothing else. The training's thread adds and drops; the upload's thread takes the
-oldest, and a checkpoint stays in the queue until it is whole in the store.
+Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes after the files of all
+ranks. A store that does not answer delays only the queue. The training thread adds and drops; the upload thread takes
+the oldest, and a checkpoint stays in the queue until it is whole in the store.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.checkpoint import Checkpoint
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Seconds between tries of a store that is away."""
+"""Seconds between retries of a store that does not answer."""
 OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
-"""Seconds to wait, at the end, for an upload under way."""
+"""Longest wait, at the end, for an upload in progress."""
 log = logging.getLogger(__name__)
 
 
@@ -55,13 +56,20 @@ class Queued:
 
 
 class UploadQueue:
-    """The queue of one session's rank. `on_stored` gets each checkpoint that is whole in the store, on rank 0; `warn` gets a
-    sentence when the store is away and when it is back. Both are called by the upload's thread."""
+    """The queue of one session's rank. `on_stored` gets each checkpoint that is whole in the store, on rank 0; `warn`
+    gets a sentence when the store stops and when it resumes answering. The upload thread calls both."""
 
-    def __init__(self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Folder,
+        rank: int,
+        on_stored: Callable[[Checkpoint], None],
+        warn: Callable[[str], None],
+        pauses_s: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
+    ):
         self.spool = _empty_spool(store, rank)
         """Folder for the files of new checkpoints."""
-        self._store, self._on_stored, self._warn = store, on_stored, warn
+        self._store, self._on_stored, self._warn, self._pauses_s = store, on_stored, warn, pauses_s
         self._queue: list[Queued] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -95,7 +103,7 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest have this rank's files within `quota_bytes`; the newest counts in any case."""
+        """Return how many of the newest fit into `quota_bytes` with this rank's files; the newest always counts."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1
@@ -115,7 +123,7 @@ class UploadQueue:
             _remove(queued)
 
     def wait_stored(self, timeout_s: float) -> bool:
-        """Return whether the queue is empty, after `timeout_s` seconds at most."""
+        """Wait at most `timeout_s` seconds for an empty queue; return whether it is empty."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
@@ -130,13 +138,11 @@ class UploadQueue:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         if left:
-            log.warning("checkpoints %s did not reach %s", ", ".join(left), self._store)
+            log.warning("checkpoints %s were not uploaded to %s", ", ".join(left), self._store)
         shutil.rmtree(self.spool, ignore_errors=True)
 
-    # The thread
-
     def _run(self) -> None:
-        backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff = ExponentialBackoff(*self._pauses_s)
         while (queued := self._next()) is not None:
             try:
                 stored = self._upload(queued)
@@ -161,7 +167,7 @@ class UploadQueue:
             return None if self._closed else self._queue[0]
 
     def _upload(self, queued: Queued) -> Checkpoint | None:
-        """Upload a rank's files and, on rank 0, wait for those of the others and write the manifest."""
+        """Upload a rank's files and, on rank 0, wait for the other ranks' files and write the manifest."""
         target = self._store / queued.name
         present = _files(target)
         for name, size_bytes in sorted(queued.folder.files().items()):
@@ -217,8 +223,8 @@ def _remove(queued: Queued) -> None:
 
 
 def _empty_spool(store: Folder, rank: int) -> Path:
-    """Return this rank's folder in the spool. What an earlier session has left there is removed: its steps are trained again
-    from the newest checkpoint in the store."""
+    """Return this rank's empty folder in the spool. Files of an earlier session are removed, because its steps are
+    trained again from the newest checkpoint in the store."""
     digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
     folder = spool_folder() / "checkpoints" / digest / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with the hash that its manifest must have, before anything in it is decoded."""
+"""Compares a checkpoint with the expected hash of its manifest before anything in it is decoded."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Verified(NamedTuple):
 def verify(
     path: Location, expected_sha256: str, rank: int = 0, ranks: int = 1, device: torch.device | None = None
 ) -> Verified:
-    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks. Raises
+    """Compare the checkpoint with the expected hash of its manifest, reading every byte once over all ranks. Raises
     NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank."""
-    found: Verified | PacelineError
+    result: Verified | PacelineError
     try:
-        found = _verify_part(Folder(path), expected_sha256, rank, ranks)
+        result = _verify_part(Folder(path), expected_sha256, rank, ranks)
     except (NotFound, Conflict, WrongKey) as error:
-        found = error
+        result = error
     except Exception as error:  # the clients of object stores raise errors without a common base
-        found = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
-        found.__cause__ = error
-    problem: PacelineError | None = found if isinstance(found, PacelineError) else None
+        result = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
+        result.__cause__ = error
+    problem: PacelineError | None = result if isinstance(result, PacelineError) else None
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem
-    assert isinstance(found, Verified)
-    return found
+    assert isinstance(result, Verified)
+    return result
 
 
 def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:
@@ -80,7 +80,7 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
 def _gravest_of_ranks(
     finding: PacelineError | None, path: Location, device: torch.device | None
 ) -> PacelineError | None:
-    """Return this rank's finding, or one of a graver kind where another rank has it."""
+    """Return this rank's finding, or another rank's if that is graver."""
     kinds = [kind for kind, _ in FINDINGS]
     index = -1 if finding is None else kinds.index(type(finding))
     gravest = int(max_over_ranks(torch.tensor([index], dtype=torch.int32, device=device)).item())

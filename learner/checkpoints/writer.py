@@ -1,13 +1,12 @@
 """Checkpoints written while training goes on: the state is copied to host memory, then a thread writes the copy.
 
-Where nothing changes the state until the checkpoint is written (the last one, and those that the training waits for), it is
-written from the live tensors. So it is where the host has no memory for a copy; `begin` then returns once it is written.
+If nothing changes the state until the checkpoint is written (the last one, and those that the training waits for), the
+live tensors are written. They are written too if the host has no memory for a copy; `begin` then returns after writing.
 
-Invariants. One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at the
-same point, and `begin` returns when the copy is made, so that the written state is that after the step, whatever is
-trained meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs
-to the training step. The manifest is written last, on rank 0: a process that dies before leaves a torn folder, which no
-reader takes for a checkpoint.
+Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
+the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
+meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
+training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from paceline.learner.checkpoints.verification import Location
 from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
-"""Memory that is left to the host beside the copy of a state."""
+"""Memory that must stay free on the host beside the copy of a state."""
 log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
     """One rank's writer for one session of a run."""
 
-    def __init__(self, directory: Location, session: int, *, shared: bool = True):
+    def __init__(self, directory: Location, session: int, *, shared: bool = True, spare_bytes: int = SPARE_BYTES):
         """`shared`: all ranks have one `directory`."""
-        self._directory, self._shared = directory, shared
+        self._directory, self._shared, self._spare_bytes = directory, shared, spare_bytes
         self._session = session
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -50,11 +49,11 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """For the manifests of checkpoints that are begun from now on."""
+        """For the manifests of checkpoints that begin later."""
         self.step = -1
-        """Step of the checkpoint that was begun last."""
+        """Step of the checkpoint that began last."""
         self.seconds = 0.0
-        """Seconds from `begin` to the manifest, of the checkpoint that was finished last."""
+        """Seconds from `begin` to the manifest, of the checkpoint that finished last."""
 
     def begin(
         self,
@@ -68,17 +67,17 @@ class CheckpointWriter:
         unchanged: bool = False,
     ) -> None:
         """Copy the state after `step` steps, and start to write it. A collective call, after `finish`. `unchanged`
-        promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
-        checkpoint exists and is complete."""
+        promises that the state does not change before `finish`: no copy is made. Raises Conflict if it exists and is
+        complete."""
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
         folder = Folder(self._directory) / f"{self._session}-{step}"
         with contextlib.suppress(OSError):
-            # Not raised here, because it would separate the ranks; writing meets it again, on all of them.
+            # Not raised here, because that would separate the ranks; writing fails again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
         state = checkpoints.whole_state(model, optimizer, critic, reference)
-        has_room = unchanged or self._has_copy or size_bytes(state) + SPARE_BYTES <= available_bytes()
+        has_room = unchanged or self._has_copy or size_bytes(state) + self._spare_bytes <= available_bytes()
         staged = self._copy(state, model) if has_room and not unchanged else state
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
@@ -99,8 +98,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. A GPU's state goes to pinned memory, which is faster to copy to and slow to get: it is
-        kept for the next checkpoint, whose `begin` comes after this one is written."""
+        """Return a copy in host memory. A GPU's state goes to pinned memory, which is faster to copy to but slow to
+        allocate, so it is kept for the next checkpoint, whose `begin` comes after this one is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:
@@ -112,17 +111,17 @@ class CheckpointWriter:
 
     @property
     def in_progress(self) -> bool:
-        """Return whether a checkpoint was begun and not finished."""
+        """Whether a checkpoint was begun and not finished."""
         return self._thread is not None
 
     @property
     def ready(self) -> bool:
-        """Return whether `finish` would return at once on this rank."""
+        """Whether `finish` would return at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the checkpoint that was begun, if any, and return it on rank 0. Raises Unavailable when it could not
-        be written (a full disk), which leaves it torn."""
+        """Wait for the checkpoint in progress, if any, and return it on rank 0. Raises Unavailable if it could not be
+        written (a full disk), which leaves it torn."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -146,7 +145,7 @@ def on_gpu(model: nn.Module) -> bool:
 
 
 def size_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in a state, of sharded ones those of this rank."""
+    """Return the bytes of all tensors in a state; for sharded ones, those of this rank."""
     if isinstance(state, dict):
         return sum(size_bytes(part) for part in state.values())
     if isinstance(state, list | tuple):

@@ -1,8 +1,8 @@
 """A LoRA adapter on the policy: added, switched off for the reference, removed for publishing and export.
 
-Promise: the base's weights never change and have no gradient. Only A and B of each adapted layer are trained,
-checkpointed and published. The modules are peft's, injected in place, so the model stays a transformers
-model and is sharded like any other.
+Promise: the base's weights never change and have no gradient; only A and B of each adapted layer are trained,
+checkpointed and published. The modules are peft's, injected in place, so it stays a transformers model and is sharded
+like any other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BASE = ".base_layer."
 
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
-    """Freeze `model` and put an adapter on the layers that `lora` names: A random by `seed`, B zero. Raises
-    InvalidInput when no layer is named, or a layer that is no plain linear layer inside the model."""
+    """Freeze `model` and add an adapter to the layers that `lora` names: A random by `seed`, B zero. Raises
+    InvalidInput if no layer is named, or one that is not a plain linear layer inside the model."""
     from peft import LoraConfig, inject_adapter_in_model
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -38,7 +38,7 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
         exclude_modules=list(lora.exclude_modules) or None,
     )
     with torch.random.fork_rng(devices=[]):
-        # Every rank starts from the same adapter, whatever its generators have done before.
+        # Every rank starts from the same adapter, whatever the state of its generators.
         torch.manual_seed(seed)
         try:
             with _weights_in_memory(model):
@@ -58,8 +58,8 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
 
 @contextlib.contextmanager
 def _weights_in_memory(model: nn.Module) -> Iterator[None]:
-    """Give linear layers on the meta device weights on the CPU of one element, expanded, and take them back at the end: peft
-    moves A and B, which have values, to the device and type of the layer that they adapt."""
+    """Temporarily replace weights that are on the meta device or not float32 by expanded one-element CPU tensors,
+    because peft copies A and B to the device and dtype of the layer they adapt."""
     kept: list[tuple[nn.Linear, nn.Parameter]] = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and (module.weight.is_meta or module.weight.dtype != torch.float32):
@@ -81,7 +81,7 @@ def has_adapter(model: nn.Module) -> bool:
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Switch the adapter off, so that the model is π_ref. Do nothing to a model without an adapter."""
     layers = [layer for _, layer in _adapted(model)] if has_adapter(model) else []
-    # Not peft's enable_adapters, which also takes the gradient away from parameters that FSDP holds.
+    # Not peft's enable_adapters, which also changes `requires_grad` of parameters that FSDP holds.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -92,8 +92,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live.
-    The first call is a collective one of all ranks, which compute the fingerprint from their shards."""
+    """Return A and B of every adapted layer under their published names, and the base's fingerprint. The tensors are
+    live. The first call is collective: all ranks compute the fingerprint from their shards."""
     weights: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         name_a, name_b = wire_names(name)
@@ -106,7 +106,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _base_fingerprint(model: nn.Module) -> Tensor:
-    """Return the fingerprint of the base, of which one whole tensor at a time is in memory."""
+    """Return the fingerprint of the base; only one whole tensor at a time is in memory."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     base = {name.replace(BASE, "."): kept for name, kept in state.items() if not is_part_of_adapter(name)}
     return fingerprint(base, identity=id, whole=_whole)
@@ -142,7 +142,6 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def is_part_of_adapter(name: str) -> bool:
-    """Return whether a state-dict name is A's or B's of some layer."""
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 

@@ -1,16 +1,15 @@
-"""Attention over packed rows: many sequences laid end to end in one row, none of which attends to another.
+"""Attention over a packed row: many sequences laid end to end in one tensor.
 
-Promise: everything outside attention runs on exactly the real tokens, no mask is ever built, and no token attends
-across a sequence's border. Registered with transformers as the implementation `paceline_packed`; the layout of the
-row comes with each call as the keyword argument `layout`, which transformers hands through to every layer (so it is
-there again when activation checkpointing recomputes a layer).
+Promise: no token attends across a sequence's border, no mask is built for the row, and everything outside attention
+runs on exactly the real tokens. The implementation is registered with transformers as `paceline_packed`. Each call gets
+the row's layout as the keyword argument `layout`, which transformers passes to every layer (also to a recomputed one).
 
-Two paths. CUDA in bfloat16 or float16: `torch.nn.attention.varlen` (flash attention, one kernel for the row; FlashAttention-3
-where its package is installed and the GPU is a Hopper).
-Otherwise: runs of sequences of equal length are views [n, H, L, D] of the row, each one scaled_dot_product_attention
-with is_causal. Packing puts equal lengths side by side, so this needs neither padding nor gathering; measured on
-a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than copying q, k and v. Attention sinks
-always take the second path, because flash attention's log-sum-exp has no gradient.
+There are two paths. CUDA in bfloat16 or float16 uses `torch.nn.attention.varlen` (flash attention, one kernel for the
+row; FlashAttention-3 if its package is installed and the GPU is a Hopper). Otherwise, runs of sequences of equal length
+are views [n, H, L, D] of the row, each one scaled_dot_product_attention with is_causal. Packing puts equal lengths side
+by side, so this needs neither padding nor gathering; measured on a CPU, one more SDPA call costs 0.02 ms forward and
+0.07 ms with backward, less than copying q, k and v. Attention sinks always take the second path, because flash
+attention's log-sum-exp has no gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HOPPER = (9, 0)
 """Compute capability of the GPUs that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
 log = logging.getLogger(__name__)
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
-"""Arguments that some architectures pass to attention, and neither path supports."""
+"""Arguments that some architectures pass to attention and that neither path supports."""
 
 
 def packed_attention(
@@ -49,8 +48,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return ([1, T, H, D], None): causal attention within each sequence of a packed row, with the signature that transformers
-    requires. Dropout is not applied: a policy's log-probabilities must be those of the sampler.
+    """Return ([1, T, H, D], None): causal attention within each sequence of a packed row, with the signature that
+    transformers requires. Dropout is not applied, because a policy's log-probabilities must be those of the sampler.
 
     Args:
         query: [1, H, T, D].
@@ -60,7 +59,9 @@ def packed_attention(
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} needs {name!r}, which packed attention has not")
+            raise NotImplementedError(
+                f"{type(module).__name__} needs {name!r}, which packed attention does not support"
+            )
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, layout, scaling, window), None
@@ -88,9 +89,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float
 
 
 def prefer_flash_attention_3(device: torch.device, *, deterministic: bool = False) -> bool:
-    """Let PyTorch's flash attention take FlashAttention-3 from now on, where the package `flash_attn_interface` is installed and
-    the GPU has its kernels; return whether it does. Releases of PyTorch that cannot keep FlashAttention-2, and so do
-    deterministic runs: FlashAttention-3's gradients differ even with its own option (Dao-AILab/flash-attention#2244)."""
+    """Switch PyTorch's flash attention to FlashAttention-3 if the package `flash_attn_interface` is installed and the
+    GPU has its kernels; return whether it did. FlashAttention-2 stays on releases of PyTorch that cannot switch, and
+    in deterministic runs: FlashAttention-3's gradients differ even with its own option
+    (Dao-AILab/flash-attention#2244)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     try:
@@ -127,7 +129,7 @@ def _by_runs(
     sinks_H: Tensor | None,
 ) -> Tensor:
     if q.is_cuda and q.shape[1] != k.shape[1]:
-        # CUDA's float32 kernel knows no grouped queries; without this SDPA falls back to materialised scores.
+        # CUDA's float32 kernel does not support grouped queries; without this SDPA falls back to materialised scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     run_tokens = [count * length for count, length in layout.runs]
     q_runs, k_runs, v_runs = (torch.split(x[0].transpose(0, 1), run_tokens) for x in (q, k, v))
@@ -152,9 +154,9 @@ def _by_runs(
 
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
-    """Return [1, H, L, L + 1], to add to scores whose last key is zero: there the sinks, else 0 where a token attends.
-    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in
-    memory, L · L of each head."""
+    """Return [1, H, L, L + 1], to add to scores whose last key is zero: the sinks in the last column, elsewhere 0 if
+    the token attends and -inf if not. A key of zeros has the score 0, so the sum there is the sink's logit; its
+    value is zero too. The scores exist in memory, L · L of each head."""
     if mask_LL is None:
         mask_LL = _band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)
@@ -163,16 +165,16 @@ def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Return [L, L] bool: token i sees tokens (i - window, i]."""
+    """Return [L, L] bool: token i attends to tokens (i - window, i]."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() & ones.triu(1 - window)
 
 
-# transformers builds no mask for an implementation that AttentionMaskInterface does not know, so none is registered.
+# transformers builds no mask for an implementation that AttentionMaskInterface does not have, so none is registered.
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
 
 
 def leave_out_of_graphs() -> None:
-    """Keep torch.compile from compiling the attention, which it would do again for each new row."""
+    """Exclude attention from torch.compile, which would compile it again for each new row."""
     left_out: Any = torch.compiler.disable
     AttentionInterface.register(IMPLEMENTATION, left_out(packed_attention))

@@ -1,4 +1,4 @@
-"""Operations of torch that give the same bits each time, where it has such ones (`policy.deterministic`)."""
+"""Deterministic operations of torch, if it has them (`policy.deterministic`)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""cuBLAS repeats its sums only with a workspace of its own for each stream; it reads the variable at its first product."""
+"""cuBLAS repeats its sums only with a separate workspace for each stream; it reads the variable at its first product.
+"""
 
 
 def reserve_workspace() -> None:
-    """Let cuBLAS have the workspace that repeatable products need; a variable that is set stays. Call it before the first
-    product on a GPU."""
+    """Set the cuBLAS workspace for repeatable products, unless it is set. Call it before the first product on a GPU."""
     os.environ.setdefault(WORKSPACE_VARIABLE, WORKSPACE)
 
 
-def use_deterministic_operations(wanted: bool) -> None:
-    """Choose for this process. An operation without a deterministic version runs as it is, with a warning that names it."""
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+def use_deterministic_operations(enabled: bool) -> None:
+    """Set this process's choice. An operation without a deterministic version runs anyway, with a warning."""
+    torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = wanted
+    torch.backends.cudnn.deterministic = enabled
     torch.backends.cudnn.benchmark = False
 
 
 def repeat_backward(out: Tensor) -> Tensor:
-    """Return `out`, the result of an attention kernel whose backward pass is deterministic from now on, if this process wants
-    deterministic operations. ATen's kernels (native/transformers/cuda/attention_backward.cu) have such a pass, and take it only
-    without `warn_only`, which elsewhere lets operations run that have no deterministic version."""
+    """Return `out`, the result of an attention kernel, and make its backward pass deterministic if this process uses
+    deterministic operations. ATen's kernels (native/transformers/cuda/attention_backward.cu) have such a pass, but
+    take it only without `warn_only`, which lets other operations without a deterministic version run."""
     if out.grad_fn is not None and torch.are_deterministic_algorithms_enabled():
         out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))

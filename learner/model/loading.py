@@ -1,11 +1,11 @@
-"""Loading a model's weights into modules that are already sharded, so that each rank reads its rows alone.
+"""Loading a model's weights into modules that are already sharded, so that each rank reads only its rows.
 
-The modules are on the meta device, without memory; FSDP2 then decides which rows each rank has; `fill` reads those.
-transformers maps the names and layouts of the files to the modules' (experts that files store one by one, say) as its
-`from_pretrained` does, and asks for slices of the files only.
+The modules start on the meta device, without memory; FSDP2 then decides which rows each rank has, and `fill` reads
+those. transformers maps the names and layouts of the files to the modules' (experts that files store one by one, for
+example) as its `from_pretrained` does, and reads only slices of the files.
 
-Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random but the head of
-a reward model that has none yet; `paceline/models/pretrained.py` decides whether the files are the model's.
+Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random but the
+missing head of a reward model; `paceline/models/pretrained.py` checks that the files are the model's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.models.pretrained import SCORE, check_finite, read_state
 from paceline.models.weight_files import WeightFiles
 
 BASE = re.compile(r"\.base_layer(?=\.)")
-"""Part of a name that an adapter adds to the layer below it."""
+"""The part that an adapter inserts in the names of the layer below it."""
 
 
 @torch.no_grad()
@@ -39,19 +39,19 @@ def fill(
 ) -> None:
     """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
 
-    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to `buffers_device` (None:
-    `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's generator.
-    Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does.
+    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to `buffers_device`
+    (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's
+    generator. Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does.
     """
     _make_empty_parts(model, device)
-    tied = _tied_places(model)
+    tied = _tied_locations(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     missing = set(read_state(model, files.tensors, device, view=_BaseNames(model, device)).missing_keys)
-    for places in tied:
-        loaded = [place for place in places if _name(place) not in missing]
+    for locations in tied:
+        loaded = [location for location in locations if _name(location) not in missing]
         if loaded:
             _, module, name = loaded[0]
-            for _, other, other_name in places:
+            for _, other, other_name in locations:
                 setattr(other, other_name, getattr(module, name))
     if SCORE in missing:
         _draw_score(model, device)
@@ -61,26 +61,25 @@ def fill(
     _make_buffers(model, buffers_device or device, what)
 
 
-Place = tuple[str, nn.Module, str]
+Location = tuple[str, nn.Module, str]
 """Name of a module, the module, and the name of a parameter in it."""
 
 
-def _name(place: Place) -> str:
-    module, _, parameter = place
+def _name(location: Location) -> str:
+    module, _, parameter = location
     return f"{module}.{parameter}" if module else parameter
 
 
-def _tied_places(model: nn.Module) -> list[list[Place]]:
-    """Return the places of each parameter that has several."""
-    places: dict[int, list[Place]] = {}
+def _tied_locations(model: nn.Module) -> list[list[Location]]:
+    locations: dict[int, list[Location]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((BASE.sub("", module_name), module, name))
-    return [found for found in places.values() if len(found) > 1]
+            locations.setdefault(id(parameter), []).append((BASE.sub("", module_name), module, name))
+    return [several for several in locations.values() if len(several) > 1]
 
 
 class _BaseNames:
-    """The model as its files name it: without the adapter's own parameters, and with adapted layers under their own names."""
+    """The model under its files' names: without the adapter's parameters, adapted layers under their own names."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -102,8 +101,8 @@ class _BaseNames:
 
 
 class _Placing:
-    """A module whose new parameters go to `device`: a divided one comes on the device of its mesh, a GPU, also where the host
-    shall keep it (policy.cpu_offload), because `DTensor.from_local` moves it there."""
+    """A module whose new parameters go to `device`. `DTensor.from_local` puts a sharded one on the device of its mesh,
+    a GPU, even if it belongs on the host (policy.cpu_offload)."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         vars(self).update(_module=module, _device=device)
@@ -118,8 +117,7 @@ class _Placing:
 
 
 def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
-    """Make the parameters of which this rank has no row, such as experts on more ranks than there are experts: the files have
-    nothing for them."""
+    """Create empty shards for parameters that this rank has no rows of (more ranks than experts)."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -132,7 +130,7 @@ def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
 
 
 def _with_part(like: DTensor, part: Tensor) -> Tensor:
-    """Return a tensor that is divided as `like`, of which this rank has `part`."""
+    """Return a tensor that is sharded as `like` and whose part on this rank is `part`."""
     divided = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -140,7 +138,7 @@ def _with_part(like: DTensor, part: Tensor) -> Tensor:
 
 
 def _draw_score(model: Any, device: torch.device) -> None:
-    """Give the head of one score the weights that `from_pretrained` draws for one that is missing."""
+    """Initialize a missing head of one score as `from_pretrained` does."""
     reference = model.score.weight
     outputs, inputs = reference.shape
     drawn = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=reference.dtype)
@@ -155,7 +153,7 @@ def _draw_score(model: Any, device: torch.device) -> None:
 
 
 def _make_buffers(model: Any, device: torch.device, what: str) -> None:
-    """Compute the buffers that no file has (rotary frequencies) on the CPU, as `from_pretrained` does."""
+    """Compute on the CPU the buffers that no file has (rotary frequencies), as `from_pretrained` does."""
     for owner, name, module in _modules_with_owner(model):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not names:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 VOCABULARY_TILE = 16_384
-"""Tokens of the vocabulary whose logits exist at one time: 64 MiB in float32 with 1,024 tokens."""
+"""Tokens of the vocabulary whose logits exist at the same time: 64 MiB in float32 with 1,024 tokens."""
 MIN_LOGPROB = -1e4
-"""Floor of log p in products with p; exp of it is 0, so the product is exact, also for a logit of minus infinity."""
+"""Floor of log p in products with p. Its exp is 0, so the product is exact, even for a logit of minus infinity."""
 
 
 def chunked_logprobs(
@@ -43,24 +43,24 @@ def chunked_logprobs(
         chunk_tokens: tokens of a tile.
         with_entropy: False returns zeros instead, and saves a pass over the logits.
         entropy_gradient: entropy_N has a gradient too (for an entropy bonus); needs with_entropy.
-        float32_head: products with the head's weights are computed from and rounded to float32; False: to the type of the
-            inputs, as the model's own head does.
+        float32_head: compute products with the head's weights in float32 and keep them so; False: round them to the type
+            of the inputs, as the model's own head does.
         vocabulary_tile: tokens of the vocabulary of a tile.
 
     Returns:
-        (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
+        (logprobs_N with gradient, entropy_N with gradient only if entropy_gradient), float32, in nats.
     """
     settings = 1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head
     return _ChunkedLogprobs.apply(hidden_NH, weight_VH, targets_N, *settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Computes each tile's logits again in the backward pass from the saved hidden states.
+    """Recomputes each tile's logits in the backward pass from the saved hidden states.
 
     With logits z = h·Wᵀ/τ, p = softmax(z) and entropy H: ∂ log p[t] / ∂z = onehot(t) − p, ∂H / ∂z = −p·(log p + H).
 
-    The outer loop is over the vocabulary, so that a tile's gradient of W is complete after the inner loop. Its float32 sum
-    then needs the memory of one tile's weights, and that of the hidden states' gradient N·H numbers.
+    The outer loop is over the vocabulary, so that a tile's gradient of W is complete after the inner loop. Its float32
+    sum then needs only the memory of one tile's weights; the sum for the hidden states' gradient needs N·H numbers.
     """
 
     @staticmethod
@@ -119,9 +119,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _OnlineSoftmax:
-    """Sums over the vocabulary, tile by tile, relative to the largest logit so far. With d = z − max z: Σ exp(d), and Σ
-    exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit, so the
-    entropy of large logits loses no digits."""
+    """Sums over the vocabulary, tile by tile. With d = z − max z they are Σ exp(d) and Σ exp(d)·d, from which H = log Σ
+    exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit so far, so large logits lose no digits."""
 
     def __init__(self, targets_N: Tensor, device: torch.device, with_entropy: bool) -> None:
         def zeros() -> Tensor:
@@ -133,7 +132,7 @@ class _OnlineSoftmax:
         self._whole: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
-        """Add the logits of one tile, which are overwritten."""
+        """Add the logits of one tile, and overwrite them."""
         _keep_targets(self._target_logits_N[chunk], logits_MW, self._targets_N[chunk] - vocabulary.start)
         old_M = self._max_N[chunk]
         max_M = torch.maximum(old_M, logits_MW.amax(-1))
@@ -159,8 +158,8 @@ class _OnlineSoftmax:
         return (self._target_logits_N - self._max_N) - log_sum_N, self._max_N + log_sum_N, entropy_N
 
     def set(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
-        """Set the results of a chunk from its only tile, the whole vocabulary, whose logits are overwritten: with these sums
-        recorded runs train again bit for bit."""
+        """Set the results of a chunk whose only tile is the whole vocabulary, and overwrite its logits. These sums are
+        those of recorded runs, which therefore train again bit for bit."""
         if self._whole is None:
             self._whole = (self._target_logits_N, self._max_N, self._weighted_N)
         logprobs_N, log_z_N, entropy_N = self._whole
@@ -172,8 +171,8 @@ class _OnlineSoftmax:
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten. `entropy_M`
-    are the entropies and their gradients, where they have one."""
+    """Return the loss's gradient by the logits without the part at the targets; `logp_MW` is overwritten. `entropy_M`
+    are the entropies and their gradients, or None if they have none."""
     if entropy_M is None:
         return logp_MW.exp_().mul_(-grad_M[:, None])
     values_M, slopes_M = entropy_M
@@ -183,14 +182,13 @@ def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | 
 
 
 def _keep_targets(kept_M: Tensor, logits_MW: Tensor, columns_M: Tensor) -> None:
-    """Write the logits at the targets' columns to `kept_M`, for those targets that this tile has."""
+    """Write the logits at the targets' columns to `kept_M`, for the targets in this tile."""
     has_M = (columns_M >= 0) & (columns_M < logits_MW.shape[1])
     columns_M = columns_M.clamp(0, logits_MW.shape[1] - 1)
     kept_M.copy_(torch.where(has_M, logits_MW.gather(-1, columns_M[:, None])[:, 0], kept_M))
 
 
 def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None:
-    """Add the gradient at the targets' columns, for those targets that this tile has."""
     has_M = (columns_M >= 0) & (columns_M < slope_MW.shape[1])
     columns_M = columns_M.clamp(0, slope_MW.shape[1] - 1)
     slope_MW.scatter_add_(-1, columns_M[:, None], (grad_M * has_M)[:, None])
@@ -204,7 +202,7 @@ def _logits(hidden_MH: Tensor, head_WH: Tensor, float32_head: bool, inverse_temp
 
 
 def _operand(tensor: Tensor, float32_head: bool) -> Tensor:
-    """Return the tensor in the type that the products take it in; CUDA's products take short types and sum in float32."""
+    """Return the tensor in the type that the products take; CUDA's products take 16-bit types and sum in float32."""
     return tensor.float() if float32_head and not tensor.is_cuda else tensor
 
 
@@ -216,7 +214,7 @@ def _float32_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left·right to the float32 `sum_`, without a rounding of the product to a shorter type."""
+    """Add left·right to the float32 `sum_` without rounding the product to a shorter type."""
     if left.dtype == right.dtype == torch.float32:
         sum_.addmm_(left, right)
     else:

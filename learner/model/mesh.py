@@ -1,8 +1,7 @@
-"""The mesh of the learner's ranks: `shard` neighbouring ranks divide a model among themselves, and `replicate` such divisions
-hold the same (hybrid sharding, HSDP).
+"""The mesh of the learner's ranks: `replicate` copies of the model, each on `shard` neighbouring ranks (HSDP).
 
-Neighbouring ranks are on one host, so that gathers and scatters of parameters stay there as long as `shard` is at most the
-ranks of a host; between the replicas only the sums of gradients travel.
+Neighbouring ranks are on one host, so gathers and scatters of parameters stay there as long as `shard` is at most the
+ranks of a host; only the sums of gradients travel between replicas.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _meshes: dict[tuple[Any, str, MeshShape], DeviceMesh] = {}
 
 
 def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, with one dimension where there are no replicas. A group of one is made where there is no
-    process group. The first call for these sizes is a collective one. Raises InvalidInput."""
+    """Return the mesh of all ranks; it has one dimension if there are no replicas. Without a process group, one of a
+    single rank is made. The first call for these sizes is a collective one. Raises InvalidInput."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -58,19 +57,19 @@ def mesh_groups() -> list[dist.ProcessGroup]:
 
 
 def shard_group(tensor: DTensor) -> tuple[int, dist.ProcessGroup]:
-    """Return among how many ranks a tensor's rows are divided, and the group of them that this rank is in."""
+    """Return the number of ranks that a tensor's rows are sharded over, and their process group."""
     last = tensor.device_mesh.ndim - 1
     return tensor.device_mesh.size(last), tensor.device_mesh.get_group(last)
 
 
 def in_first_replica(tensor: DTensor) -> bool:
-    """Return whether this rank is of the replica that rank 0 is in."""
+    """Return whether this rank belongs to rank 0's replica."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is None or not any(coordinate[:-1])
 
 
 def _fits_host(policy: PolicySection, device: torch.device, ranks: int) -> bool:
-    """Return whether the GPUs of one host hold the state of the model. False on CPUs, whose memory the ranks share."""
+    """Return whether the GPUs of one host have room for the model's state. False on CPUs, whose memory the ranks share."""
     if device.type != "cuda":
         return False
     shape = read_shape(policy.model_name)

@@ -1,18 +1,18 @@
-"""The policy: a Hugging Face causal LM that turns packed rows into log-probabilities, sharded by FSDP2 over a mesh of the
-ranks (`learner/model/mesh.py`).
+"""The policy: a Hugging Face causal LM that turns packed rows into log-probabilities, sharded by FSDP2 over a mesh of
+the ranks (`learner/model/mesh.py`).
 
 Promise: parameters keep their Hugging Face names and float32 masters; the LM head runs inside the model's forward,
-where FSDP has gathered it, and never holds the full logits. oneDNN's products, activation checkpointing and compiled layers
-change no loss and no gradient, the last up to rounding.
+where FSDP has gathered it, and the full logits never exist. oneDNN's products, activation checkpointing and compiled
+layers change no loss and no gradient, the last up to rounding.
 
-FSDP2 wraps each decoder layer and the root (final norm, LM head and, where they are tied or on CPUs, the embedding). One
-rank in float32 is left unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about
-3 ms an update and 2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
+FSDP2 wraps each decoder layer and the root (final norm, LM head and, if they are tied or on CPUs, the embedding). A
+single rank in float32 stays unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks
+cost about 3 ms an update and 2 ms for each further micro-batch (2 layers, CPU): a quarter of a step on 32 short texts.
 
-Of compiled layers (`policy.compile`) attention is left out, because its calls depend on the lengths in the row; each layer
-becomes one graph before and one after it, and all layers share both. A row's length is dynamic from the second length on, so a
-run compiles each graph twice, and again for passes without a gradient; rows of few different lengths keep this bound where a
-graph cannot be dynamic.
+Compiled layers (`policy.compile`) leave attention out, because its calls depend on the lengths in the row; each layer
+becomes one graph before and one after it, and all layers share both. A row's length is dynamic from the second length
+on, so a run compiles each graph twice, and again for passes without a gradient; rows are padded to few different
+lengths, which keeps this bound if a graph cannot be dynamic.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FIELD = "policy.model_name"
 
 
 def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Return the model to train, with float32 masters, on `device`, sharded over the default process group if there is one.
+    """Return the model to train, with float32 masters, on `device`, sharded over the default process group, if any.
 
-    With policy.lora_cfg it is frozen and has an adapter, with float32 masters, whose first values follow from `seed`. A
-    frozen model has the compute type where its files do, so that nothing is lost, else float32.
+    With policy.lora_cfg the model is frozen and has an adapter with float32 masters, initialized from `seed`. A frozen
+    model has the compute type if all its files do, because that loses nothing, else float32.
 
-    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers. Raises
-    InvalidInput for no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged or
-    not of this model.
+    Each rank reads only its rows of every tensor; its peak of host memory is its share of the model and some buffers.
+    Raises InvalidInput if no such folder or hub name exists, if the architecture's forward cannot be packed, or if the
+    weights are damaged or not of this model.
     """
     lora = policy.lora_cfg
     model, files = _build(policy, torch.float32, exact=compute_dtype(policy, device) if lora.enabled else None)
@@ -67,15 +67,15 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
 def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrainedModel:
     """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`).
 
-    A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
-    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies). Raises InvalidInput as `load_policy`,
-    and for an architecture without sequence classification.
+    A model that has such a head keeps it; otherwise its weights are drawn from torch's generator, so seed all ranks
+    alike. Its forward returns (scores, zeros) instead of (log-probabilities, entropies). Raises InvalidInput as
+    `load_policy` does, and for an architecture without sequence classification.
     """
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
 
 def _prepared(model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device) -> PreTrainedModel:
-    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
+    """Return the model ready to train on its device; compiled, with activation checkpointing, if the spec says so."""
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
     recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
@@ -135,7 +135,7 @@ def _forward(
 
 def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the scores at the positions where a policy predicts."""
-    # A copy, because FSDP's hooks on a view would be lost with the first operation in place.
+    # Cloned, because FSDP's hooks on a view are lost with the first operation in place.
     scores_N = model.score(_predicting_states(model, packed, policy)).float()[:, 0].clone()
     return scores_N, torch.zeros_like(scores_N)
 
@@ -153,8 +153,8 @@ def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from;
-    where transformers alone can read the files (quantized), the whole model and None. The parameters have type `dtype`,
-    or `exact` where the files have no other."""
+    if only transformers can read the files (quantized), the whole model and None. The parameters have type `dtype`,
+    or `exact` if the files have only that type."""
     name = policy.model_name
     try:
         files: WeightFiles | None
@@ -181,14 +181,16 @@ def _build(
         if fault is None:
             raise
         raise fault from error
-    if getattr(model.config, "quantization_config", None) is not None:  # gone where loading made plain weights
+    if getattr(model.config, "quantization_config", None) is not None:  # removed if loading made plain weights
         raise InvalidInput(
-            f"{FIELD} {name!r}: its weights are quantized (quantization_config in config.json), which the learner neither "
-            "trains nor divides over ranks; name its 16-bit or 32-bit version"
+            f"{FIELD} {name!r}: its weights are quantized (quantization_config in config.json), which the learner can neither "
+            "train nor shard; name its 16-bit or 32-bit version"
         )
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
+        raise InvalidInput(
+            f"policy.model_name {name!r}: its head is not a plain matrix, as the learner requires; name another model"
+        )
     if not model._supports_attention_backend:
         raise InvalidInput(
             f"policy.model_name {name!r}: transformers has no replaceable attention for models of type {config.model_type!r}"
@@ -204,7 +206,7 @@ def _build(
 def _placed(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
 ) -> PreTrainedModel:
-    """Return the model on the device, with its weights; sharded where sharding has an effect."""
+    """Return the model on the device, with its weights; sharded if that has an effect."""
     prefer_flash_attention_3(device, deterministic=policy.deterministic)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
@@ -213,8 +215,8 @@ def _placed(
         _shard(model, policy, device, resharded)
     if files is not None:
         with files:
-            place = torch.device("cpu") if sharded and _offloads(policy, device) else device
-            fill(model, files, place, f"{FIELD} {policy.model_name!r}", device)
+            target = torch.device("cpu") if sharded and _offloads(policy, device) else device
+            fill(model, files, target, f"{FIELD} {policy.model_name!r}", device)
     return model if sharded else model.to(device)  # type: ignore[no-any-return]
 
 
@@ -229,7 +231,7 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
         fully_shard(layer, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if resharded and head is not None and embedding.weight is not head.weight:
-        # Else it would stay gathered with the head, which the loss reads in the root.
+        # Otherwise it would stay gathered with the head, which the loss reads in the root.
         fully_shard(embedding, **options)
     fully_shard(model, **options)
 
@@ -249,7 +251,7 @@ def _offloads(policy: PolicySection, device: torch.device) -> bool:
 
 
 def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every float32 `nn.Linear` of the model a forward through oneDNN, if this machine gains by it."""
+    """Give every float32 `nn.Linear` of the model a forward through oneDNN, if that is faster on this machine."""
     if not is_faster(device, dtype):
         return
     for module in model.modules():
@@ -258,7 +260,7 @@ def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    # Cast after loading: few CPUs have such a kernel in oneDNN.
+    # Inputs or weights may have been cast after loading; few CPUs have such a kernel in oneDNN.
     if not inputs.dtype == module.weight.dtype == torch.float32:
         return nn.functional.linear(inputs, module.weight, module.bias)
     out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]
@@ -285,7 +287,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """Return [O, I] leftᵀ·right. The kernel copies a transposed first operand but not a second, so the narrower one is first."""
+    """Return [O, I] leftᵀ·right. The narrower operand goes first: the kernel copies a transposed one only there."""
     if left_NO.shape[1] > right_NI.shape[1]:
         return product(right_NI.T, left_NO.T).T
     return product(left_NO.T, right_NI.T)
@@ -307,8 +309,8 @@ KEPT_OPERATIONS = frozenset(
 
 def recompute_activations(layers: Iterable[torch.nn.Module], how: str) -> None:
     """Give the layers a forward that keeps less for the backward pass (Chen et al. 2016, arXiv 1604.06174). `how` is
-    `policy.activation_checkpointing`: `full` (and `auto`, which is replaced when a run is submitted) keeps the input of a layer;
-    `selective` the results of matrix products and attention besides, so that the rest alone is computed again."""
+    `policy.activation_checkpointing`: `full` (and `auto`, which is replaced when a run is submitted) keeps the input
+    of a layer; `selective` also keeps the results of matrix products and attention, and recomputes the rest."""
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -329,12 +331,12 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 ROW_MULTIPLE = 128
 """Rows are padded to multiples of this many tokens."""
 COMPILED_VARIANTS = 64
-"""Variants of one layer's code that are compiled before torch goes on without compilation: kinds of attention, with and
-without gradients, and lengths of rows where they are not dynamic."""
+"""Variants of one layer's code that are compiled before torch falls back to eager mode: kinds of attention, with and
+without gradients, and lengths of rows that are not dynamic."""
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Compile the forward of each layer, at its first call. Raises InvalidInput where this machine cannot compile."""
+    """Compile the forward of each layer at its first call. Raises InvalidInput if this machine cannot compile."""
     _require_compiler(device)
     leave_out_of_graphs()
     settings: Any = torch._dynamo.config
@@ -344,8 +346,8 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def padded_row(packed: PackedBatch) -> PackedBatch:
-    """Return the batch with tokens, positions and layout of a row padded to a multiple of ROW_MULTIPLE. Padding is a sequence by
-    itself at the end of the row: no other token attends to it, and no loss reads it, so its gradient is zero."""
+    """Return the batch with tokens, positions and layout padded to a multiple of ROW_MULTIPLE. The padding is a
+    separate sequence at the end of the row: no other token attends to it, no loss reads it."""
     extra = -packed.input_ids.shape[1] % ROW_MULTIPLE
     if extra == 0:
         return packed

@@ -1,12 +1,11 @@
-"""Base of the objectives: the arrays that a loss reads, its result, its reduction, and the making of samples and metrics.
+"""Base of the objectives: a loss's arrays, result and reduction, and the interface for samples and metrics.
 
-Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the loss of
-the batch, however it was split (the reduction `bnpo` excepted, by its definition), and so do the metric sums.
+Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the
+loss of the batch, however it was split (except for the reduction `bnpo`, by its definition), and so do the metric sums.
 
-All arrays are flat over the active tokens of a micro-batch: N tokens that train, S the sequences they belong to.
-A token that must not train (a tool's output, an over-long row) is simply not among them; its sequence still counts
-in the denominators. μ is the behaviour policy (the sampler), π_prox the learner at the start of the step, π the
-learner now.
+All arrays are flat over the active tokens of a micro-batch: N tokens that train, S the sequences they belong to. A
+token that must not train (a tool's output, an over-long completion) is not among them; its sequence still counts in the
+denominators. μ is the behaviour policy (the sampler), π_prox the learner at the start of the step, π the learner now.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class TokenArrays:
     current_N: Tensor
     """log π, with gradient."""
     entropy_N: Tensor
-    """Entropy of π at each token in nats; with gradient where an entropy bonus is on."""
+    """Entropy of π at each token in nats; with gradient if an entropy bonus is on."""
     lengths_N: Tensor
     """Active tokens of the sequence that the token belongs to, as float."""
     sequence_N: Tensor
@@ -43,19 +42,19 @@ class TokenArrays:
     behaviour_N: Tensor | None = None
     """log μ; None for supervised data."""
     proximal_N: Tensor | None = None
-    """log π_prox; None means this is the only update of the step, so π_prox is π, detached."""
+    """log π_prox; None: this is the only update of the step, so π_prox is π, detached."""
     reference_N: Tensor | None = None
     """log π_ref; None unless the KL penalty is on."""
     advantages_N: Tensor | None = None
     """Advantage of the token; None for supervised data."""
     ages_N: Tensor | None = None
-    """Steps between the version that sampled the token and the step; only the log-linear π_prox reads it."""
+    """Steps between the version that sampled the token and this step; only the log-linear π_prox reads it."""
     m2_limit: float | None = None
     """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
     batch_kl: float | None = None
     """KTO's KL, measured over the global batch before its first update."""
     sample_lengths_N: Tensor | None = None
-    """Active tokens of the sample that the token belongs to; None where each sequence is a sample."""
+    """Active tokens of the sample that the token belongs to; None if each sequence is a sample."""
 
     @property
     def weight_lengths_N(self) -> Tensor:
@@ -74,7 +73,7 @@ class Denominators:
     max_completion_tokens: int
     """The longest completion that sampling allows, in tokens (`dr_grpo`)."""
     micro_batches: int
-    """Micro-batches that hold tokens (`bnpo`)."""
+    """Micro-batches that have tokens (`bnpo`)."""
     prompts: int = 0
     """Prompts (preference pairs): sequences that share a group id count once."""
 
@@ -88,7 +87,7 @@ class LossResult:
     sums: dict[str, Tensor]
     """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
     token_losses_N: Tensor
-    """Detached losses before the reduction: they show the sequence that is not finite."""
+    """Detached losses before the reduction, which show the sequence that is not finite."""
 
 
 class Objective(ABC):
@@ -97,11 +96,11 @@ class Objective(ABC):
     temperature: float = 1.0
     """Temperature of all log-probabilities."""
     with_entropy_gradient: bool = False
-    """True when the loss reads the entropy's gradient."""
+    """True if the loss reads the entropy's gradient."""
     keeps_prompts_whole: bool = False
-    """True when all sequences of a prompt must be in one micro-batch."""
+    """True if all sequences of a prompt must be in one micro-batch."""
     measures_mismatched: bool = False
-    """True when the batch has samples that do not train: the mean of their Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
+    """True if the batch has samples that do not train, whose mean Σ_t log π - log π_ref is `TokenArrays.batch_kl`."""
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
         """Return the model that trains."""
@@ -110,19 +109,19 @@ class Objective(ABC):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return the samples of a row of the data set, with `number` as their group id; `reference_S` has Σ_t log π_ref of each
-        sample, if it is known."""
+        """Return the samples of a row of the data set, with `number` as their group id; `reference_S` has Σ_t log π_ref
+        of each sample if it is precomputed."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(
         self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
-        """Return the prompt of `row` with the completion of `other`, where `measures_mismatched`."""
+        """Return the prompt of `row` with the completion of `other`, if `measures_mismatched`."""
         raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")
 
     @abstractmethod
     def dummy(self) -> list[TrainingSample]:
-        """Return samples of one token that have everything that the loss or a reference reads; their weight is zero."""
+        """Return samples of one token with everything that the loss or a reference reads; their weight is zero."""
 
     @abstractmethod
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
@@ -134,7 +133,7 @@ class Objective(ABC):
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """Return a completion of one token, as a data set has it."""
+    """Return a completion of one token, as from a data set."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 
@@ -158,7 +157,8 @@ def metrics_from_sums(sums: dict[str, float]) -> dict[str, float]:
 
     `ratio_behaviour` mean of π/μ; `kl_behaviour` k3 estimate of KL(μ‖π) from μ's samples: mean of ratio - 1 - log
     ratio; `effective_sample_size` (Σw)²/(N·Σw²) with w = π_prox/μ, not truncated, per token and per sequence;
-    `clip_fraction`, `truncation_fraction` (a weight's bound acted) and `drop_fraction` (a mask) of tokens; `entropy`, `logprob` and `kl_reference` means, in nats.
+    `clip_fraction`, `truncation_fraction` (a weight reached its bound) and `drop_fraction` (masked) of tokens;
+    `entropy`, `logprob` and `kl_reference` means, in nats.
     """
     tokens = sums["tokens"]
     if tokens == 0:
@@ -203,7 +203,7 @@ def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
     if sums and all(value is not None for value in sums):
         return torch.tensor(sums, dtype=torch.float32, device=packed.targets_N.device)
     if tokens.reference_N is None:
-        raise ValueError("the loss needs the reference's log-probabilities; this batch has none")
+        raise ValueError("the loss needs the reference's log-probabilities, but this batch has none")
     return completion_sums(tokens.reference_N, tokens)
 
 
@@ -216,7 +216,7 @@ def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays
 def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
     """Return [N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
 
-    `lengths_N` are those of samples: the rows of an episode are one sample, so that none counts more for having more rows.
+    `lengths_N` are those of samples: an episode's transcripts are one sample, so their number does not matter.
 
     - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
     - `dapo`: 1 / tokens of the batch (Yu et al. 2025).

@@ -1,7 +1,7 @@
 """Ratios of policies, and the corrections for the sampler's age: weights and masks from log ρ = log π_prox - log μ.
 
-Promise: whatever the log-probabilities, an infinite one included, no ratio is infinite and no gradient is NaN where a
-bound or a mask drops the token; weights and masks are detached.
+Promise: for any log-probabilities, even infinite ones, no ratio is infinite, and no gradient is NaN if a bound or a
+mask drops the token; weights and masks are detached.
 
 All arrays are flat over the N active tokens of a micro-batch, S are its sequences (never split over micro-batches).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.spec import LossSection
 
 MAX_EXPONENT = 80.0
-"""exp(80) = 5.5e34 is the last round power that float32 holds; beyond it 0 · inf would make NaN gradients."""
+"""exp(80) = 5.5e34 is the last round power within float32; beyond it 0 · inf would make NaN gradients."""
 
 
 def bounded_exp(log_N: Tensor) -> Tensor:
@@ -31,20 +31,20 @@ def per_sequence(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Te
 
 
 def at_level(log_ratio_N: Tensor, level: str, sequence_N: Tensor, lengths_N: Tensor, num_sequences: int) -> Tensor:
-    """Return [N] log-ratios as they are (`token`), or the sequence's at each of its tokens: the mean over its tokens
+    """Return [N] log-ratios unchanged (`token`), or at each token the value of its sequence: the mean over its tokens
     (`sequence`, GSPO: Zheng et al. 2025) or the sum (`sequence_product`, RLOO in TRL)."""
     if level == "token":
         return log_ratio_N
-    # Each token is clamped, because inf - inf in a sum would make a NaN of a sequence that is only improbable.
+    # Each token is clamped, because inf - inf in a sum would make NaN of a sequence that is only improbable.
     log_ratio_N = log_ratio_N.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     summed_N = per_sequence(log_ratio_N, sequence_N, num_sequences)[sequence_N]
     return summed_N if level == "sequence_product" else summed_N / lengths_N
 
 
 def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) -> Tensor:
-    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached. α = (v_prox - v_μ)/(v_θ -
-    v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that is age/(age + 1), and 0
-    for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
+    """Return [N] log π_prox without a forward pass: log μ + α·(log π - log μ), detached. α = (v_prox - v_μ)/(v_θ - v_μ)
+    in [0, 1]. Step s trains from v_prox = s to v_θ = s + 1, so with age = s - v_μ that is age/(age + 1), and 0 for a
+    token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
     ages_N = ages_N.clamp(min=0).to(current_N.dtype)
     return (behaviour_N + ages_N / (ages_N + 1) * (current_N.detach() - behaviour_N)).detach()
 
@@ -52,10 +52,10 @@ def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) 
 def importance_weights(
     log_rho_N: Tensor, sequence_N: Tensor, num_sequences: int, config: LossSection
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] weights, [N] True where a bound acted), from ρ or its product over the sequence, within [min, max].
+    """Return ([N] weights, [N] True if a bound acted), from ρ or its product over the sequence, within [min, max].
 
     - `tis`: clip(ρ, min, max) (Yao et al. 2025).
-    - `icepop`: ρ where it is within, else 0 (Ling team 2025); the token stays in the denominators.
+    - `icepop`: ρ if it is within, else 0 (Ling team 2025); the token stays in the denominators.
     - `sequence_tis`, `sequence_mask`: the same with Πρ over the sequence (TRL's modes of these names).
 
     Without truncated_importance_sampling_ratio every weight is 1.
@@ -65,7 +65,7 @@ def importance_weights(
         return torch.ones_like(log_rho_N), torch.zeros_like(log_rho_N, dtype=torch.bool)
     kind = config.truncated_importance_sampling_type
     level = "sequence_product" if kind.startswith("sequence") else "token"
-    # lengths are only divided by at level `sequence`.
+    # only level `sequence` divides by lengths
     rho_N = bounded_exp(at_level(log_rho_N, level, sequence_N, log_rho_N, num_sequences)).detach()
     outside_N = (rho_N < low) | (rho_N > high)
     if kind in ("tis", "sequence_tis"):
@@ -83,15 +83,14 @@ def kept_tokens(
     m2_limit: float | None,
     config: LossSection,
 ) -> Tensor:
-    """Return [N] False where a mask drops the token from the policy loss (not from the KL, nor from the denominators).
+    """Return [N] False if a mask drops the token from the policy loss (not from the KL, nor from the denominators).
 
     - geometric_mask: exp(mean log ρ) of the sequence outside its bounds (SkyRL, NeMo RL).
     - veto: any ρ of the sequence outside its bounds.
-    - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` finds it over the global batch).
+    - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` computes it over the global batch).
     - off_policy_mask_threshold: A < 0 and the mean of log μ - log π above it (DeepSeek-V3.2, equation 9).
 
-    A token that is not a number is always kept, because it must stop the step and not vanish in a mask. `behind_N` is
-    log μ - log π, in nats.
+    A token that is not a number is always kept, because it must stop the step. `behind_N` is log μ - log π, in nats.
     """
     keep_N = torch.ones_like(log_rho_N, dtype=torch.bool)
     log_rho_N = log_rho_N.detach()
@@ -116,12 +115,12 @@ def second_moments(log_rho_N: Tensor) -> Tensor:
 
 
 def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Tensor]) -> float:
-    """Return the largest limit such that the mean of the values up to it is at most `threshold`; inf when all may stay.
+    """Return the largest limit such that the mean of the values up to it is at most `threshold`; inf if all may stay.
 
     M2PO (Zheng et al. 2025, arXiv 2510.01161) drops the largest (log ρ)² until the mean of the rest is within the
-    threshold. Equal values stay or go together, so the split over ranks cannot matter. The limit is found by bisecting the bit
-    patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats. `values_N` are float32,
-    this rank's, at least 0; `total` adds tensors up over ranks, in place.
+    threshold. Equal values stay or go together, so the split over ranks cannot matter. The limit is found by bisecting
+    the bit patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats. `values_N`
+    are this rank's float32 values, at least 0; `total` adds tensors up over ranks, in place.
     """
 
     def mean_up_to(limit: float) -> float:

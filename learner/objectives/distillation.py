@@ -1,4 +1,4 @@
-"""`distillation`: the policy loss on rollouts, with a teacher's log-probabilities for advantages."""
+"""`distillation`: the policy loss on rollouts, with advantages from a teacher's log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.spec import RunSpec
 
 
 class Distillation(Grpo):
-    """Rewards are not used: advantages depend on the current policy, so the loss computes them."""
+    """Computes the advantages in the loss, because they depend on the current policy; rewards are not used."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         self._section = spec.distillation
 
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
-        """Return the policy loss with the teacher's advantages, and the same corrections for the sampler's age."""
+        """Return the policy loss with the teacher's advantages and the usual corrections for the sampler's age."""
         if tokens.reference_N is None:
             raise ValueError("this batch has no log-probabilities of the teacher")
         section = self._section
@@ -47,12 +47,12 @@ class Distillation(Grpo):
 def distillation_advantages(
     current_N: Tensor, teacher_N: Tensor, kind: str, mixed_weight: float, max_ratio: float
 ) -> Tensor:
-    """Return [N] the advantage of a sampled token, detached, so that -A·∇log π estimates the gradient of a KL at its place.
+    """Return [N] advantage of a sampled token, detached, so that -A·∇log π estimates a KL's gradient there.
 
-    With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that of
-    KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is
-    mixed_weight · forward + (1 - mixed_weight) · reverse. Each is exact for the next token after the sampled ones, and
-    leaves out that a token also decides what comes after it (Agarwal et al. 2024, arXiv 2306.13649; Lu 2025).
+    With Δ = log π_T - log π: `reverse` A = Δ, the gradient of KL(π‖π_T); `forward` A = min(exp(Δ), max_ratio) - 1, that
+    of KL(π_T‖π) (E[∇log π] is 0, so the 1 is a baseline that changes nothing in the mean); `mixed` is mixed_weight ·
+    forward + (1 - mixed_weight) · reverse. Each is exact for the next token after the sampled ones, but ignores that a
+    token also influences the later ones (Agarwal et al. 2024, arXiv 2306.13649; Lu 2025).
     """
     delta_N = (teacher_N - current_N).detach()
     forward_N = delta_N.exp().clamp(max=max_ratio) - 1

@@ -1,7 +1,7 @@
 """`dpo`: direct preference optimisation and its relatives, from log-ratios to a reference.
 
-Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the global
-batch, shares of micro-batches add up to the loss of the batch.
+Promise: the loss equals the formula in its docstring in value and gradient, and with `weights_P` counted over the
+global batch, shares of micro-batches add up to the loss of the batch.
 
 `log-ratio` is Σ_t log π - log π_ref of a completion, in nats. Suffixes: S sequences, P pairs.
 """
@@ -33,7 +33,7 @@ PairLoss = Literal["sigmoid", "conservative", "robust", "hinge", "ipo"]
 
 
 class Dpo(PairObjective):
-    """The reward of a completion is β·(log π - log π_ref)."""
+    """DPO and its variants; the reward of a completion is β·(log π - log π_ref)."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)
@@ -94,9 +94,9 @@ def preference_loss(
     - `conservative`: -(1-ε)·log σ(βd) - ε·log σ(-βd), ε the chance of a flipped label (Mitchell 2023).
     - `robust`: [-(1-ε)·log σ(βd) + ε·log σ(-βd)] / (1-2ε), unbiased under flips (Chowdhury et al. 2024).
     - `hinge`: max(0, 1 - βd) (SLiC, Zhao et al. 2023).
-    - `ipo`: (d̄ - 1/2β)², d̄ from per-token means always (Azar et al. 2023; per token as TRL, with its authors).
+    - `ipo`: (d̄ - 1/2β)², d̄ always from per-token means (Azar et al. 2023; per token as in TRL, with its authors).
 
-    Raises ValueError for label_smoothing outside [0, 0.5), or set for a loss that has none; TRL ignores it there.
+    Raises ValueError for label_smoothing outside [0, 0.5), or for a loss that does not use it (TRL ignores it there).
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 0.5)")

@@ -1,8 +1,8 @@
 """Batches from a data set, for the algorithms that do not sample. The same step always gets the same examples.
 
-The order is a permutation of the rows in every epoch, and depends on the seed alone; rank r of w takes every w-th
-example of the step, so that any number of ranks trains the same batch. An example is never split: a prompt with its
-chosen and rejected completions is on one rank, its sequences share a group id, the chosen one comes first.
+The order is a permutation of the rows in every epoch and depends only on the seed. Rank r of w takes every w-th example
+of the step, so any number of ranks trains the same batch. An example is never split: a prompt with its chosen and
+rejected completions is on one rank, its sequences share a group id, and the chosen one comes first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.spec import RunSpec
 
 
 class RowPair(NamedTuple):
-    """Row of a prompt, and row of the completions after it. The two differ where KTO measures its KL."""
+    """Row of a prompt, and row of the completions after it. They differ if KTO measures its KL on the pair."""
 
     prompt: int
     completions: int
@@ -64,7 +64,7 @@ class ExampleSource:
         return self._order.rows(self._drawn)
 
     def row_pairs(self) -> list[RowPair]:
-        """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending, each once."""
+        """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending."""
         pairs = {RowPair(row, row) for row in self.rows_used()}
         if self._maker.measures_mismatched:
             index = self._order.index
@@ -87,24 +87,24 @@ class ExampleSource:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
 
     def set_reference(self, logprobs: dict[RowPair, list[float]]) -> None:
-        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; samples carry them from now on."""
+        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; later samples carry them."""
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
-        """Set log μ of the samples of each row that have none, one after the other; `of_row` gives them from now on."""
+        """Set log μ of each row's samples that have none, concatenated; `of_row` adds them from then on."""
         self._behaviour = logprobs
 
     def _with_behaviour(self, row: int, samples: list[TrainingSample]) -> list[TrainingSample]:
-        known = self._behaviour.get(row)
-        if known is None:
+        logprobs = self._behaviour.get(row)
+        if logprobs is None:
             return samples
-        found, start = [], 0
+        completed, start = [], 0
         for sample in samples:
             if sample.behaviour_logprobs_T is None:
                 end = start + len(sample.completion_ids)
-                sample, start = replace(sample, behaviour_logprobs_T=known[start:end]), end
-            found.append(sample)
-        return found
+                sample, start = replace(sample, behaviour_logprobs_T=logprobs[start:end]), end
+            completed.append(sample)
+        return completed
 
     @property
     def _count(self) -> int:
@@ -119,7 +119,7 @@ class ExampleSource:
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:
-        """Return the example of the same batch whose completion KTO's KL is measured on, after this one's prompt."""
+        """Return the example of the same batch whose completion follows this one's prompt when KTO measures its KL."""
         first = cursor - cursor % self._count
         return first + (cursor + 1 - first) % self._count
 
@@ -138,14 +138,14 @@ class ExampleSource:
         return self._maker.mismatched_sample(row, other, number, self._encoder, self._reference_sums(pair))
 
     def _reference_sums(self, pair: RowPair) -> list[float] | None:
-        """Return the reference's sums for the completions of `pair`; None where they are computed in the step."""
         return None if self._reference is None else self._reference[pair]
 
 
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
-    """Check every row that the run will use, before its first step: a row that cannot be trained would end the run in the middle,
-    on the one rank that draws it, while the others wait in a collective. A collective call: each rank checks every w-th row.
-    Raises InvalidInput for a row that is longer than the model allows, or that the chat template refuses; on every rank alike."""
+    """Check every row that the run will use before its first step. Otherwise a row that cannot be trained would end the
+    run in the middle, on the only rank that draws it, while the others wait in a collective. A collective call: each
+    rank checks every w-th row. Raises InvalidInput, on every rank, for a row that is too long or that the chat
+    template refuses."""
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())

@@ -25,7 +25,7 @@ from paceline.spec import RunSpec
 
 
 class Kto(Objective):
-    """The reward of a completion is β·(log π - log π_ref). The KL is measured on completions of other prompts."""
+    """KTO; the reward of a completion is β·(log π - log π_ref). The KL is measured on completions of other prompts."""
 
     keeps_prompts_whole = True
     measures_mismatched = True
@@ -80,9 +80,9 @@ class Kto(Objective):
         return completion_result(loss, sums, tokens, log_ratios_S)
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics with `batch_kl`; `accuracy` of completions on the right side of z (half counts on
-        it), `margin` difference of the good and the bad ones'
-        mean reward, `chosen_reward`, `rejected_reward` these means."""
+        """Return the metrics with `batch_kl`; `accuracy`: the share of completions on the correct side of z (exactly z
+        counts half); `chosen_reward`, `rejected_reward`: mean rewards of good and bad ones; `margin`: their
+        difference."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
         if sums["labels"]:
@@ -105,10 +105,10 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Return the mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + where desirable (Ethayarajh et al. 2024).
+    """Return the global batch's mean of weight · (1 - σ(±β·(log-ratio - z))), + if desirable (Ethayarajh et al. 2024).
 
-    `batch_kl` is the mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl) is a
-    constant of the loss. `num_sequences` are the completions in the global batch.
+    `batch_kl` is the mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl)
+    is a constant of the loss. `num_sequences` are the completions in the global batch.
     """
     sign_S = torch.where(desirable_S, torch.ones_like(log_ratios_S), -torch.ones_like(log_ratios_S))
     weight_S = torch.where(

@@ -1,7 +1,7 @@
 """`offline_grpo`: the policy loss on recorded completions, with advantages from their recorded rewards.
 
-Promise: the behaviour policy μ of a trace is the recorded one where the trace has log-probabilities, so the ratio of an export
-of a run is that of the run; of a text it is the starting policy, asked once before training.
+Promise: the behaviour policy μ of a trace is the recorded one if the trace has log-probabilities, so the ratio of an
+export of a run is that of the run; for a text it is the starting policy, computed once before training.
 
 Suffixes: N trained tokens, S sequences.
 """
@@ -36,7 +36,7 @@ class OfflineGrpo(Objective):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return a sample for each trace; one of a text has no log-probabilities of μ yet."""
+        """Return a sample for each trace; a sample of a text has no log-probabilities of μ yet."""
         traces = read_traces(row, self._spec)
         rewards_C = np.array([np.nan if trace.reward is None else trace.reward for trace in traces])
         advantages_C = advantages(rewards_C, group_preset(self._spec.offline_grpo.advantage))
@@ -61,8 +61,8 @@ class OfflineGrpo(Objective):
         return replace(result, sums={**result.sums, **_order_sums(tokens, packed)})
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics with `accuracy`: of two completions of a prompt with different rewards, the share of pairs of
-        which the better one has the larger Σ_t log π - log μ (half counts where both are equal)."""
+        """Return the metrics with `accuracy`: the share of pairs of completions of a prompt with different rewards in
+        which the better one has the larger Σ_t log π - log μ (equal ones count half)."""
         metrics = super().metrics(sums, num_updates)
         return metrics | ({"accuracy": sums["pairs_won"] / sums["pairs"]} if sums["pairs"] else {})
 

@@ -21,7 +21,7 @@ from paceline.spec import RunSpec
 
 
 class Orpo(PairObjective):
-    """The reward of a completion is β · its mean log π."""
+    """ORPO; the reward of a completion is β · its mean log π."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)
@@ -40,17 +40,18 @@ class Orpo(PairObjective):
 
 
 def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor, *, beta: float) -> Tensor:
-    """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p). The means are of
-    log π over the completion's tokens, below 0: p is a per-token geometric mean. `weights_P`: share of each pair in the mean."""
+    """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p). The
+    means are of log π over the completion's tokens, below 0, so p is a per-token geometric mean. `weights_P`: shares
+    in the mean."""
     log_odds_P = mean_chosen_P - mean_rejected_P - (_log1mexp(mean_chosen_P) - _log1mexp(mean_rejected_P))
     return -beta * (weights_P * F.logsigmoid(log_odds_P)).sum()
 
 
 def _log1mexp(log_p: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012); x is held below -1e-7, where float32 ends."""
+    """Return log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012); x is clamped below -1e-7."""
     log_p = log_p.clamp(max=-1e-7)
     near_zero = log_p > -0.6931471805599453
-    # Each branch gets an argument that is safe for it, or its unused gradient would be NaN.
+    # Each branch gets an argument that is safe for it; otherwise its unused gradient would be NaN.
     small = torch.log(-torch.expm1(torch.where(near_zero, log_p, -torch.ones_like(log_p))))
     large = torch.log1p(-torch.exp(torch.where(near_zero, -torch.ones_like(log_p), log_p)))
     return torch.where(near_zero, small, large)

@@ -1,7 +1,7 @@
 """Pairs of a chosen and a rejected completion of one prompt: `dpo`, `orpo` and `rm`.
 
-Promise: a prompt counts once, however many completions it rejects; all denominators are of the global batch, so that
-shares add up however it was split (a prompt's sequences are in one micro-batch).
+Promise: a prompt counts once, however many completions it rejects; all denominators are of the global batch, so shares
+add up however it was split (a prompt's sequences are in one micro-batch).
 
 Suffixes: N trained tokens, S sequences, P pairs.
 """
@@ -23,7 +23,7 @@ from paceline.spec import DataSection
 
 
 class PairObjective(Objective):
-    """An objective on pairs: a row gives the chosen completion, then the rejected ones."""
+    """An objective on pairs: a row has the chosen completion, then the rejected ones."""
 
     keeps_prompts_whole = True
 
@@ -55,9 +55,9 @@ class PairObjective(Objective):
         return labeled_dummies()
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics with `preference_loss` and `sft_loss`, the parts of the loss; `accuracy` of pairs whose chosen completion has the higher
-        reward (half counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward`
-        their means."""
+        """Return the metrics with `preference_loss` and `sft_loss`, the parts of the loss; `accuracy`: the share of
+        pairs whose chosen completion has the higher reward (equal rewards count half); `margin`: mean difference of
+        rewards; `chosen_reward`, `rejected_reward`: their means."""
         metrics = super().metrics(sums, num_updates)
         parts = ("preference_loss", "sft_loss")
         metrics |= {name: sums[name] / num_updates for name in parts if name in sums}
@@ -83,7 +83,7 @@ class Pairs:
 
 
 def pairs_of(packed: PackedBatch, num_prompts: int) -> Pairs:
-    """Return each rejected completion with the chosen one of its prompt. Raises ValueError for a prompt that lacks either."""
+    """Return each rejected completion with its prompt's chosen one. Raises ValueError for a prompt that lacks either."""
     chosen: dict[int, int] = {}
     rejected: dict[int, list[int]] = {}
     for index, (prompt, label) in enumerate(zip(packed.group_ids_S, packed.labels_S, strict=True)):
@@ -111,7 +111,7 @@ def pairs_of(packed: PackedBatch, num_prompts: int) -> Pairs:
 
 
 def pair_sums(rewards_S: Tensor, pairs: Pairs, counts: Denominators) -> dict[str, Tensor]:
-    """Sum for `PairObjective.metrics`. They count prompts: the pairs of one prompt share a weight of 1."""
+    """Return the sums that `PairObjective.metrics` reads. They count prompts: a prompt's pairs share a weight of 1."""
     weights_P = pairs.weights_P.double() * counts.prompts
     chosen_P, rejected_P = rewards_S[pairs.chosen_P].double(), rewards_S[pairs.rejected_P].double()
     won_P = (chosen_P > rejected_P).double() + 0.5 * (chosen_P == rejected_P).double()

@@ -1,5 +1,5 @@
-"""`grpo`, and the policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a reference. Suffixes
-and symbols are those of `paceline.learner.objectives.base`."""
+"""`grpo`, and the policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a
+reference. Suffixes and symbols are those of `paceline.learner.objectives.base`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from paceline.learner.objectives.policy_losses import PolicyTerms, policy_losses
 from paceline.spec import LossSection, RunSpec
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within ±20 where they are exponentiated without a bound (k3 and metrics), as in NeMo RL."""
+"""Log-ratios are clamped to ±20 before an exponential without a bound (k3 and metrics), as in NeMo RL."""
 
 
 def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSection) -> LossResult:
     """Return the policy loss that the config describes.
 
-    loss_t = keep · w · f(r, A) + β·KL_t, reduced by `token_weights`, minus entropy_bonus · mean entropy, where
-    f is `policy_losses`' (config.policy_loss), r = π/π_prox or π/μ (config.ratio_anchor), w and keep come from
-    ρ = π_prox/μ (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. The KL acts on dropped tokens
-    too, as in TRL.
+    loss_t = keep · w · f(r, A) + β·KL_t, reduced by `token_weights`, minus entropy_bonus · mean entropy. f is
+    `policy_losses`' (config.policy_loss), r = π/π_prox or π/μ (config.ratio_anchor), w and keep come from ρ = π_prox/μ
+    (`importance_weights`, `kept_tokens`), detached. `vespo` takes w into f. As in TRL, the KL acts on dropped tokens.
 
-    Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al. 2022;
-    AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is then
-    w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError where an array that the config needs is missing.
+    Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al.
+    2022; AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is
+    then w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError if an array is missing.
     """
     if tokens.behaviour_N is None or tokens.advantages_N is None:
         raise ValueError("policy_loss needs behaviour log-probabilities and advantages")
@@ -92,7 +91,7 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
 
 def proximal_logprobs(tokens: TokenArrays, config: LossSection) -> Tensor:
-    """Return [N] log π_prox, detached: given, interpolated (`log_linear`), or π itself where this is the only update."""
+    """Return [N] log π_prox, detached: given, interpolated (`log_linear`), or π itself if this is the only update."""
     if config.proximal_policy == "log_linear":
         if tokens.behaviour_N is None or tokens.ages_N is None:
             raise ValueError("the log-linear proximal policy needs behaviour log-probabilities and ages")
@@ -105,8 +104,8 @@ def kl_to_reference(current_N: Tensor, reference_N: Tensor, ratio_N: Tensor, kin
 
     - `k1` = -Δ. No gradient on average as a loss: the spec refuses it with β > 0.
     - `k2` = Δ²/2. Its on-policy gradient is that of the reverse KL.
-    - `k3` = r·(exp(Δ) - Δ - 1). The factor r = π/π_prox, 1 in value on-policy, is what makes the gradient that of
-      the reverse KL; without it, k3 pulls along the forward KL (TRL's default has the factor as well).
+    - `k3` = r·(exp(Δ) - Δ - 1). The factor r = π/π_prox, 1 in value on-policy, makes the gradient that of the reverse
+      KL; without it, k3 pulls along the forward KL (TRL's default has the factor as well).
     """
     delta_N = reference_N - current_N
     match kind:
@@ -150,8 +149,8 @@ class Grpo(Objective):
         self.with_entropy_gradient = spec.loss_fn.entropy_bonus > 0
 
     def dummy(self) -> list[TrainingSample]:
-        zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
-        return [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
+        zero, zeros_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        return [TrainingSample(-1, zero, zero, zeros_T, versions_T=zero, reference_logprobs_T=zeros_T)]
 
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
         return policy_loss(tokens, counts, self._loss_fn)

@@ -1,7 +1,7 @@
 """Policy losses of each token from ratio and advantage, before weights, masks and reduction.
 
 Promise: pure functions of one signature, (PolicyTerms, LossSection) → PolicyLosses, with value and gradient equal to
-the formula in the docstring; a gradient is finite whatever the ratio. docs/use/objectives.md compares them.
+the formula in the docstring; the gradient is finite for any ratio. docs/use/objectives.md compares them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PolicyTerms:
     """log r with gradient, of the token or of its sequence (loss_fn.ratio_level)."""
     advantages_N: Tensor
     weight_N: Tensor
-    """Importance weight of each token, detached; `vespo` takes it into its own weight."""
+    """Importance weight of each token, detached; `vespo` includes it in its own weight."""
     sequence_N: Tensor
     """Index in [0, S) of the token's sequence."""
     num_sequences: int
@@ -40,7 +40,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class PolicyLosses:
-    """Loss of each token, and True where the bound took part of the gradient away."""
+    """Loss of each token, and True if the bound removed a part of its gradient."""
 
     losses_N: Tensor
     clipped_N: Tensor
@@ -82,7 +82,7 @@ def clip(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def unclipped(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
-    """Return -r·A: the importance-weighted policy gradient, REINFORCE where r is 1. `config` is not read."""
+    """Return -r·A, the importance-weighted policy gradient, which is REINFORCE if r is 1. `config` is not read."""
     losses_N = -bounded_exp(terms.log_ratio_N) * terms.advantages_N
     return PolicyLosses(losses_N, torch.zeros_like(losses_N, dtype=torch.bool))
 
@@ -111,8 +111,8 @@ def sapo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 def dppo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
     """Return -keep·r·A + c·(log r)², r = π/μ neither bounded nor detached.
 
-    keep is 0 where A > 0 and π - μ > dppo_mask_high, or A < 0 and μ - π > dppo_mask_low: a trust region in total
-    variation (Qi et al. 2026, arXiv 2602.04879; in this form prime-rl, c = 1e-3).
+    keep is 0 if A > 0 and π - μ > dppo_mask_high, or A < 0 and μ - π > dppo_mask_low: a trust region in total variation
+    (Qi et al. 2026, arXiv 2602.04879; in this form prime-rl, c = 1e-3).
     """
     moved_N = terms.current_N.detach().exp() - terms.anchor_N.exp()
     dropped_N = ((terms.advantages_N > 0) & (moved_N > config.dppo_mask_high)) | (
@@ -126,7 +126,7 @@ def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
     """Return -φ(w)·A·log π with φ(w) = exp(λ)·w^k·exp(-λ·w), detached; φ(1) = 1.
 
     w = Π r·ρ over the sequence, ρ the token's importance weight; k and λ differ for A ≥ 0 and A < 0. Token log-ratios
-    are held within ±20 and log w within [log 1e-8, 20] (as TRL 1.16 defines it).
+    are clamped to ±20 and log w to [log 1e-8, 20] (as TRL 1.16 defines it).
     """
     log_ratio_N = terms.log_ratio_N.detach().clamp(-VESPO_MAX_LOG, VESPO_MAX_LOG)
     log_rho_N = terms.weight_N.log().clamp(VESPO_MIN_LOG, VESPO_MAX_LOG)

@@ -18,7 +18,7 @@ from paceline.spec import PolicySection, RunSpec
 
 
 class RewardModel(PairObjective):
-    """Every sequence has one trained token, at which the model's output is the score, which is also the reward."""
+    """Uses the model's output at the only trained token of a sequence as score and reward."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec.data)
@@ -55,8 +55,7 @@ def reward_model_loss(
     centring: float = 0.01,
 ) -> Tensor:
     """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs. Bradley
-    and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
-    different models are comparable."""
+    and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring, for comparable scores: Eisenstein et al. 2023."""
     gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
     losses_P = -F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()
     return (weights_P * losses_P).sum()

@@ -1,8 +1,8 @@
-"""The phase of a step that assigns the advantages which come from rewards or a value model.
+"""The phase of a step that assigns the advantages that come from rewards or a value model.
 
-There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch, or from a
-value model. A distillation's advantages depend on the policy that is training: its objective computes them, and this phase
-assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that is not collective.
+There are two sources, by grpo.advantage: the rewards of the whole batch, relative to the group or to the batch, or a
+value model. A distillation's advantages depend on the policy that is training, so its objective computes them and this
+phase assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that needs no collective.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
@@ -46,8 +46,8 @@ def with_advantages(
     step: int = 0,
 ) -> list[Update]:
     """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards
-    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set;
-    other examples and the rollouts of a distillation get none."""
+    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces get the data set's
+    advantages; other examples and the rollouts of a distillation get none."""
     if spec.trains_traces:
         return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
@@ -57,13 +57,13 @@ def with_advantages(
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
     samples = sample_of_each(batch)
-    own = _scores(batch, samples, micro_batches, penalties, spec)
-    rows, first = rows_of_all_ranks(own.to(device))
+    scores = _scores(batch, samples, micro_batches, penalties, spec)
+    rows, first = rows_of_all_ranks(scores.to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
-    advantages_C = batch_advantages(scored, spec, step)[first : first + len(own)]
+    advantages_C = batch_advantages(scored, spec, step)[first : first + len(scores)]
     if spec.environment.advantage != "outcome":
-        by_token = advantages_of_turns(batch, samples, advantages_C, own.numpy(), spec, step)
+        by_token = advantages_of_turns(batch, samples, advantages_C, scores.numpy(), spec, step)
         return _replaced(updates, [_with_turns(batch, by_token, micro, device) for micro in micro_batches])
     by_sample = torch.from_numpy(advantages_C[samples])
     advantages = [
@@ -80,13 +80,13 @@ def with_advantages(
 def with_clipped_advantages(
     updates: Sequence[Update], spec: RunSpec, device: torch.device
 ) -> tuple[list[Update], dict[str, float]]:
-    """Return the updates with their advantages within grpo.advantage_clip_low and advantage_clip_high, and as a metric the
-    largest absolute one before; all ranks call it together."""
+    """Return the updates with their advantages clipped to grpo.advantage_clip_low and advantage_clip_high, and as a
+    metric the largest absolute value before clipping. All ranks call it together."""
     real = _real(updates)
-    found = [micro.advantages_N for micro in real if micro.advantages_N is not None]
+    assigned = [micro.advantages_N for micro in real if micro.advantages_N is not None]
     if not any(m.advantages_N is not None for update in updates for m in update.micro_batches):
         return list(updates), {}
-    largest = [advantages_N.abs().max() for advantages_N in found if len(advantages_N)]
+    largest = [advantages_N.abs().max() for advantages_N in assigned if len(advantages_N)]
     none = torch.zeros((), dtype=torch.float32, device=device)
     metrics = {"advantage_max": max_over_ranks(torch.stack([none, *largest]).max()).item()}
     low, high = spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high
@@ -137,7 +137,6 @@ def _by_value_model(
 def _gae(
     batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device, step: int
 ) -> tuple[Tensor, States]:
-    """Return ([N] advantages before whitening, the states with their returns)."""
     states = _states(micro)
     sequences = [batch[i] for i in micro.indices]
     lengths_S = np.array([len(s.completion_ids) for s in sequences])
@@ -175,8 +174,7 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is that of all its
-    rows."""
+    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is its sum."""
     scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
     for sample, sequence in zip(samples.tolist(), batch, strict=True):
         scores[sample, 0] = sequence.group_id
@@ -198,7 +196,7 @@ def _with_turns(
 
 
 def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
-    """Return [F] the sequence's rewards. Raises InvalidInput when they are missing."""
+    """Return [F] the sequence's rewards. Raises InvalidInput if they are missing."""
     if sequence.rewards_F is None or len(sequence.rewards_F) != len(spec.rewards):
         raise InvalidInput(
             f"group {sequence.group_id} has no rewards for the {len(spec.rewards)} functions; "
@@ -208,7 +206,7 @@ def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:
 
 
 def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
-    """Return [N] β·KL of π_prox to the reference, where it belongs to the reward."""
+    """Return [N] β·KL of π_prox to the reference, if it belongs to the reward."""
     if not spec.loss_fn.use_kl_in_reward:
         return None
     proximal_N = given(micro.frozen.proximal_N)
@@ -228,12 +226,11 @@ def _states(micro: MicroBatch) -> States:
 
 
 def _real(updates: Sequence[Update]) -> list[MicroBatch]:
-    """Return the micro-batches that hold tokens, in order."""
     return [m for update in updates for m in update.micro_batches if not m.is_dummy]
 
 
 def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
-    """Return the updates with these micro-batches in place of `_real(updates)`, and 0 for the tokens of dummies."""
+    """Return the updates with the micro-batches `real` instead of `_real(updates)`, and 0 for the tokens of dummies."""
     rest = iter(real)
 
     def replacement(micro: MicroBatch) -> MicroBatch:
@@ -245,7 +242,7 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S] index of each sequence's sample among the samples of this part, in order: rows of an episode share one."""
+    """Return [S] index of each sequence's sample in this part, in order; transcripts of an episode share one."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
@@ -257,11 +254,13 @@ def advantages_of_turns(
     spec: RunSpec,
     step: int,
 ) -> list[Float64Array]:
-    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
+    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside turns get 0.
     advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
-        rewards[sample] += [turn.reward for turn in sequence.row.turns] if sequence.row is not None else []
+        rewards[sample] += (
+            [turn.reward for turn in sequence.transcript.turns] if sequence.transcript is not None else []
+        )
     by_sample: list[Float64Array] = [np.zeros(0)] * len(rewards)
     group_ids_C = scores[:, 0].astype(np.int64)
     for group_id in np.unique(group_ids_C):
@@ -275,7 +274,7 @@ def advantages_of_turns(
             by_sample[c] = values_K
     tokens = [np.zeros(len(sequence.completion_ids)) for sequence in batch]
     for sample, sequence, values_T in zip(samples_S.tolist(), batch, tokens, strict=True):
-        if sequence.row is not None:
-            for offset, turn in enumerate(sequence.row.turns):
-                values_T[turn.start : turn.end] = by_sample[sample][sequence.row.first_turn + offset]
+        if sequence.transcript is not None:
+            for offset, turn in enumerate(sequence.transcript.turns):
+                values_T[turn.start : turn.end] = by_sample[sample][sequence.transcript.first_turn + offset]
     return tokens

@@ -1,14 +1,14 @@
-"""The value model of PPO: the values of a batch's states, and its own update.
+"""The value model of PPO: the values of a batch's states, and its update.
 
 Promise: the value loss is that of the global batch, however it is split over micro-batches and ranks; a dummy
 micro-batch takes part in every pass, because under FSDP each pass is a collective.
 
-The order inside a step, the same on all ranks: `with_states` (values of every state, no gradient; advantages and returns
-follow in `paceline.learner.step.assign_advantages`), then for each update `accumulate` beside the policy's passes, `gradient_norm`,
-`step`.
+The order inside a step is the same on all ranks: `with_states` (values of every state, no gradient; advantages and
+returns follow in `paceline.learner.step.assign_advantages`), then for each update `accumulate` beside the policy's
+passes, `gradient_norm`, `step`.
 
-A completion of T tokens has T + 1 states: before each token, and after the last one. Suffixes: N tokens of a micro-batch,
-M its states (N + S), S its sequences.
+A completion of T tokens has T + 1 states: before each token, and after the last one. Suffixes: N tokens of a
+micro-batch, M its states (N + S), S its sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.learner.step.plan import MicroBatch, States, Update, given
 from paceline.spec import RunSpec
 
 ROUNDING = 1e-12
-"""Variance, by the mean square, below which the difference of the two is only rounding and returns count as equal."""
+"""Fraction of the mean square below which a variance is only rounding, so that returns count as equal."""
 
 
 class Critic:
@@ -64,8 +64,8 @@ class Critic:
         return [replace(u, micro_batches=tuple(map(with_states, u.micro_batches))) for u in updates]
 
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
-        """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens, times `scale`
-        in its gradients."""
+        """Run one micro-batch forward and backward. The value loss is the mean over the update's scored tokens; its
+        gradients are multiplied by `scale`."""
         states = micro.states
         assert states is not None, "`with_states` was not called"
         set_gradient_sync(self.model, self._device, is_last)
@@ -112,8 +112,8 @@ class Critic:
         self._update_sums = {}
 
     def metrics(self, num_updates: int) -> dict[str, float]:
-        """Return the metrics of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`, `return` (mean) and
-        `explained_variance`, 1 - Var(R - V)/Var(R) with V from before the step."""
+        """Return the metrics of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`,
+        `return` (mean) and `explained_variance`, 1 - Var(R - V)/Var(R) with V from before the step."""
         names = ("value_loss", "tokens", "clipped", "return", "return_squared", "error_squared", "error")
         sums = torch.tensor([self._sums.get(n, 0.0) for n in names], dtype=torch.float64, device=self._device)
         loss, tokens, clipped, total, squares, error_squares, errors = sum_over_ranks(sums).tolist()
@@ -141,8 +141,7 @@ class Critic:
 
 
 def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
-    """Return sequences with one state more than there are tokens, as if another token were to be predicted, and
-    `States.before_token_M`."""
+    """Return the packed sequences with one more state, as if another token followed, and `States.before_token_M`."""
     token = np.zeros(1, np.int32)
     if not sequences:
         sequences = [TrainingSample(-1, token, token)]

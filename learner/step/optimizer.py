@@ -1,5 +1,5 @@
-"""Gradients between the backward pass and the optimizer (reduction over ranks, norm, clipping), AdamW, and the learning rate over
-steps, a function of the step alone, so that a restart needs no scheduler state."""
+"""Gradients between the backward pass and the optimizer (reduction over ranks, norm, clipping), AdamW, and the learning
+rate. The learning rate is a function of the step alone, so that a restart needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Steps over which `inverse_sqrt` falls where no warm-up sets the scale, as in transformers."""
+"""Steps over which `inverse_sqrt` falls if no warm-up sets the scale, as in transformers."""
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases: torch's fused one,
-    or one with moments in bfloat16 or in the host's memory."""
+    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases: torch's fused
+    one, or one with moments in bfloat16 or in the host's memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -44,17 +44,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
     """Return the learning rate of a step as a fraction of the peak.
 
-    Warm-up of w steps: (step + 1)/w, so that no step has rate 0 and step w - 1 has the peak (transformers starts at 0 and
-    is one step behind). Then, with x going from 0 there to 1 at the last step, m = min_lr_ratio and f a fall from 1 to 0,
-    the factor is m + (1 - m)·f(x):
+    Warm-up of w steps: (step + 1)/w, so that no step has rate 0 and step w - 1 has the peak (transformers starts at 0
+    and is one step behind). Then, with x going from 0 there to 1 at the last step, m = min_lr_ratio and f a fall from 1
+    to 0, the factor is m + (1 - m)·f(x):
 
     - `linear`: 1 - x. `polynomial`: (1 - x)^power. `cosine`, `cosine_with_min_lr`: (1 + cos πx)/2 (Loshchilov and Hutter
       2017). `cosine_with_restarts`: the same in x·num_cycles mod 1, 0 at the end.
     - `wsd`: 1 until decay_steps before the end, then by y in (0, 1], 1 at the last step: `linear` 1 - y, `cosine`
       (1 + cos πy)/2, `1-sqrt` 1 - √y (Hu et al. 2024, arXiv 2404.06395; Hägele et al. 2024, arXiv 2405.18392).
 
-    `constant`, `constant_with_warmup`: 1. `inverse_sqrt`: √(w/(step + 1)), with 10,000 for w where there is no warm-up, from
-    the peak on (Vaswani et al. 2017; transformers).
+    `constant`, `constant_with_warmup`: 1. `inverse_sqrt`: √(w/(step + 1)) from the peak on, with 10,000 for w if there
+    is no warm-up (Vaswani et al. 2017; transformers).
     """
     warmup = config.num_warmup_steps(max_num_steps)
     if step < warmup:
@@ -69,7 +69,6 @@ def lr_factor(step: int, max_num_steps: int, config: SchedulerSection) -> float:
 
 
 def _fall(step: int, max_num_steps: int, config: SchedulerSection) -> float:
-    """Return the fall from 1 at the end of the warm-up to 0 at the last step."""
     peak_step = max(config.num_warmup_steps(max_num_steps) - 1, 0)
     x = min((step - peak_step) / max(max_num_steps - 1 - peak_step, 1), 1.0)
     match config.name:
@@ -95,29 +94,37 @@ def _half_cosine(x: float) -> float:
 
 
 PART_NUMEL = 1 << 22
-"""Elements of a parameter that are updated at a time."""
+"""Elements of a parameter that are updated at the same time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class PartwiseAdamW(torch.optim.AdamW):
-    """torch's AdamW that updates a part of a parameter at a time, for moments that are bfloat16, or in the host's memory between
-    two updates. Its state has the same entries, so checkpoints have the same form.
+    """torch's AdamW that updates a part of a parameter at a time, for moments in bfloat16, or in the host's memory
+    between two updates. Its state has the same entries, so checkpoints have the same form.
 
-    The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16 are rounded
-    stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 % is less than half of
-    bfloat16's last place. The random bits follow from the number of the update and the parameter's index, so a run that is resumed
-    or replayed gets the same ones.
+    The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16
+    are rounded stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 %
+    is less than half of bfloat16's last place. The random bits follow from the number of the update and the parameter's
+    index, so a resumed or replayed run gets the same ones.
     """
 
-    def __init__(self, params: Any, *, moment_dtype: torch.dtype, on_host: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        moment_dtype: torch.dtype,
+        on_host: bool = False,
+        part_numel: int = PART_NUMEL,
+        **options: Any,
+    ) -> None:
         super().__init__(params, foreach=False, **options)
-        self._moment_dtype, self._on_host = moment_dtype, on_host
+        self._moment_dtype, self._on_host, self._part_numel = moment_dtype, on_host, part_numel
         self.register_load_state_dict_post_hook(lambda _: self._place_moments())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         if closure is not None:
-            raise ValueError("an update has no closure here")
+            raise ValueError("PartwiseAdamW.step takes no closure")
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -125,7 +132,7 @@ class PartwiseAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
         if self._on_host and any(parameter.is_cuda for parameter in self.state):
-            torch.cuda.current_stream().synchronize()  # until then the moments are on their way to the host
+            torch.cuda.current_stream().synchronize()  # until then copies of moments to the host may be in progress
         return None
 
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
@@ -138,7 +145,9 @@ class PartwiseAdamW(torch.optim.AdamW):
         update = int(state["step"].item())
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{index}/{update}".encode()))
         whole = [_local(each) for each in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
-        for value, gradient, *moments in zip(*(torch.split(each.view(-1), PART_NUMEL) for each in whole), strict=True):
+        for value, gradient, *moments in zip(
+            *(torch.split(each.view(-1), self._part_numel) for each in whole), strict=True
+        ):
             # Copies, unless they are float32 on this device already.
             mean, square = (
                 moment.to(value.device, torch.float32, non_blocking=True, copy=self._on_host) for moment in moments
@@ -151,15 +160,15 @@ class PartwiseAdamW(torch.optim.AdamW):
                     moment.copy_(new, non_blocking=True)
 
     def _place_moments(self) -> None:
-        """Convert loaded moments back: torch loads them in the parameter's type, which holds every bfloat16 exactly, and on its
-        device."""
+        """Convert loaded moments to their type and device, because torch loads them in the parameter's type, which
+        represents every bfloat16 exactly, and on its device."""
         for state in self.state.values():
             for name in MOMENTS:
                 if name in state:
                     state[name] = self._placed(state[name].to(self._moment_dtype))
 
     def _placed(self, moment: Tensor) -> Tensor:
-        """Return a moment where it is kept between updates; on the host in memory from which a GPU copies by itself."""
+        """Return a moment where it is kept between updates; on the host in pinned memory."""
         if not self._on_host or not moment.is_cuda:
             return moment
         moment = moment.to("cpu")
@@ -184,9 +193,8 @@ def _update_part(
 
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value. A
-    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut
-    off."""
+    """Return float32 `values` in bfloat16, each randomly rounded up or down so that its expectation is the value. A
+    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, then dropped."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
@@ -197,8 +205,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
-    """Set up the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update, because
-    each collective costs more than the memory that it saves; on GPUs every backward pass reduces, so that no rank holds a
+    """Prepare the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update,
+    because each collective costs more than the memory that it saves; on GPUs every pass reduces: no rank holds a
     full gradient."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(is_last)

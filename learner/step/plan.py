@@ -1,13 +1,13 @@
-"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks. An update is an
-immutable value, which each phase of a step returns anew (`paceline.learner.step`).
+"""The plan of a step: the sequences of each update and of each micro-batch. An update is an immutable value; each phase
+of a step returns a new one (`paceline.learner.step`).
 
-Promise: a group's update is the same whatever rank its sequences are on; every rank has as many micro-batches for an update as
-the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
+Promise: a group's update is the same whatever rank its sequences are on; every rank has equally many micro-batches for
+an update, filled up with dummies of zero weight; an update's counts are those of the global batch.
 
-Packing depends on lengths (and costs) alone, so a replayed step is packed as it was the first time.
+Packing depends only on lengths (and costs), so a replayed step is packed as it was the first time.
 
-All ranks call `plan_updates` and `batch_metrics` together, each with its own part of the batch. Suffix U is the updates, M the
-micro-batches of one, N the tokens.
+All ranks call `plan_updates` and `batch_metrics` together, each with its part of the batch. Suffix U is the updates, M
+the micro-batches of one, N the tokens.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paceline.spec import RunSpec
 
 @dataclass(frozen=True)
 class FrozenLogprobs:
-    """Log-probabilities by the policies that do not move during a step, in nats; None where they are not needed."""
+    """Log-probabilities by the policies that do not change during a step, in nats; None if they are not needed."""
 
     proximal_N: Tensor | None = None
     """log π_prox."""
     reference_N: Tensor | None = None
-    """log π_ref, of the policy as it was or of a teacher."""
+    """log π_ref, of the policy before training or of a teacher."""
 
 
 @dataclass(frozen=True)
 class States:
-    """States of a micro-batch with the value model's values and its targets (M states, see `paceline.learner.step.critic`)."""
+    """States of a micro-batch with the value model's values and targets (M: see `paceline.learner.step.critic`)."""
 
     packed: PackedBatch
     before_token_M: Tensor
@@ -48,7 +48,7 @@ class States:
     returns_N: Tensor | None = None
     """Targets of the value model; None for a dummy."""
     scored_N: Tensor | None = None
-    """False for tokens of sequences without a reward: they train nothing. None for a dummy."""
+    """False for tokens of sequences without a reward, which train nothing. None for a dummy."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class Update:
 
 
 def given(values_N: Tensor | None) -> Tensor:
-    """Return the values. Raises ValueError where an earlier phase of the step has not added them."""
+    """Return the values. Raises ValueError if an earlier phase of the step has not added them."""
     if values_N is None:
         raise ValueError("this micro-batch lacks values that an earlier phase of the step adds")
     return values_N
 
 
 EVEN_COST_TOKENS = 32_768
-"""Length from which sequences are packed by cost too: attention's part of it is about two fifths there for 8B parameters."""
+"""Length from which sequences are also packed by cost; attention is about two fifths of the cost there (8B parameters).
+"""
 ROOM_FOR_EVEN_COST = 1.5
-"""Budget of a micro-batch by the longest sequence from which there is room to choose; with less, first fit is as good
-(docs/operate/performance.md)."""
+"""Budget of a micro-batch by the longest sequence, from which first fit is not as good (docs/operate/performance.md)."""
 
 
 def plan_updates(
@@ -105,8 +105,9 @@ def plan_updates(
     num_updates: int,
     shape: ModelShape | None = None,
 ) -> list[Update]:
-    """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id. With the model's `shape`, an
-    update with a sequence of EVEN_COST_TOKENS on some rank gets micro-batches of about equal cost, if they have room for more."""
+    """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id. With the model's
+    `shape`, an update with a sequence of EVEN_COST_TOKENS on some rank gets micro-batches of about equal cost, if
+    the budget is at least ROOM_FOR_EVEN_COST times the longest sequence."""
     parts: Sequence[Sequence[int]]
     parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
     indices_UM: list[list[tuple[int, ...]]] = []
@@ -162,11 +163,11 @@ def batch_metrics(
     shape: ModelShape | None,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the age of
-    its tokens, and the share of the tokens whose advantage is 0 (1 where nothing trains)."""
+    """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the
+    age of its tokens, and the share of the tokens whose advantage is 0 (1 if nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
-    known = [(s.versions_T, s.row is None) for s in batch if s.versions_T is not None]
-    versions = [versions_T if whole else versions_T[versions_T >= 0] for versions_T, whole in known]
+    sampled = [(s.versions_T, s.transcript is None) for s in batch if s.versions_T is not None]
+    versions = [versions_T if whole else versions_T[versions_T >= 0] for versions_T, whole in sampled]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [
@@ -201,8 +202,8 @@ def batch_metrics(
 def _of_even_cost(
     part: Sequence[tuple[int, TrainingSample]], spec: RunSpec, shape: ModelShape, passes: int
 ) -> list[tuple[int, ...]]:
-    """Return the indices of `part` in micro-batches whose passes take about as long, as many as any rank needs: each pass
-    gathers and reduces over all ranks, so all wait for the one whose sequences are longest."""
+    """Return the indices of `part` in micro-batches whose passes take about as long, as many as any rank needs. Each
+    pass gathers and reduces over all ranks, so all wait for the one with the longest sequences."""
     lengths = [sample.num_row_tokens for _, sample in part]
     costs = [training_flops(shape, [(1, length)], length) for length in lengths]
     packed = pack_evenly(lengths, costs, spec.policy.row_tokens, passes)
@@ -242,9 +243,9 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Return index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
-    micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours,
-    so that attention can run on them as one dense tensor. A sequence longer than the budget is alone in its
-    micro-batch; an empty one (length 0) is in none.
+    micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours and
+    attention can run on them as one dense tensor. A sequence longer than the budget is alone; an empty one is in no
+    micro-batch.
     """
     if budget_tokens <= 0:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")
@@ -273,8 +274,8 @@ def pack_evenly(
 ) -> list[list[int]]:
     """Return index lists as `pack`, at most `num_micro_batches`, of about equal cost, from the highest to the lowest.
 
-    Longest processing time first (Graham 1969): the costliest sequence that is left goes to the micro-batch of the lowest cost
-    that has room. Where that finds no room for one, the lists are those of `pack`, which need not be as even.
+    Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the lowest
+    cost that has room. If a sequence finds no room, the lists are those of `pack`, which need not be as even.
     """
     longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = [[] for _ in range(num_micro_batches)]

@@ -1,10 +1,11 @@
-"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed; and the phase of
-a step that asks the frozen policies.
+"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed; and
+the phase of a step that computes the frozen policies' log-probabilities.
 
-`reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose log-probabilities come
-with the batch; or a precomputation over the whole data set before training (`dpo.precompute`, `kto.precompute`).
+`reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose
+log-probabilities come with the batch; or a precomputation over the whole data set before training (`dpo.precompute`,
+`kto.precompute`).
 
-Promise: all give the same numbers up to the rounding of another packing; a precomputation frees its model before training
+Promise: all give the same numbers up to rounding by different packing; a precomputation frees its model before training
 begins, and a restart computes the same numbers again (at equal world size).
 
 All ranks make each call together.
@@ -33,7 +34,7 @@ from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
-"""Rows of each rank whose tokens are in memory at one time."""
+"""Rows of each rank whose tokens are in memory at the same time."""
 
 
 class Reference:
@@ -43,7 +44,7 @@ class Reference:
         """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
 
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
-        """Return [N] log π_ref of the completion tokens; None where it is not known for each token."""
+        """Return [N] log π_ref of the completion tokens; None if it is not available for each token."""
         return None
 
     def total(self, packed: PackedBatch) -> Tensor | float:
@@ -68,24 +69,24 @@ class LocalReference(Reference):
 
     @torch.no_grad()
     def mix_in(self, policy: PreTrainedModel, share: float) -> None:
-        """Set each parameter to share · policy + (1 - share) · reference, in float32. Policy and reference are sharded alike,
-        so each rank mixes its shard."""
+        """Set each parameter to share · policy + (1 - share) · reference, in float32. Both are sharded alike, so each
+        rank mixes its shard."""
         for (name, mine), (other, theirs) in zip(self.model.named_parameters(), policy.named_parameters(), strict=True):
             if name != other:
-                raise ValueError(f"the reference has {name!r} where the policy has {other!r}")
+                raise ValueError(f"the reference has {name!r}, but the policy has {other!r} in its place")
             ours, current = _shard(mine), _shard(theirs)
             ours.copy_(torch.lerp(ours.float(), current.to(ours.device).float(), share))
 
 
 class PoolReference(Reference):
-    """The log-probabilities that the reward pool serves, which come with the batch."""
+    """Reads the log-probabilities that the reward pool serves and that come with the batch."""
 
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         return packed.reference_N
 
 
 class PrecomputedReference(Reference):
-    """Precomputed Σ_t log π_ref of every completion of the run; the examples carry them after `prepare`."""
+    """Holds the precomputed Σ_t log π_ref of every completion of the run; the examples carry them after `prepare`."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self._policy, self._device = spec.policy, device
@@ -118,28 +119,28 @@ class PrecomputedReference(Reference):
         return sums_S
 
 
-class AskedBehaviour(Reference):
-    """The starting policy as the behaviour policy of traces that have no log-probabilities, asked once, before training. Its
-    log-probabilities are in memory then, four bytes a token; KL terms are those of `kl_reference`."""
+class ComputedBehaviour(Reference):
+    """Computes log μ of traces without log-probabilities with the starting policy, once, before training. They stay in
+    memory, four bytes a token; KL terms are those of `kl_reference`."""
 
     def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature
         self._kl_reference = kl_reference
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Ask for every w-th row on each rank, then exchange the log-probabilities."""
+        """Compute every w-th row on each rank, then exchange the log-probabilities."""
         rows, ranks = source.rows_used(), world_size()
         model: PreTrainedModel | None = None
         values_of: dict[int, list[np.ndarray]] = {}
         for block in range(math.ceil(math.ceil(len(rows) / ranks) / BLOCK_ROWS)):
             numbers = range(rank, len(rows), ranks)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-            asked = [
+            samples = [
                 replace(sample, group_id=number)
                 for number in numbers
                 for sample in source.of_row(rows[number])
                 if sample.behaviour_logprobs_T is None
             ]
-            missing = torch.tensor([len(asked)], device=self._device)
+            missing = torch.tensor([len(samples)], device=self._device)
             if not int(max_over_ranks(missing).item()):
                 continue
             if model is None:
@@ -149,7 +150,7 @@ class AskedBehaviour(Reference):
                 [torch.zeros(0, 2, dtype=torch.float64, device=self._device)]
                 + [
                     torch.stack((torch.full_like(values_T, sample.group_id), values_T), 1)
-                    for sample, values_T in zip(asked, self._ask(reference, asked), strict=True)
+                    for sample, values_T in zip(samples, self._logprobs(reference, samples), strict=True)
                 ]
             )
             table = rows_of_all_ranks(numbered)[0].cpu().numpy()
@@ -161,20 +162,19 @@ class AskedBehaviour(Reference):
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         return self._kl_reference.logprobs(packed)
 
-    def _ask(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
+    def _logprobs(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
         """Return [T] float64 log μ of each sample."""
-        found = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
+        logprobs_of = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
         for indices, packed, logprobs_N in _passes(reference, samples, self._policy.row_tokens, self._device):
-            for place, index in enumerate(indices):
-                found[index] = logprobs_N.double()[packed.sequence_N == place]
-        return found
+            for sequence, index in enumerate(indices):
+                logprobs_of[index] = logprobs_N.double()[packed.sequence_N == sequence]
+        return logprobs_of
 
 
 def _passes(
     reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
-    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes as many passes as the rank with the
-    most micro-batches."""
+    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes equally many."""
     micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):
@@ -184,14 +184,14 @@ def _passes(
 
 
 def reference_of(spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float) -> Reference:
-    """Return the reference that the objective of `spec` compares `policy` with. Raises InvalidInput for a model that cannot
-    be loaded, and for a teacher with another tokenizer."""
+    """Return the reference that the objective of `spec` compares `policy` with. Raises InvalidInput for a model that
+    cannot be loaded, and for a teacher with another tokenizer."""
     if spec.pool_serves_reference:
         return PoolReference()
     if spec.precomputes_reference:
         return PrecomputedReference(spec, device)
     if spec.trains_traces:
-        return AskedBehaviour(spec, _frozen_reference(spec, policy, device, temperature), device, temperature)
+        return ComputedBehaviour(spec, _frozen_reference(spec, policy, device, temperature), device, temperature)
     return _frozen_reference(spec, policy, device, temperature)
 
 
@@ -224,7 +224,7 @@ def with_frozen_logprobs(
     reference: Reference,
 ) -> list[Update]:
     """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
-    the first update, where the step needs it; log π_ref where each token needs it."""
+    the first update, if the step needs it; log π_ref if each token needs it."""
 
     def with_frozen(micro: MicroBatch) -> MicroBatch:
         proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
@@ -234,7 +234,7 @@ def with_frozen_logprobs(
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
-    """Return the updates with M2PO's limit, found over the tokens of all of them on all ranks."""
+    """Return the updates with M2PO's limit, computed over the tokens of all of them on all ranks."""
     if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]

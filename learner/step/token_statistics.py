@@ -1,8 +1,8 @@
-"""What is kept of single tokens while a step trains, for a few groups: log-probability and entropy, and the comparison of the
-samplers' log-probabilities with the learner's own.
+"""Statistics of single tokens of a few groups while a step trains: log-probability and entropy, and the comparison of
+the samplers' log-probabilities with the learner's.
 
-Promise: the step computes nothing more and waits for nothing: it leaves references to what it has computed, and `of` and
-`results` copy them to the host afterwards.
+Promise: the step computes and waits for nothing extra. It leaves references to its results, which `of` and `results`
+copy to the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """One completion, or row of an episode. Arrays are as long as its completion tokens, NaN where they do not train."""
+    """One completion, or transcript of an episode. Arrays have its completion tokens, NaN for those that do not train."""
 
     group_id: int
     index: int
@@ -31,32 +31,30 @@ class TokenNumbers:
 
 
 class TokenStatistics:
-    """The numbers of one step."""
-
     def __init__(self, group_ids: Collection[int]):
-        self._group_ids = frozenset(group_ids)
+        self.group_ids = frozenset(group_ids)
         self._noted: list[tuple[PackedBatch, Tensor, Tensor]] = []
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
-        """Keep what a micro-batch computed, if it has any of the groups. A repetition replaces what was kept before."""
-        if self._group_ids.intersection(packed.group_ids_S):
+        """Keep the results of a micro-batch if it has any of the groups. A repetition replaces the earlier results."""
+        if self.group_ids.intersection(packed.group_ids_S):
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
         """Return the numbers of the groups among the batch's samples that trained. Copies to the host."""
-        found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
+        values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()
             targets_N = packed.targets_N.cpu().numpy().astype(np.int64)
             values = logprobs_N.float().cpu().numpy(), entropy_N.float().cpu().numpy()
             for sequence, group_id in enumerate(packed.group_ids_S):
-                if group_id in self._group_ids:
+                if group_id in self.group_ids:
                     at_N = sequence_N == sequence
-                    found[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
+                    values_of[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
         return [
             numbers
             for sample, index in zip(samples, _indices(samples), strict=True)
-            if (numbers := _numbers(sample, index, found)) is not None
+            if (numbers := _numbers(sample, index, values_of)) is not None
         ]
 
 
@@ -70,11 +68,11 @@ def _indices(samples: Sequence[TrainingSample]) -> list[int]:
 
 
 def _numbers(
-    sample: TrainingSample, index: int, found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
+    sample: TrainingSample, index: int, values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
 ) -> TokenNumbers | None:
     """Return the numbers of a sample. Samples of a group with equal tokens have equal numbers."""
     trains_T = np.ones(len(sample.completion_ids), bool) if sample.trained_T is None else sample.trained_T
-    values = found.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
+    values = values_of.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
     if values is None or not trains_T.any():
         return None
     whole = []
@@ -90,7 +88,7 @@ MAX_DIFFERENCE = 1.0
 
 
 class GroupDifference(NamedTuple):
-    """One group: mean over its tokens of log μ - log π in nats, the standard error of that mean, and the number of tokens."""
+    """One group: mean over its tokens of log μ - log π in nats, its standard error, and the number of tokens."""
 
     group_id: int
     mean: float
@@ -99,20 +97,18 @@ class GroupDifference(NamedTuple):
 
 
 class SamplerComparison:
-    """The comparison of one step."""
-
     def __init__(self, group_ids: Collection[int]):
         self._group_ids = frozenset(group_ids)
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep the log-probabilities of a micro-batch by the weights that the step started from, if it has any of the groups. The first
-        ones count."""
+        """Keep a micro-batch's log-probabilities under the step's first weights, if it has any of the groups; the first
+        count."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
     def results(self) -> list[GroupDifference]:
-        """Return the groups that were noted, by their id. Copies to the host."""
+        """Return the noted groups, by their id. Copies to the host."""
         sequences: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         for packed, logprobs_N in self._noted.values():
             assert packed.behaviour_N is not None
@@ -127,8 +123,8 @@ class SamplerComparison:
 
 def group_difference(group_id: int, differences: Collection[np.ndarray]) -> GroupDifference:
     """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if they were
-    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an array
-    [T] in nats for each completion, with one token in all at least."""
+    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an
+    array [T] in nats for each completion, with at least one token in all."""
     tokens = np.concatenate(list(differences))
     mean, number = float(tokens.mean()), len(tokens)
     sums_C = np.array([float((values - mean).sum()) for values in differences])

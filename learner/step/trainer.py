@@ -3,10 +3,10 @@
 Promise: loss and gradient are those of the global batch, however it is split over micro-batches and ranks (`bnpo`
 excepted); either every rank steps its optimizer or none does.
 
-All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
-this order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and backward
-passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a collective), agrees
-on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
+All ranks call `train_step` together, each with its part of the batch (which may be empty). Inside, they meet in this
+order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and
+backward passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a
+collective), agrees on sums and gradient norm, and steps. Meanwhile nothing else may use the default group.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from paceline.spec import RunSpec
 class Trainer:
     """Model, optimizer and the step. Each rank makes one, after the process group if there are several ranks.
 
-    `model` (a transformers model, its parameters DTensors when sharded), `optimizer` and PPO's `critic` are public:
-    checkpoints, export and publishing read them between steps, and `synced_reference` too. `objective` makes samples from
-    the examples of a run. `reference` prepares them. Both are public.
+    `model` (a transformers model, its parameters DTensors if sharded), `optimizer`, PPO's `critic` and
+    `synced_reference` are public: checkpoints, export and publishing read them between steps. `objective`, which makes
+    samples from the examples of a run, and `reference`, which prepares them, are public too.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
@@ -68,18 +68,18 @@ class Trainer:
         self._loss_scale = LossScale(self.optimizer, compute_dtype(spec.policy, device))
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
-        """Updates of the last step that were left out."""
+        """Updates of the last step that were skipped."""
         self.token_statistics: TokenStatistics | None = None
-        """Takes what the next steps compute of single tokens, where the caller has set it."""
+        """If set by the caller: receives the token results of the next steps."""
         self.comparison: SamplerComparison | None = None
-        """Takes log-probabilities by the weights that the next step starts from, where the caller has set it."""
+        """If set by the caller: receives log-probabilities by the weights that the next step starts from."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
 
-        Raises NonFiniteLoss where loss or gradient norm is NaN or infinite, on every rank, the optimizer untouched by that update
-        and the gradients cleared; earlier updates of the same step stay. With policy.skip_non_finite_updates it is left in
-        `skipped` instead, and the step goes on.
+        Raises NonFiniteLoss on every rank if loss or gradient norm is NaN or infinite; that update does not change the
+        optimizer, the gradients are cleared, and earlier updates of the same step stay. With
+        policy.skip_non_finite_updates it is added to `skipped` instead, and the step continues.
         """
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
@@ -131,7 +131,6 @@ class Trainer:
         }
 
     def _note_proximal(self, updates: Sequence[Update]) -> None:
-        """Leave the proximal log-probabilities to the comparison, where the step has computed them."""
         if self.comparison is not None:
             for micro in (m for update in updates for m in update.micro_batches if not m.is_dummy):
                 if micro.frozen.proximal_N is not None:
@@ -139,13 +138,12 @@ class Trainer:
 
     @property
     def synced_reference(self) -> PreTrainedModel | None:
-        """The reference that the policy is mixed into, and so a part of the state; None where it stays as it was."""
+        """The reference that the policy is mixed into, and so a part of the state; None if it does not change."""
         if self.spec.syncs_reference and isinstance(self.reference, LocalReference):
             return self.reference.model
         return None
 
     def _sync_reference(self, step: int) -> None:
-        """Mix the policy into the reference after every reference_policy_sync_steps steps."""
         loss_fn, reference = self.spec.loss_fn, self.reference
         steps = loss_fn.reference_policy_sync_steps
         if steps is None or self.synced_reference is None or (step + 1) % steps:
@@ -165,8 +163,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[TrainingSample]) -> dict[str, float]:
-        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks. All ranks
-        call it together, each with its share of the examples. No state changes, no random number is drawn."""
+        """Measure the objective on held-out examples; return the metrics of a step, equal on all ranks. All ranks call
+        it together, each with its share of the examples. No state changes, no random number is drawn."""
         measured = [sample for sample in held_out if not sample.is_mismatched]
         updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         self.model.train(False)  # an adapter may drop inputs while it is trained
@@ -204,8 +202,8 @@ class Trainer:
         return {} if kl is None else {"batch_kl": kl}
 
     def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
-        """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm before.
-        Loss and norms are the same on every rank, so every rank takes the same branch. Raises NonFiniteLoss."""
+        """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm
+        before clipping. Loss and norms are the same on every rank, so is the branch taken. Raises NonFiniteLoss."""
         while True:
             results = self._accumulate_gradients(update, watch)
             sums = self._sum_metrics(results)
@@ -223,7 +221,7 @@ class Trainer:
                 raise self._non_finite(update, results, sums["loss"], norm, value_norm)
 
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
-        """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the scale."""
+        """Run every micro-batch forward and backward; the gradients are then the global batch's, times the scale."""
         results = []
         comparison, self.comparison = self.comparison, None  # later updates start from other weights
         # FSDP averages gradients over ranks, the loss is a sum.
@@ -319,17 +317,19 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸ without one; 1 for other types. All
+    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸; 1 for other types. All
     ranks call it alike.
 
-    Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the gradients
-    are divided by it. Where a gradient overflows, the scale is halved and the update is computed again, so every sample is trained.
-    After UPDATES_TO_DOUBLE updates without an overflow it is doubled. It is an entry of the optimizer's first group: checkpoints
-    have it, so a run that is resumed or replayed goes on with it.
+    Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the
+    gradients are divided by it. If a gradient overflows, the scale is halved and the update is computed again, so every
+    sample is trained. After UPDATES_TO_DOUBLE updates without an overflow it is doubled. It is an entry of the
+    optimizer's first group, so checkpoints have it and a resumed or replayed run continues with it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, updates_to_double: int = UPDATES_TO_DOUBLE
+    ) -> None:
+        self._optimizer, self._updates_to_double = optimizer, updates_to_double
         self.is_dynamic = dtype == torch.float16
         if self.is_dynamic:
             optimizer.param_groups[0] |= {SCALE: FIRST, UPDATES: 0}
@@ -347,7 +347,7 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale because of an overflow; return False where it is 1 already, so that another cause is to be looked for."""
+        """Halve the scale because of an overflow; return False if it is 1: the cause is another."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)
@@ -357,7 +357,7 @@ class LossScale:
         """Count an update without an overflow."""
         if self.is_dynamic:
             updates = int(self._optimizer.param_groups[0][UPDATES]) + 1
-            if updates < UPDATES_TO_DOUBLE:
+            if updates < self._updates_to_double:
                 self._set(self.factor, updates)
             else:
                 self._set(min(2 * self.factor, LARGEST), 0)
@@ -367,7 +367,7 @@ class LossScale:
 
 
 class Stopwatch:
-    """Sums of the seconds spent in named phases on one device, on CUDA from events in the stream, which are read at the end."""
+    """Sums the seconds spent in named phases on one device; on CUDA from events, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -390,7 +390,7 @@ class Stopwatch:
             self._seconds[phase] += time.perf_counter() - start_s
 
     def seconds(self) -> dict[str, float]:
-        """Wait for the device, and return the seconds by phase so far."""
+        """Wait for the device, and return the seconds by phase until now."""
         if self._cuda:
             torch.cuda.synchronize()
             for phase, begin, end in self._events:

@@ -1,1 +1,1 @@
-"""Publishing weights: by the relays of hosts, or through the store."""
+"""Publishing weights: through the relays of hosts, or through the object store."""

@@ -1,9 +1,9 @@
-"""The learner's side of a weight channel: the interface to a run's loop, the same for every kind of channel.
+"""The learner's side of a weight channel: one interface for a run's loop, the same for every kind of channel.
 
-Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and the
-construction are collective calls; the other methods matter on rank 0 only, where the control plane's thread calls them, and do
-nothing on the other ranks.
-`publish` returns as soon as it has copied the weights, so that later steps do not touch the copy.
+Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and
+the construction are collective calls. The other methods matter only on rank 0, where the control plane's thread calls
+them, and do nothing on the other ranks. `publish` returns once it has copied the weights, which later steps do not
+touch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from paceline.groups import Version
 
 
 class WeightChannel:
-    """Sender of every published version, or of the newest, to the members of the roster."""
+    """Sends every published version, or the newest, to the members of the roster."""
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error that ended a
-        thread."""
+        """Whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises a thread's error."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -29,16 +28,16 @@ class WeightChannel:
         raise NotImplementedError
 
     def write_snapshot(self) -> None:
-        """Write the newest version in full, where the channel uses the object store."""
+        """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive from now on. `by_host` are those of them whose hosts have relays. Return at once."""
+        """Set the members that receive from now on, and return at once. `by_host` are those whose hosts have relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """Take a member's answer to an offer."""
+        """Process a member's answer to an offer."""
 
     def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
-        """Note that a member still works on a version: so many bytes are there, or all are and the engine loads them."""
+        """Note that a member still works on a version: it has received so many bytes, or its engine loads them."""
 
     def interrupt(self, reason: str) -> None:
         """Repeat offers that may have been lost, or whose answers may have been, while the control plane was away."""

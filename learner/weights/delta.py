@@ -1,4 +1,4 @@
-"""The delta channel: every rank writes its slices to the store, members read at their pace."""
+"""The delta channel: every rank writes its slices to the object store, and members read at their pace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeltaChannel(WeightChannel):
         *,
         on_device: bool = True,
     ) -> None:
-        """`on_device`: keep a copy on the GPU where one fits now, to compare the next version with."""
+        """`on_device`: keep a copy on the GPU, if one fits now, to compare the next version with."""
         self._writer = writer
         self._on_device = on_device
         self._dtype = dtype
@@ -41,7 +41,7 @@ class DeltaChannel(WeightChannel):
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """The time is that of copying this rank's slices, or of comparing them on its GPU."""
+        """Publish; takes the time of copying this rank's slices, or of comparing them on its GPU."""
         if not self._tensors:
             self._tensors = plan_tensors(model, self._dtype)
             snapshot_here = DeviceSnapshot(model, self._dtype)
@@ -63,11 +63,12 @@ class DeltaChannel(WeightChannel):
         self._writer.close()
 
     def _copied(self, version: Version, copy_s: float) -> None:
-        """Note that this rank's slices of the version are copied, and not yet written."""
+        """Note that this rank's slices of the version are copied but not yet written."""
 
 
 class Rank0DeltaChannel(DeltaChannel):
-    """The channel on rank 0, which also makes the offers. `announce(version, copy_s)` is called before a member can have the version."""
+    """The channel on rank 0, which also makes the offers. It calls `announce(version, copy_s)` before a member can have
+    it."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""What a rank publishes: its slices of the model's weights, or what changed in them since, found on its GPU.
+"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last, computed on its
+GPU.
 
-Nothing is gathered: each rank copies its box of every tensor that a mesh of any dimensions has divided, of several ranks
-that hold the same box the first one, and rank 0 alone copies the other tensors. Together the slices of all ranks are every
-tensor, once. Names are those of `paceline.learner.weights.gather.named_weights`.
+Nothing is gathered. Each rank copies its box of every tensor that a mesh (of any dimensions) divides; if several ranks
+hold the same box, only the first copies it; rank 0 alone copies the other tensors. Together the slices of all ranks are
+every tensor, once. Names are those of `paceline.learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
@@ -35,16 +36,14 @@ from paceline.weights.store.version_source import (
 log = logging.getLogger(__name__)
 
 SPARE = 1.5
-"""The copy is kept where the device has this many times its size free."""
+"""The copy is kept if the device has this many times its size free."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice]:
-    """Return this rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs).
-
-    Raises InvalidInput for a tensor of which the ranks hold summands.
-    """
+    """Return this rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs). Raises
+    InvalidInput for a tensor whose elements are sums over ranks."""
     return [slice_of(block, local) for block, local in local_boxes(model, dtype)]
 
 
@@ -64,7 +63,7 @@ def _boxes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Block,
     seen: set[int] = set()
     for name, tensor in named_weights(model).items():
         if id(tensor) in seen:
-            continue  # tied: it travels under its first name
+            continue  # tied: it is published under its first name
         seen.add(id(tensor))
         local, offsets = _local(name, tensor.detach())
         if local is not None and local.numel():
@@ -72,7 +71,7 @@ def _boxes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Block,
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Return this rank's part of a tensor, None where another rank has the same, and the indices of its first element."""
+    """Return this rank's part of a tensor, None if another rank has the same, and the indices of its first element."""
     start = tuple(0 for _ in tensor.shape)
     if not isinstance(tensor, DTensor):
         return (tensor, start) if is_first_rank() else (None, start)
@@ -81,20 +80,21 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None, start
-    places = zip(coordinate, tensor.placements, strict=True)
-    if any(index and placement.is_replicate() for index, placement in places):
+    axes = zip(coordinate, tensor.placements, strict=True)
+    if any(index and placement.is_replicate() for index, placement in axes):
         return None, start
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(offsets)
 
 
 class DeviceSnapshot:
-    """The weights that a rank published last, on its GPU; only what changed since travels to the host. `dtype` as of `local_slices`.
+    """Holds the weights that a rank published last, on its GPU, so that only changes reach the host. `dtype` as in
+    `local_slices`.
 
-    Promise: `take` returns when nothing reads the model any more, so the next optimizer step may write it; what it returns is
-    in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and the
-    memory of one copy in the published type. It waits for the device once a chunk of the store's format, to learn how many
-    elements changed.
+    Promise: when `take` returns, nothing reads the model any more, so the next optimizer step may write it; its result
+    is in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and
+    the memory of one copy in the published type. It waits for the device once for each chunk of the store's format, to
+    learn the number of changed elements.
     """
 
     def __init__(
@@ -131,25 +131,23 @@ class DeviceSnapshot:
 
     @torch.no_grad()
     def take(self, replaced: VersionSource | None = None) -> VersionSource:
-        """Return everything at first and where all of the version before was not written, else what changed since then.
-
-        `replaced` is what the last call returned, if that will not be written.
-        """
+        """Return everything at the first call and if the version before was not written in full, else the changes since
+        then. `replaced` is the last call's result, if that will not be written."""
         if not self._kept or isinstance(replaced, WholeSlices):
             return self._whole()
         if isinstance(replaced, FoundChanges):
             for chunk, found in replaced.chunks.items():
                 self._put_back(chunk, found)
         boxes = self._boxes()
-        found_chunks = {}
+        changed_chunks = {}
         for chunk in range(len(self.layout.chunks)):
             on_device = _compared(self._kept[chunk], self._chunk(boxes, chunk), self._bounds[chunk])
             if on_device is not None:
-                found_chunks[chunk] = on_device
-        # The copies to the host go on behind the comparisons; this is where the thread waits for them.
+                changed_chunks[chunk] = on_device
+        # The copies to the host overlap with the comparisons; the thread waits for them only here.
         if self._kept[0].is_cuda:
             torch.cuda.current_stream(self._kept[0].device).synchronize()
-        return FoundChanges({chunk: found.on_host() for chunk, found in found_chunks.items()})
+        return FoundChanges({chunk: changes.on_host() for chunk, changes in changed_chunks.items()})
 
     def _whole(self) -> WholeSlices:
         boxes = self._boxes()
@@ -162,7 +160,6 @@ class DeviceSnapshot:
         return local_boxes(self._model, self._dtype)
 
     def _chunk(self, boxes: list[tuple[Any, Tensor]], chunk: int) -> Tensor:
-        """Return [N] the bits of a chunk of the live model, as integers on the device."""
         runs = []
         for piece in self.layout.chunks[chunk]:
             block, local = boxes[piece.block]
@@ -182,7 +179,7 @@ class DeviceSnapshot:
 
 
 class _OnDevice:
-    """What changed in a chunk, on its way to the host. Everything is ordered by class, then rank."""
+    """Holds the changes of a chunk while they are copied to the host. Everything is ordered by class, then rank."""
 
     def __init__(self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]) -> None:
         self._bounds = bounds
@@ -190,7 +187,7 @@ class _OnDevice:
         self._arrays = [_to_host(array) for array in arrays]
 
     def on_host(self) -> ChunkChanges:
-        """Return it, when the device has finished."""
+        """Return the changes, once the device has finished."""
         sizes_C, counts_C = self._small.tolist()
         positions_K, ranks_K, base_K, new_K = (array.numpy() for array in self._arrays)
         width = base_K.dtype.itemsize
@@ -200,7 +197,7 @@ class _OnDevice:
 
 
 def _compared(kept_N: Tensor, new_N: Tensor, bounds: tuple[int, ...]) -> _OnDevice | None:
-    """Return what differs, and make `kept_N` the new bits; None where nothing differs."""
+    """Return the differences, and set `kept_N` to the new bits; None if nothing differs."""
     positions_K = (kept_N != new_N).nonzero().squeeze(1)
     if not len(positions_K):
         return None
@@ -222,8 +219,8 @@ def _compared(kept_N: Tensor, new_N: Tensor, bounds: tuple[int, ...]) -> _OnDevi
         positions_K, ranks_K = positions_K[order_K], ranks_K[order_K]
     base_K, new_K = kept_N[positions_K], new_N[positions_K]
     kept_N.copy_(new_N)
-    places = [positions_K.to(torch.int32), ranks_K.to(torch.int32)]
-    return _OnDevice(bounds, sizes_C, counts_C, [*places, base_K, new_K])
+    indices = [positions_K.to(torch.int32), ranks_K.to(torch.int32)]
+    return _OnDevice(bounds, sizes_C, counts_C, [*indices, base_K, new_K])
 
 
 def _to_host(tensor: Tensor) -> Tensor:

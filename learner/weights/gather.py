@@ -1,10 +1,10 @@
-"""Gathering the model's weights on rank 0, as a copy that later optimizer steps do not touch.
+"""Gathers the model's weights on rank 0, as a copy that later optimizer steps do not touch.
 
-The ranks share the work: each converts its shards to the wire's type and packs them, and only rank 0 receives.
+The ranks share the work: each converts its shards to the published type and packs them, and only rank 0 receives.
 
-Promise: every rank goes through the same buckets in the same order, and all buckets have ended when the call returns, so no
-unfinished gather is left behind another collective; only rank 0 keeps the weights. Names are those of the Hugging Face
-model, whatever wraps its modules here, and tied weights appear under each of their names but exist once.
+Promise: every rank goes through the same buckets in the same order, and all buckets have ended when the call returns,
+so no unfinished gather overlaps with another collective; only rank 0 keeps the weights. Names are those of the Hugging
+Face model without wrappers; tied weights appear under each of their names but exist once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
-"""Bytes of a rank's shards that travel at a time."""
+"""Bytes of a rank's shards that are sent at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts that wrappers add to state-dict names; the model that receives the weights has no wrappers."""
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors, whole, on rank 0, in host memory (pinned when the model is on a GPU); empty on other ranks.
+    """Return all published tensors, whole, on rank 0, in host memory (pinned if the model is on a GPU); else empty.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
-    converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
+    converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one allocation, laid out as
     `paceline.weights.format.packing.plan` does, so they are written without another copy.
     """
     tensors = named_weights(model)
@@ -52,22 +52,21 @@ def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, gathered: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fill `gathered`, which `_allocate` has made, and return it."""
-    wanted = is_first_rank()
+    is_first = is_first_rank()
     sharded: list[tuple[str, DTensor]] = []
-    done: set[int] = set()
+    seen: set[int] = set()
     for name, kept in tensors.items():
-        if id(kept) in done:
+        if id(kept) in seen:
             continue
-        done.add(id(kept))
+        seen.add(id(kept))
         tensor = kept.detach()
         if isinstance(tensor, DTensor) and is_split_by_rows(tensor):
             sharded.append((name, tensor))
         elif isinstance(tensor, DTensor):
             whole = _converted(tensor, dtype).full_tensor()
-            if wanted:
+            if is_first:
                 gathered[name].copy_(whole)
-        elif wanted:
+        elif is_first:
             gathered[name].copy_(tensor)
     previous: _Gathering | None = None
     for bucket in _buckets(sharded):
@@ -81,10 +80,10 @@ def _gather(
 
 
 class _Gathering:
-    """A bucket on its way to rank 0: every rank's shards of some tensors, one behind the other.
+    """A bucket that is sent to rank 0: every rank's shards of some tensors, one behind the other.
 
-    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank
-    with fewer rows is padded, because a gather needs equal sizes. Of several replicas the first one sends.
+    Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank with
+    fewer rows is padded, because a gather needs equal sizes. Only the first replica sends.
     """
 
     def __init__(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> None:
@@ -95,19 +94,19 @@ class _Gathering:
             -(-tensor.shape[0] // self._size) * _row_bytes(tensor, shard.dtype)
             for (_, tensor), shard in zip(bucket, shards, strict=True)
         ]
-        self._own = torch.zeros(sum(num_bytes), dtype=torch.uint8, device=shards[0].device)
+        self._packed = torch.zeros(sum(num_bytes), dtype=torch.uint8, device=shards[0].device)
         start = 0
         for shard, length in zip(shards, num_bytes, strict=True):
-            self._own[start : start + shard.nbytes].copy_(shard.view(torch.uint8))
+            self._packed[start : start + shard.nbytes].copy_(shard.view(torch.uint8))
             start += length
         self._all: list[torch.Tensor] | None = None
         self._work: Any = None
         if not in_first_replica(bucket[0][1]):
             return
         if is_first_rank():
-            self._all = [torch.empty_like(self._own) for _ in range(self._size)]
-        # Two in flight: while this one travels, rank 0 unpacks the one before and every rank packs the next.
-        self._work = dist.gather(self._own, self._all, dst=0, group=group, async_op=True)
+            self._all = [torch.empty_like(self._packed) for _ in range(self._size)]
+        # Two in flight: while this one is sent, rank 0 unpacks the one before and every rank packs the next.
+        self._work = dist.gather(self._packed, self._all, dst=0, group=group, async_op=True)
 
     def finish(self, gathered: dict[str, torch.Tensor]) -> None:
         """Wait for the bucket and, on rank 0, write its rows into their tensors."""
@@ -126,7 +125,7 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield `sharded` in order, in parts of at most BUCKET_BYTES a rank (a larger tensor goes alone), of one mesh each."""
+    """Yield `sharded` in order, in parts of one mesh and at most BUCKET_BYTES a rank (or one larger tensor)."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:
@@ -141,8 +140,7 @@ def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTe
 
 
 def is_split_by_rows(tensor: DTensor) -> bool:
-    """Return whether the ranks of a replica hold consecutive rows, as with FSDP2: then a shard is one run of the tensor's
-    bytes."""
+    """Return whether the ranks of a replica have consecutive rows, as with FSDP2: a shard is one run of bytes."""
     (*others, last) = tensor.placements
     by_rows = isinstance(last, Shard) and last.dim == 0 and tensor.numel() > 0
     return by_rows and all(placement.is_replicate() for placement in others)
@@ -153,8 +151,8 @@ def _row_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the published tensors, by the names that travel: the adapter alone where the model has one, else parameters and
-    persistent buffers by their unwrapped names. Tied names give the identical object."""
+    """Return the published tensors under their published names: only the adapter if the model has one, else parameters
+    and persistent buffers by their unwrapped names. Tied names give the identical object."""
     return adapter_weights(model) if has_adapter(model) else _state(model)
 
 
@@ -176,7 +174,7 @@ def is_first_rank() -> bool:
 
 
 def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """Return `tensor` in the type that travels: half the bytes where that is a 16-bit type."""
+    """Return `tensor` in the published type, which halves the bytes if that is a 16-bit type."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
@@ -196,7 +194,7 @@ def _planned(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> 
 
 
 def wire_name(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
-    """Return the name of the type in which a tensor travels."""
+    """Return the name of the type that a tensor is published in."""
     wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return str(wire).removeprefix("torch.")
 

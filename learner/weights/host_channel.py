@@ -1,11 +1,11 @@
-"""The channel by hosts: every rank stages its shards in its host's memory, and the hosts' relays bring them to all others.
+"""The channel by hosts: every rank stages its shards in its host's memory, and relays bring them to all others.
 
-Rank 0 adds the manifest, with the digests that the relays of all the learner's hosts made, and tells the coordinator, which
-tells each host where to read. Members without a relay, and those that relays failed to reach several times, read the run's
-object store, which rank 0 writes for them alone.
+Rank 0 adds the manifest, with the digests from the relays of all the learner's hosts, and informs the coordinator,
+which tells each host where to read. Members without a relay, and members that relays failed to reach several times,
+read the run's object store, which rank 0 writes only for them.
 
-Threads of rank 0: one completes manifests (`_complete_forever`), one puts versions into the store (`_store_forever`). `close`
-alone waits for them, for a moment.
+Rank 0 has two threads: one completes manifests (`_complete_forever`), one puts versions into the object store
+(`_store_forever`). Only `close` waits for them, for at most CLOSE_WAIT_S.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from paceline.weights.store.writer import StoreWriter
 
 STORE_RETRY_S = 0.5
 CLOSE_WAIT_S = 2.0
-"""Longest wait for threads that end; one that copies a large version is left behind."""
-NO_AGENT = b"0" * 16
+"""Longest wait for threads that end; a thread that copies a large version may outlive it."""
+NO_RELAY = b"0" * 16
 log = logging.getLogger(__name__)
 
 
@@ -62,17 +62,16 @@ class Hosts:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this is the first rank of its host, which speaks for it."""
+        """Whether this is the first rank of its host, which speaks for it."""
         return self.host_of_rank.index(self.source) == self.rank
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts."""
         return max(self.host_of_rank) + 1
 
 
 class HostChannel(WeightChannel):
-    """A `WeightChannel` on the ranks beside rank 0. `board` is where the hosts' digests meet."""
+    """A `WeightChannel` on the ranks beside rank 0. `board` collects the hosts' digests."""
 
     def __init__(self, client: RelayClient, hosts: Hosts, board: RankBoard, writer: ShardWriter) -> None:
         self._client, self._hosts, self._board, self._writer = client, hosts, board, writer
@@ -87,7 +86,7 @@ class HostChannel(WeightChannel):
             on_held=self._on_held,
             on_replaced=self._on_replaced,
         )
-        # Copies that are under way on a GPU have to end before the weights change, and no sooner.
+        # Copies in progress on a GPU have to end before the weights change, but no sooner.
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._stage.wait_for_copies())
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -107,21 +106,20 @@ class HostChannel(WeightChannel):
             self._board.put(_key(version, self._hosts.source), json.dumps(note).encode())
 
     def _on_held(self, held: host_agent_pb2.HeldVersion, segment: HostSegment) -> None:
-        """Take a complete version of this host; only rank 0 asks for them."""
+        """Process a complete version of this host; only rank 0 overrides it."""
 
     def _on_replaced(self) -> None:
-        """Take note of another relay on this host."""
+        """Process the replacement of this host's relay; only rank 0 overrides it."""
 
     @property
     def _address(self) -> list[str]:
-        """Address and id of this host's relay."""
         identity = self._client.identity
         return ["", ""] if identity is None else [identity.address, identity.agent_id]
 
 
 class Rank0HostChannel(HostChannel):
-    """The channel on rank 0. `announce(version, seconds)` is called before a member can have the version, `send` with what the
-    coordinator has to tell all hosts. `store` writes for the members of `offers`, and belongs to rank 0 alone."""
+    """The channel on rank 0. `announce(version, seconds)` is called before a member can have the version, `send` with
+    reports for the coordinator about versions on hosts. `store` writes for the members of `offers`, only on rank 0."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class Rank0HostChannel(HostChannel):
         """The newest version that was put into the object store."""
         self._roster: tuple[int, tuple[str, ...], frozenset[str]] = (0, (), frozenset())
         self._overtaken = threading.Event()
-        """Set when waiting for the other hosts' digests is pointless."""
+        """Set if waiting for the other hosts' digests is pointless."""
         self._notes: dict[str, dict[str, list[str]]] = {}
         """Notes of the other hosts about the newest version, by key."""
         self._dividing = threading.Lock()
@@ -165,7 +163,7 @@ class Rank0HostChannel(HostChannel):
 
     @property
     def wants_snapshot(self) -> bool:
-        """Rank 0 alone writes the store."""
+        """Never, because rank 0 writes the object store alone."""
         self._store.check()
         return False
 
@@ -201,7 +199,7 @@ class Rank0HostChannel(HostChannel):
         self._overtaken.set()
         with self._changed:
             self._changed.notify_all()
-        # The interpreter must not end under a thread that is in native code: the process would abort.
+        # The interpreter must not end while a thread is in native code, or the process aborts.
         deadline_s = time.monotonic() + CLOSE_WAIT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -210,11 +208,11 @@ class Rank0HostChannel(HostChannel):
         self._store.close()
 
     def member_failed(self) -> None:
-        """Offer members that relays cannot reach the versions in the object store."""
+        """Offer the versions in the object store to members that relays cannot reach."""
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' relays and the object store. One thread at a time, so that the newest roster is applied last."""
+        """Divide the roster among hosts' relays and the object store. One thread at a time: the newest is applied last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -252,7 +250,7 @@ class Rank0HostChannel(HostChannel):
                     return
                 version, digests = self._staged.pop(0)
                 if self._staged:
-                    continue  # a newer one is there
+                    continue  # a newer version is staged
                 self._overtaken.clear()
             try:
                 self._complete(version, digests)
@@ -262,7 +260,8 @@ class Rank0HostChannel(HostChannel):
                 unforeseen.note("the manifest of a version", error)
 
     def _complete(self, version: Version, digests: list[bytes]) -> None:
-        """Make the manifest of a version that this host has staged, once all hosts have, and tell the coordinator."""
+        """Make the manifest of a version that this host has staged, once all hosts have, and send it to the
+        coordinator."""
         by_source, addresses = {0: iter(digests)}, [self._address]
         for source in range(1, self._hosts.num_hosts):
             document = self._note_of(version, source)
@@ -292,7 +291,7 @@ class Rank0HostChannel(HostChannel):
         self._follow(message)
 
     def _note_of(self, version: Version, source: int) -> dict[str, list[str]] | None:
-        """Return what another host says of a version; None when a newer version was staged here before."""
+        """Return another host's note about a version; None if this host has staged a newer version in the meantime."""
         key = _key(version, source)
         if key not in self._notes:
             note = self._board.wait(key, self._overtaken)
@@ -304,7 +303,7 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Have this host's relay complete a version, which is to be stored; with one learner host it is complete."""
+        """Make this host's relay complete a version for the object store; with one learner host it is complete."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
@@ -333,14 +332,13 @@ class Rank0HostChannel(HostChannel):
                     assert due[0] is not None
                     assert due[1] is not None
                     self._put_into_store(*due[0], due[1][0])
-            except Unavailable:  # it was overwritten by a newer one, which is on its way here
+            except Unavailable:  # overwritten by a newer version, which will be complete soon
                 self._closed.wait(STORE_RETRY_S)
             except Exception as error:
                 unforeseen.note("copying weights for the object store", error)
                 self._closed.wait(STORE_RETRY_S)
 
     def _is_due(self) -> bool:
-        """Return whether a version is here that the store needs and has not got."""
         if not self._needs_store or self._here is None or self._newest is None:
             return False
         return self._put is None or self._put < self._here[0]
@@ -349,7 +347,7 @@ class Rank0HostChannel(HostChannel):
         return self._put is not None and self._offers.wants_snapshot
 
     def _put_into_store(self, version: Version, generation: int, segment: HostSegment, manifest: HostManifest) -> None:
-        """Copy a version out of the host's memory, which takes newer ones, for the object store."""
+        """Copy a version from the host's memory, which newer versions reuse, into the object store."""
         flat = empty_flat(manifest.layout)
         with segment.reading(generation):
             flat.copy_(segment.flat())
@@ -359,22 +357,20 @@ class Rank0HostChannel(HostChannel):
 
 
 def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
-    """Return the learner's hosts; None where a rank has no relay within `timeout_s`. A collective call.
-
-    Raises InvalidInput, on every rank, where they are in several zones: each step would wait for the link between them.
-    """
+    """Return the learner's hosts; None if a rank has no relay within `timeout_s`. A collective call. Raises
+    InvalidInput, on every rank, if they are in several zones, whose link each step would wait for."""
     import torch.distributed as dist
 
-    agent_id, zone = NO_AGENT, ""
+    agent_id, zone = NO_RELAY, ""
     if client is not None and client.wait(timeout_s):
         identity = client.identity
         if identity is not None:
             agent_id, zone = identity.agent_id.encode(), identity.zone
-    own = agent_id + hashlib.sha256(zone.encode()).digest()
+    note = agent_id + hashlib.sha256(zone.encode()).digest()
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        notes, rank = [own], 0
+        notes, rank = [note], 0
     else:
-        sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
+        sent = torch.tensor(list(note), dtype=torch.uint8, device=device)
         gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, sent)
         notes, rank = [bytes(part.tolist()) for part in gathered], dist.get_rank()
@@ -382,9 +378,9 @@ def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.d
 
 
 def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> Hosts | None:
-    """Return the learner's hosts from (agent id, digest of the zone) of each rank. Raises InvalidInput for several zones."""
+    """Return the learner's hosts from (relay id, digest of the zone) of each rank. Raises InvalidInput for several."""
     ids = [agent_id for agent_id, _ in notes]
-    if NO_AGENT in ids:
+    if NO_RELAY in ids:
         return None
     if len({zone for _, zone in notes}) > 1:
         raise InvalidInput(
@@ -393,11 +389,11 @@ def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> H
             "reward workers may be anywhere"
         )
     distinct = list(dict.fromkeys(ids))
-    return Hosts(tuple(distinct.index(one) for one in ids), rank, token)
+    return Hosts(tuple(distinct.index(relay_id) for relay_id in ids), rank, token)
 
 
 def piece_algorithm(trusted: bool) -> PieceAlgorithm:
-    """Return the digests' algorithm: a fast one where nobody can have changed the bytes on their way."""
+    """Return the digests' algorithm: a fast one if nobody can have changed the bytes on their way."""
     return "xxh3_128" if trusted else "sha256"
 
 

@@ -1,11 +1,11 @@
-"""Writing a rank's shards of the model into the memory of its host, in the type that travels.
+"""Writes a rank's shards of the model into the memory of its host, in the published type.
 
-Nothing is gathered: each rank of the first replica writes its rows of a tensor that is split by rows, and rank 0 the other
-tensors. Only a tensor that is placed otherwise is made whole first, by a collective of all ranks, one at a time. On a GPU the
-conversion and the copies run on a stream of their own into page-locked memory; the caller gets an event, and nothing waits but
-the next optimizer step.
+Nothing is gathered: each rank of the first replica writes its rows of a tensor that is split by rows, and rank 0 writes
+the other tensors. Only a tensor with another placement is made whole first, by a collective of all ranks, one at a
+time. On a GPU the conversion and the copies run on a separate stream into page-locked memory; the caller gets an event,
+and only the next optimizer step waits.
 
-Promise: every byte of every tensor is written by exactly one rank, at the place that all ranks computed.
+Promise: every byte of every tensor is written by exactly one rank, at the offset that all ranks computed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from paceline.weights.hosts.segment import HostSegment
 
 
 class _Part(NamedTuple):
-    """A rank's part of one tensor, and where it begins in the version."""
-
     values: Tensor
     offset: int
 
@@ -58,8 +56,8 @@ class ShardWriter:
 
     @torch.no_grad()
     def write(self, model: nn.Module, segment: HostSegment) -> torch.cuda.Event | None:
-        """Write this rank's parts into the segment. Return the event of the last copy, which the next optimizer step has to
-        wait for; None when all is written."""
+        """Write this rank's parts into the segment. Return the event of the last copy, which the next optimizer step
+        has to wait for; None if all is written."""
         flat = segment.flat()
         if self._stream is None:
             for part in self._parts(model):
@@ -97,8 +95,8 @@ class ShardWriter:
                 local = tensor.to_local()
                 if in_first_replica(tensor) and local.numel():
                     size, _ = shard_group(tensor)
-                    place = tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1)
-                    first = place * -(-tensor.shape[0] // size) * math.prod(tensor.shape[1:])
+                    index = tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1)
+                    first = index * -(-tensor.shape[0] // size) * math.prod(tensor.shape[1:])
                     yield _Part(local.contiguous(), offset + first * self._wire(tensor).itemsize)
             elif isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()  # on all ranks
@@ -115,13 +113,12 @@ class ShardWriter:
         return flat[part.offset : part.offset + part.values.numel() * wire.itemsize].view(wire)
 
     def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
-        """Yield the bytes of a version that this rank writes."""
         for part in parts:
             yield part.offset, part.offset + part.values.numel() * self._wire(part.values).itemsize
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the published tensors by their first names: tied ones travel once."""
+    """Yield the published tensors by their first names; tied ones are published once."""
     seen: set[int] = set()
     for name, tensor in named_weights(model).items():
         if id(tensor) not in seen:
@@ -134,7 +131,7 @@ def _rows_by_rank(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
     size, _ = shard_group(tensor)
     ranks = tensor.device_mesh.mesh.reshape(-1, size)[0].tolist()
     rows = -(-tensor.shape[0] // size)
-    for place, rank in enumerate(ranks):
-        begin, end = place * rows, min((place + 1) * rows, tensor.shape[0])
+    for index, rank in enumerate(ranks):
+        begin, end = index * rows, min((index + 1) * rows, tensor.shape[0])
         if begin < end:
             yield rank, begin, end

@@ -1,9 +1,9 @@
-"""A model's whole tensors on rank 0, a piece at a time: what an export needs of memory does not grow with the model.
+"""Streams a model's whole tensors to rank 0, a piece at a time, so that memory does not grow with it.
 
-Each rank merges its rows of an adapter into its rows of the base and converts them, so only the wanted type travels.
+Each rank merges its rows of an adapter into its rows of the base and converts them, so only the requested type is sent.
 
-Promise: every rank goes through the same collectives in the same order, whatever rank 0 does with the pieces; tied weights
-come once. Names are those of the architecture, without wrappers and adapters.
+Promise: every rank goes through the same collectives in the same order, whatever rank 0 does with the pieces; tied
+weights come once. Names are those of the architecture, without wrappers and adapters.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Weight:
     b_OR: Tensor | None = None
     scaling: float = 1.0
 
-    def dtype(self, wanted: torch.dtype | None) -> torch.dtype:
-        """Return the type that it is exported in: the wanted one, if any, unless it is no floating-point tensor."""
-        return wanted if wanted is not None and self.tensor.is_floating_point() else self.tensor.dtype
+    def dtype(self, requested: torch.dtype | None) -> torch.dtype:
+        """Return the type that it is exported in: the requested one, if any, unless it is no floating-point tensor."""
+        return requested if requested is not None and self.tensor.is_floating_point() else self.tensor.dtype
 
-    def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, wanted: torch.dtype | None) -> Tensor:
+    def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, requested: torch.dtype | None) -> Tensor:
         """Return rows of this rank, merged (in float32, rounded once) and converted."""
         rows = _local(self.tensor)[begin:end]
         if whole_a_RI is not None and self.b_OR is not None:
             product = _local(self.b_OR)[begin:end].float() @ whole_a_RI.float()
             rows = rows.float() + product * self.scaling
-        return rows.to(self.dtype(wanted))
+        return rows.to(self.dtype(requested))
 
 
 def export_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the architecture's tensors by name, tied ones under their first name only. The tensors are live."""
+    """Return the architecture's tensors by name, tied ones only under their first name. The tensors are live."""
     parts = adapted_parts(model) if has_adapter(model) else {}
     weights: dict[str, Weight] = {}
     seen: set[int] = set()
@@ -75,41 +75,41 @@ def export_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 @torch.no_grad()
-def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[TensorRun]:
-    """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are).
-
-    A collective call: all ranks have to
-    iterate to the end."""
+def pieces(
+    weights: dict[str, Weight], dtype: torch.dtype | None, piece_bytes: int = PIECE_BYTES
+) -> Iterator[TensorRun]:
+    """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are). A
+    collective call: all ranks have to iterate to the end."""
     for name, weight in weights.items():
         whole_a_RI = None if weight.a_RI is None else _whole(weight.a_RI)
         if isinstance(weight.tensor, DTensor) and is_split_by_rows(weight.tensor):
-            yield from _gathered(name, weight, weight.tensor, whole_a_RI, dtype)
+            yield from _gathered(name, weight, weight.tensor, whole_a_RI, dtype, piece_bytes)
         elif isinstance(weight.tensor, DTensor):
             b_OR = None if weight.b_OR is None else _whole(weight.b_OR)
             whole = Weight(_whole(weight.tensor), weight.a_RI, b_OR, weight.scaling)
-            yield from _plain(name, whole, whole_a_RI, dtype)
+            yield from _plain(name, whole, whole_a_RI, dtype, piece_bytes)
         else:
-            yield from _plain(name, weight, whole_a_RI, dtype)
+            yield from _plain(name, weight, whole_a_RI, dtype, piece_bytes)
 
 
 def _gathered(
-    name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
+    name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
 ) -> Iterator[TensorRun]:
-    """Yield the pieces of a tensor of which rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Of several replicas
-    the first one sends."""
+    """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
+    replica sends."""
     if not in_first_replica(tensor):
         return
     ranks, group = shard_group(tensor)
     rows, row_numel = -(-tensor.shape[0] // ranks), math.prod(tensor.shape[1:])
     wire = weight.dtype(dtype)
-    step = max(1, PIECE_BYTES // (ranks * row_numel * wire.itemsize))
+    step = max(1, piece_bytes // (ranks * row_numel * wire.itemsize))
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         here = weight.rows(begin, begin + count, whole_a_RI, dtype).reshape(-1)
-        own = here.new_zeros(count * row_numel)  # a gather needs equal sizes
-        own[: len(here)] = here
-        received = [torch.empty_like(own) for _ in range(ranks)] if is_first_rank() else None
-        dist.gather(own, received, dst=0, group=group)
+        padded = here.new_zeros(count * row_numel)  # a gather needs equal sizes
+        padded[: len(here)] = here
+        received = [torch.empty_like(padded) for _ in range(ranks)] if is_first_rank() else None
+        dist.gather(padded, received, dst=0, group=group)
         for rank, part in enumerate(received or []):
             first = rank * rows + begin
             filled = min(count, min((rank + 1) * rows, tensor.shape[0]) - first)
@@ -117,7 +117,9 @@ def _gathered(
                 yield TensorRun(name, first * row_numel, part[: filled * row_numel].cpu())
 
 
-def _plain(name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None) -> Iterator[TensorRun]:
+def _plain(
+    name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
+) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor that rank 0 has whole."""
     if not is_first_rank() or weight.tensor.numel() == 0:
         return
@@ -125,7 +127,7 @@ def _plain(name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dt
         yield TensorRun(name, 0, weight.tensor.to(weight.dtype(dtype)).reshape(1).cpu())
         return
     row_numel = math.prod(weight.tensor.shape[1:])
-    step = max(1, PIECE_BYTES // (row_numel * weight.dtype(dtype).itemsize))
+    step = max(1, piece_bytes // (row_numel * weight.dtype(dtype).itemsize))
     for begin in range(0, weight.tensor.shape[0], step):
         values = weight.rows(begin, begin + step, whole_a_RI, dtype)
         yield TensorRun(name, begin * row_numel, values.reshape(-1).cpu())

@@ -1,1 +1,1 @@
-"""User code in processes of its own: loading it, limits, and calls with time limits."""
+"""User code in separate processes: loading it, limits, and calls with time limits."""

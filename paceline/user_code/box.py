@@ -1,13 +1,14 @@
-"""The box around a process of user code, from within: which processes it may touch, and which files it may not.
+"""The box around a process of user code, from within: the processes that it may touch, the files that it may not.
 
-Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no environment, memory or
-descriptor of a process outside, sends no signal there, and connects to no abstract socket there. Root has there what it needs for
-files and users, and no other capability (`OF_FILES_AND_USERS`). The text of hidden files it can neither read nor change, that of kept ones it
-cannot change; `paceline.user_code.surroundings` names them. Landlock does not hold modes, owners and times of files.
+Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no
+environment, memory or descriptor of a process outside, sends no signal there, and connects to no abstract socket there.
+Root keeps the capabilities for files and users, and no other (`OF_FILES_AND_USERS`). The process can neither read nor
+change the text of hidden files, and cannot change that of kept ones; `paceline.user_code.surroundings` names them.
+Landlock does not protect modes, owners and times of files.
 
-Landlock knows what is allowed and nothing else, so a folder with something hidden in it is opened entry by entry: what is made
-directly in such a folder later is closed too, and an error says so (`why_refused`). Secrets in folders of their own avoid that. This
-module imports little, because each process of user code imports it.
+Landlock only has rules that allow, so a folder with something hidden in it is opened entry by entry. Entries made
+directly in such a folder later are closed too, and an error says so (`why_refused`); secrets in separate folders avoid
+that. This module imports little, because each process of user code imports it.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ from paceline.host.landlock import (
 )
 
 NAMED_FOLDERS = 3
-"""The most that a sentence names."""
+"""Most folders that a sentence names."""
 
 
 def why_no_isolation() -> str:
-    """Return why this kernel cannot keep the promise of `--require-isolation`; empty where it can."""
+    """Return why this kernel cannot keep the promise of `--require-isolation`; empty if it can."""
     abi = landlock_abi()
     if abi >= SCOPES_ABI:
         return ""
-    found = f"Landlock ABI {abi}" if abi else "no Landlock"
-    return f"this kernel has {found}, and ABI {SCOPES_ABI} is needed (Linux 6.12, with landlock in its list of security modules)"
+    support = f"Landlock ABI {abi}" if abi else "no Landlock"
+    return f"this kernel has {support}, but ABI {SCOPES_ABI} is needed (Linux 6.12, with landlock in its list of security modules)"
 
 
 @dataclass(frozen=True)
 class Box:
-    """Files of one process of user code: resolved paths. Without hidden ones all files are open."""
+    """Files of one process of user code, as resolved paths. Without hidden ones all files are open."""
 
     hidden: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
     """Folders within hidden ones that it may read."""
     kept: tuple[str, ...] = ()
-    """Folders that it may read and not change, but for what is hidden in them. They count only beside hidden ones."""
+    """Folders that it may read but not change, except for hidden files in them. They need hidden files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
-        """Return the box of which `text` is the `text()`."""
+        """Return the box whose `text()` is `text`."""
         values = json.loads(text)
         return cls(tuple(values["hidden"]), tuple(values["shown"]), tuple(values["kept"]))
 
@@ -64,7 +65,7 @@ class Box:
         return json.dumps(asdict(self))
 
     def close(self) -> None:
-        """Put this process into the box, for good. Raises Unavailable where files have to be hidden and cannot be."""
+        """Put this process into the box, irrevocably. Raises Unavailable if files have to be hidden but cannot be."""
         if why := why_no_isolation():
             if self.hidden:
                 raise Unavailable(f"user code has to be isolated, but {why}")
@@ -81,14 +82,14 @@ class Box:
         _entered = self
 
     def closed_folders(self) -> list[str]:
-        """Return the folders that are opened entry by entry: user code can make nothing directly in them."""
+        """Return the folders that are opened entry by entry; user code can create nothing directly in them."""
         if not self.hidden:
             return []
         return sorted({str(folder) for path in (*self.hidden, *self.kept) for folder in Path(path).parents})
 
     def sentence(self, path: str = "") -> str:
-        """Return the sentence for a person whose code was refused a file, empty where this box is not the reason. Without a `path`, for
-        one that is not known, it names the folders in which this user could make files outside the box."""
+        """Return a sentence for a user whose code was refused the file `path`; empty if this box is not the reason.
+        Without `path` (unknown file) it names the folders in which this user could create files outside the box."""
         closed = self.closed_folders()
         if path:
             name = os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
@@ -97,8 +98,8 @@ class Box:
                 (self.kept, "is read-only for user code, because this worker loads code from it"),
                 (self.hidden, "is hidden from user code"),
             ):
-                if found := [each for each in folders if Path(name).is_relative_to(each)]:
-                    return f"on this worker {found[0]} {what} (docs/operate/security_promises.md)"
+                if matches := [each for each in folders if Path(name).is_relative_to(each)]:
+                    return f"on this worker {matches[0]} {what} (docs/operate/security_promises.md)"
             closed = [each for each in closed if each == os.path.dirname(name)]
         else:
             writable = [each for each in closed if os.access(each, os.W_OK)]
@@ -115,8 +116,8 @@ _entered = Box()
 """The box of this process."""
 
 
-def why_refused(error: BaseException) -> str:
-    """Return `; ` and the sentence for an error of user code in this process if its box may be the cause; else an empty text."""
+def why_refused(error: BaseException, box: Box | None = None) -> str:
+    """Return `; ` and the sentence for an error of user code if `box` (None: this process') may be the cause, else empty."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -124,19 +125,19 @@ def why_refused(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EXDEV):
             named = (cause.filename, cause.filename2)
             paths = [os.fsdecode(path) for path in named if isinstance(path, str | bytes)]
-            if sentence := next(filter(None, map(_entered.sentence, paths)), ""):
+            if sentence := next(filter(None, map((box or _entered).sentence, paths)), ""):
                 return f"; {sentence}"
         cause = cause.__cause__ or cause.__context__
     return ""
 
 
 def open_paths(hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths below which everything is but what is `hidden`: the entries beside each hidden path and beside its parents."""
+    """Yield paths that cover everything but `hidden`: the entries beside each hidden path and its parents."""
     return _beside({Path(path) for path in hidden})
 
 
 def kept_paths(kept: Iterable[str], hidden: Iterable[str]) -> Iterator[str]:
-    """Yield paths below which everything is that is `kept` and not `hidden`. What is kept within something hidden is not hidden."""
+    """Yield paths that cover everything `kept` and not `hidden`. A kept path within a hidden one is not hidden."""
     closed = {Path(path) for path in hidden}
     for folder in map(Path, kept):
         inside = {path for path in closed if path.is_relative_to(folder)}
@@ -152,5 +153,5 @@ def _beside(closed: set[Path], top: Path = Path("/")) -> Iterator[str]:
         try:
             names = os.listdir(folder)
         except OSError:
-            continue  # it is not there, or this user cannot read it anyway
+            continue  # it does not exist, or this user cannot read it anyway
         yield from (str(folder / name) for name in names if folder / name not in closed | parents)

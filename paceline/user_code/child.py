@@ -1,7 +1,8 @@
-"""The process' side of user code: connection, output, memory limit, and what an error means.
+"""The process' side of user code: connection, output, memory limit, and the causes of errors.
 
-Promises: the user code runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot add more address space than its limit, and the
-process does not outlive the service. This module never imports torch or transformers.
+Promises: the user code runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot
+add more address space than its limit, and the process does not outlive the service. It never imports torch or
+transformers.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from paceline.host.process import die_with_parent
 from paceline.user_code.box import Box
 
 MAX_LIMIT_BYTES = 2**62
-"""The most that setrlimit takes."""
+"""Largest value that setrlimit takes."""
 OOM_SCORE = 500
-"""Of 1000: when the host runs out of memory, the kernel kills this process before the service."""
+"""Of 1000: if the host runs out of memory, the kernel kills this process before the service."""
 
 
 def connect(killed_first: bool = True) -> socket.socket:
-    """Return the process' end of the socket pair: its descriptor is argv[2], the service's process argv[3], its box
-    argv[5]. killed_first: the kernel kills this process before the service when the host runs out of memory."""
+    """Return the process' end of the socket pair. argv[2] is its descriptor, argv[3] the service's process, argv[5] the
+    box. killed_first: the kernel kills this process before the service if the host runs out of memory."""
     connection_fd, service_pid = int(sys.argv[2]), int(sys.argv[3])
-    # On other systems than Linux, the closed socket ends an idle process.
+    # On systems other than Linux, the closed socket ends an idle process.
     die_with_parent(service_pid, signal.SIGKILL)
     if killed_first:
         be_killed_first()
@@ -41,7 +42,7 @@ def connect(killed_first: bool = True) -> socket.socket:
 
 
 class MemoryBudget:
-    """Address space that a piece of user code may add, over all its calls."""
+    """Address space that a piece of user code may add over all its calls."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -70,7 +71,7 @@ class MemoryBudget:
 
 
 def mapped_bytes() -> int | None:
-    """Return the address space of this process; None on other systems than Linux."""
+    """Return the address space of this process; None on systems other than Linux."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -100,7 +101,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def be_killed_first() -> None:
-    """Let the kernel kill this process before the service when the host runs out of memory. Linux only."""
+    """Let the kernel kill this process before the service if the host runs out of memory. Linux only."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 

@@ -1,4 +1,4 @@
-"""How a process of user code ends: its errors, what a person reads about its end, and whether it was starved."""
+"""The end of a process of user code: its errors, their text for users, and whether it was starved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 from paceline.errors import PacelineError
 
 STARVED_SHARE = 0.1
-"""Fraction of its time limit: a runnable process that gets less of a processor is starved."""
+"""Fraction of its time limit: a runnable process that gets less processor time is starved."""
 NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
 
 
@@ -19,24 +19,25 @@ class ProcessTimeout(PacelineError):
     """No answer within the time limit."""
 
     starved = False
-    """True when it was runnable all the time and hardly got a processor (or its disk), which is no fault of the user code."""
+    """True if it was always runnable but hardly got a processor (or its disk), which is no fault of the user code."""
 
 
 class ProcessDied(PacelineError):
-    """The process ended instead of answering. The message says how, `died with signal SIGKILL`."""
+    """The process ended instead of answering. The message says how, as in `died with signal SIGKILL`."""
 
     by_signal = False
-    """True when a signal that this side did not send ended it: by the kernel out of memory, a crash, a person."""
+    """True if a signal that this side did not send ended it: from the kernel out of memory, a crash, or a person."""
 
 
 class ProcessNotStarted(ProcessDied):
-    """This host had no room for the process: memory, descriptors, files. It may have some later, so it counts as one that was killed."""
+    """This host had no room for the process (memory, descriptors, files). It may have room later, so this counts as
+    killed."""
 
     by_signal = True
 
 
 def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | None:
-    """Return the processor seconds that a process got in the last `window_s` seconds if it was starved; None if it was not.
+    """Return the processor seconds that a process got in the last `window_s` seconds if it was starved, else None.
     `used_before_s` is its `usage` at their beginning."""
     since_s = usage(pid) - used_before_s
     return since_s if since_s < STARVED_SHARE * window_s and is_runnable(pid) else None
@@ -54,8 +55,8 @@ def usage(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Return whether a process or one of its children is runnable: it waits for a processor or the disk, or was stopped. A
-    sleeping process waits by its choice."""
+    """Return whether a process or one of its children waits for a processor or the disk, or was stopped. A sleeping one
+    waits by choice."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return any(_status(member) in NOT_SLEEPING for member in [process, *process.children(recursive=True)])

@@ -1,7 +1,6 @@
-"""Messages between a service and a process that runs user code: a length, then JSON, over a socket pair that only the two
-hold.
+"""Messages between a service and a process that runs user code: a length, then JSON, over their socket pair.
 
-JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
+They are JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 def encode(message: dict[str, Any]) -> bytes:
     """Return the frame of `message`; NumPy scalars and arrays become numbers and lists, decimals and times texts.
-    Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES."""
+    Raises InvalidInput if a value has no JSON form, or the message is larger than MAX_FRAME_BYTES."""
     try:
         body = json.dumps(message, default=_plain).encode()
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"user code gets JSON values only: {error}") from None
+        raise InvalidInput(f"user code accepts only JSON values: {error}") from None
     if len(body) > MAX_FRAME_BYTES:
         raise InvalidInput(f"a message of {len(body)} bytes for user code exceeds {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the message in `body`. Raises WireError when it is not a JSON object."""
+    """Return the message in `body`. Raises WireError if it is not a JSON object."""
     try:
         message = json.loads(body)
     except ValueError as error:
@@ -44,17 +43,19 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for the next message, in the process. Raises EOFError when the service is gone. There is no deadline: an
-    idle process has nothing else to do, and the service's end shows as EOF."""
+    """Wait for the next message, in the process. Raises EOFError if the service is gone. There is no deadline, because
+    an idle process has nothing else to do, and the service's end shows as EOF."""
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Wait for the next message, in the service, which sets the deadline. Raises EOFError when the process is gone; WireError."""
+    """Wait for the next message, in the service, which sets the deadline. Raises EOFError (process gone), WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
-        raise WireError(f"a process of user code announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")
+        raise WireError(
+            f"a process of user code announced {size_bytes} bytes, more than the {MAX_FRAME_BYTES} that are read"
+        )
     return decode(await reader.readexactly(size_bytes))
 
 
@@ -69,7 +70,7 @@ def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Decimal | date | time | timedelta):  # of tables; the ledger writes them so too
+    if isinstance(value, Decimal | date | time | timedelta):  # from tables; the ledger writes them so too
         return str(value)
     tolist = getattr(value, "tolist", None)
     if tolist is None:

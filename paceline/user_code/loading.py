@@ -1,4 +1,4 @@
-"""Loader of what a spec names as `path/to/file.py:name`: a function or a class in a user's file.
+"""Loads the function or class in a user's file that a spec names as `path/to/file.py:name`.
 
 A file is loaded under a module name made from its path, so a user's `learner.py` shadows no module of this project, and
 two files of one name do not collide.
@@ -23,23 +23,23 @@ from paceline.user_code.box import why_refused
 
 
 def load_from_file(path: Path, name: str, kind: str) -> Any:
-    """Return the function or class `name` of a file. `kind` is what it is for people, `reward function`. Raises
-    InvalidInput: a file that fails to import (with its error), nothing of that name in it (with the nearest one),
-    something that cannot be called; Unreadable: no such file, or one that it imports. Runs the user's module: call it
-    only in a process that may run their code."""
+    """Return the function or class `name` of a file. `kind` is its purpose in messages, as `reward function`. Raises
+    InvalidInput for a file that fails to import (with its error), nothing of that name in it (with the nearest one)
+    or something that cannot be called; Unreadable if the file, or one that it imports, does not exist. Runs the
+    user's module: call it only in a process that may run their code."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise Unreadable(f"{kind} {name!r}: there is no file {str(path)!r}; check the path in the spec")
     module = _module(path)
-    found = getattr(module, name, None)
-    if found is None:
+    loaded = getattr(module, name, None)
+    if loaded is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         existing = ", ".join(functions) or "none"
         noun = kind.rpartition(" ")[2]
         raise InvalidInput(f"{path} has no {noun} {name!r}{nearest(name, functions)}; it has {existing}")
-    if not callable(found):
-        raise InvalidInput(f"{name!r} in {path} is {type(found).__name__}, a {kind} has to be callable")
-    return found
+    if not callable(loaded):
+        raise InvalidInput(f"{name!r} in {path} is {type(loaded).__name__}, but a {kind} has to be callable")
+    return loaded
 
 
 def _module(path: Path) -> ModuleType:
@@ -52,7 +52,7 @@ def _module(path: Path) -> ModuleType:
         raise InvalidInput(f"{path} is not a Python file; user code lives in a .py file")
     module = importlib.util.module_from_spec(spec)
     _find_neighbours_in(path.parent)
-    sys.modules[module_name] = module  # dataclasses and pickle look the module up while it runs
+    sys.modules[module_name] = module  # dataclasses and pickle read the entry while the module runs
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -64,9 +64,8 @@ def _module(path: Path) -> ModuleType:
 
 
 class NeighbourFinder(PathFinder):
-    """Finder that lets a user's file import the files beside it. It comes after every other finder, so they shadow
-    nothing. A folder at the end of `sys.path` would not do, because packages installed in editable mode are found after
-    that."""
+    """Finds the files beside a user's file for its imports. It comes after every other finder, so they shadow nothing.
+    A folder at the end of `sys.path` would shadow packages in editable mode, which are found after that."""
 
     folders: ClassVar[list[str]] = []
 
@@ -86,8 +85,8 @@ def _find_neighbours_in(folder: Path) -> None:
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """Return one line: the exception's type, the first line of its text, and where it was raised, in file `path` if it
-    passed through there; then why its box refused a file, if that is the cause."""
+    """Return one line: the exception's type, the first line of its text, and the line that raised it, in file `path` if
+    the error passed through it; then the box's reason for refusing a file, if that is the cause."""
     return _described(error, path) + why_refused(error)
 
 
@@ -106,13 +105,13 @@ def _described(error: BaseException, path: Path | None) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return `, did you mean …?` with the nearest of some names; empty without one that is near."""
+    """Return `, did you mean …?` with the nearest of some names; empty if none is near."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes, and the names of those that it needs and are not there. A function
+    """Return the arguments that a user's function takes, and the names of required ones that are missing. A function
     with `**`, or without a signature, takes all: `arguments` itself."""
     try:
         parameters = inspect.signature(function).parameters

@@ -1,11 +1,10 @@
-"""Processes of user code: one for one caller at a time (`UserProcess`), or one for several (`SharedProcess`), where each message has an
-id, and so has its reply.
+"""Processes of user code: `UserProcess` for one caller at a time, and `SharedProcess` for several, with ids.
 
-Tasks of a UserProcess: one watch per process life waits for its end, and then kills the rest of its process group, so that a
-grandchild that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of the life
-before. Of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every caller that waits
-gets the end. A process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in a thread that
-lasts. Every wait for an answer has the caller's time limit.
+Tasks of a UserProcess: one watch per process life waits for its end and then kills the rest of its process group, so
+that a grandchild with the socket cannot hide the death; readers then see EOF. `start` waits for the watch of the life
+before. Tasks of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every
+waiting caller gets the end. A process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to
+run in a thread that lasts. Every wait for an answer has the caller's time limit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paceline.user_code.ends import (
     usage,
 )
 from paceline.user_code.frames import encode, receive_async
-from paceline.user_code.surroundings import ROOT, Place, Surroundings
+from paceline.user_code.surroundings import ROOT, ProcessSettings, Surroundings
 
 BOOT = (
     "import sys, importlib; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
@@ -38,49 +37,49 @@ BOOT = (
 """Code of the child. It has to import the same code as this process."""
 
 
-async def spawn(module: str, surroundings: Surroundings | None) -> tuple[Process, socket.socket, Place | None]:
-    """Start a process that runs `main()` of a module, in a session of its own, and return it with this side's socket,
-    and with its place, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
-    side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it has
-    this process' environment and no box. Raises ProcessNotStarted."""
-    place: Place | None = None
+async def spawn(
+    module: str, surroundings: Surroundings | None
+) -> tuple[Process, socket.socket, ProcessSettings | None]:
+    """Start a process that runs `main()` of a module in a separate session. Return it with this side's socket and with
+    its settings, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
+    side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it
+    has this process' environment and no box. Raises ProcessNotStarted."""
+    settings: ProcessSettings | None = None
     try:
-        place = None if surroundings is None else surroundings.place()
-        return *await _spawn(module, place), place
+        settings = None if surroundings is None else surroundings.prepare()
+        return *await _spawn(module, settings), settings
     except BaseException as error:
-        if place is not None:
-            await asyncio.to_thread(place.remove)
+        if settings is not None:
+            await asyncio.to_thread(settings.remove)
         if isinstance(error, OSError):
             raise ProcessNotStarted(f"could not be started: {error}") from error
         raise
 
 
-async def _spawn(module: str, place: Place | None) -> tuple[Process, socket.socket]:
-    ours, theirs = socket.socketpair()
-    arguments = [ROOT, str(theirs.fileno()), str(os.getpid()), module]
-    arguments += [] if place is None else [place.box.text()]
-    with theirs:
+async def _spawn(module: str, settings: ProcessSettings | None) -> tuple[Process, socket.socket]:
+    local, remote = socket.socketpair()
+    arguments = [ROOT, str(remote.fileno()), str(os.getpid()), module]
+    arguments += [] if settings is None else [settings.box.text()]
+    with remote:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", BOOT, *arguments),
                 stdin=DEVNULL,
-                env=None if place is None else place.environment,
-                pass_fds=(theirs.fileno(),),
+                env=None if settings is None else settings.environment,
+                pass_fds=(remote.fileno(),),
                 start_new_session=True,
             )
         except BaseException:
-            ours.close()
+            local.close()
             raise
-    return process, ours
+    return process, local
 
 
 class _Child:
-    """What both kinds of process have."""
-
     def __init__(self, module: str, surroundings: Surroundings | None) -> None:
         self._module, self._surroundings = module, surroundings
         self._process: Process | None = None
-        self._place: Place | None = None
+        self._settings: ProcessSettings | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     @property
@@ -90,13 +89,13 @@ class _Child:
 
     async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
         """Start a process; return it with its connection. Raises ProcessNotStarted."""
-        process, ours, self._place = await spawn(self._module, self._surroundings)
+        process, local, self._settings = await spawn(self._module, self._surroundings)
         self._process = process
         self._spawned(process)
         try:
-            return process, *await asyncio.open_connection(sock=ours)
+            return process, *await asyncio.open_connection(sock=local)
         except BaseException:
-            ours.close()
+            local.close()
             self.kill()
             raise
 
@@ -111,18 +110,18 @@ class _Child:
             self._writer.transport.abort()
         self._writer = None
 
-    async def _remove_place(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            await asyncio.to_thread(place.remove)
+    async def _remove_files(self) -> None:
+        settings, self._settings = self._settings, None
+        if settings is not None:
+            await asyncio.to_thread(settings.remove)
 
 
 class UserProcess(_Child):
-    """One child process that runs `main` of a module. Used by one caller at a time."""
+    """One child process that runs `main` of a module, for one caller at a time."""
 
     def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
-        """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with the user
-        code's imports."""
+        """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with
+        imports."""
         super().__init__(module, surroundings)
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
@@ -131,12 +130,12 @@ class UserProcess(_Child):
 
     @property
     def usable(self) -> bool:
-        """Return whether the process is started and not known to have ended."""
+        """Whether the process is started and has not ended as far as is known."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start a new process, after ending the one before, and load the user's code. Raises InvalidInput when it
-        cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
+        """End the process before, start a new one, and load the user's code. Raises InvalidInput if it cannot be loaded
+        (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
         _, self._reader, self._writer = await self._connected()
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
@@ -200,7 +199,7 @@ class UserProcess(_Child):
         watch, self._watch = self._watch, None
         if watch is not None:
             await watch  # no deadline: after SIGKILL only the kernel's waits can delay the end
-        await self._remove_place()
+        await self._remove_files()
 
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
@@ -208,10 +207,10 @@ class UserProcess(_Child):
 
 
 class SharedProcess(_Child):
-    """One child process that runs `main` of a module."""
+    """One child process that runs `main` of a module, for several callers."""
 
     def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
-        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this project."""
+        """Set the module and its first message; `start` starts the process. `surroundings` None: code of this project."""
         super().__init__(module, surroundings)
         self._load = encode(load)
         self._reading: asyncio.Task[None] | None = None
@@ -219,16 +218,16 @@ class SharedProcess(_Child):
         self.last_id = 0
         """Id of the newest message."""
         self.num_answered = 0
-        """Replies so far."""
+        """Replies until now."""
 
     @property
     def usable(self) -> bool:
-        """Return whether the process is started and not known to have ended."""
+        """Whether the process is started and has not ended as far as is known."""
         return self._writer is not None
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        """Start the process, after ending the one before, and return its reply to the first message. Raises ProcessTimeout
-        and ProcessDied; the process is gone then."""
+        """End the process before, start a new one, and return its reply to the first message. Raises ProcessTimeout and
+        ProcessDied; the process is gone then."""
         await self.close()
         process, reader, writer = await self._connected()
         try:
@@ -256,8 +255,8 @@ class SharedProcess(_Child):
         return reply
 
     async def ask(self, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        """Send a message and return its reply. Raises ProcessTimeout, with which the process goes on, and ProcessDied. Without
-        a limit the caller has its own deadline."""
+        """Send a message and return its reply. Raises ProcessTimeout, after which the process continues, and
+        ProcessDied. Without a limit the caller needs its own deadline."""
         if self._writer is None:
             raise ProcessDied("was not running")
         self.last_id = number = self.last_id + 1
@@ -278,7 +277,7 @@ class SharedProcess(_Child):
                 future.exception()  # it may have come with the time-out
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message whose reply nobody needs. Nothing happens when the process does not run."""
+        """Send a message whose reply nobody needs. Do nothing if the process does not run."""
         if self._writer is not None:
             self.last_id += 1
             self._writer.write(encode({"id": self.last_id, **message}))
@@ -293,10 +292,10 @@ class SharedProcess(_Child):
             await self._process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
             kill_group(self._process.pid)
         self._process = None
-        await self._remove_place()
+        await self._remove_files()
 
     def replied(self, reply: dict[str, Any]) -> None:
-        """Take note of a reply, before its caller gets it."""
+        """Process a reply before its caller gets it."""
 
     async def _read(self, reader: asyncio.StreamReader, process: Process) -> None:
         ended_here, fault = False, ""
@@ -314,7 +313,7 @@ class SharedProcess(_Child):
             pass
         finally:
             ended_here = self._writer is None
-            if not ended_here and not fault:  # it is ending by itself, and the way it does is of interest
+            if not ended_here and not fault:  # it is ending by itself, and callers get its return code
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await process.wait()

@@ -1,21 +1,20 @@
-"""What a process of user code gets from its service: environment variables, a folder for temporary files, and the box with what is
-hidden from it.
+"""A process of user code gets from its service: environment variables, a temporary folder, a box with hidden files.
 
 By `isolation()`, hidden are:
 
 OPEN      nothing
-SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other runs; workers beyond
-          loopback choose it where the kernel can (`paceline.services.common.user_code_options`)
-REQUIRED  these and `CREDENTIALS`; a service does not start where that cannot be kept
+SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other
+          runs; workers beyond loopback choose it if the kernel supports it (`paceline.services.common.user_code_options`)
+REQUIRED  these and `CREDENTIALS`; a service does not start if that cannot be kept
 
-With SECRETS and REQUIRED, what Python loads when the next such process starts, before its box, is read-only (`loaded_code`).
+With the latter two, files that Python loads before the box of the next process are read-only (`loaded_code`).
 
-Its environment variables are those that say how this host works, and those that somebody named. Whatever may hold a secret is not
-among them: tokens, keys, passwords, addresses with a password, and every variable that this list
-does not know. `--pass-env` names further ones.
+Its environment variables are those that describe how this host works, and those that a user named. Variables that may
+hold a secret are not among them: tokens, keys, passwords, addresses with a password, and every variable that is not on
+this list. `--pass-env` names further ones.
 
-The service holds a lock on the folder for temporary files and removes it after the end of the process. Where the service was killed,
-the lock is gone, and `remove_left_over` of the next service on this host removes it.
+The service holds a lock on the folder for temporary files and removes it after the end of the process. If the service
+was killed, the lock is gone, and `remove_left_over` of the next service on this host removes the folder.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from paceline.user_code.box import Box
 
 TEMPORARY_PREFIX = "paceline-user-code-"
 MIN_AGE_S = 60.0
-"""A younger folder is kept: its service may be about to lock it."""
+"""A younger folder is kept, because its service may be about to lock it."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TemporaryFolder:
-    """A new folder; of this process until `remove`."""
+    """A new folder that belongs to this process until `remove`."""
 
     def __init__(self, parent: Path):
-        """Raises OSError where there is no room."""
+        """Raises OSError if there is no room."""
         self.path = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent)
         try:
             self._lock = os.open(self.path, FOLDER_FLAGS)
@@ -67,21 +66,21 @@ class TemporaryFolder:
         os.close(self._lock)
 
 
-def remove_left_over(parent: Path | None = None) -> int:
-    """Remove the folders of services that are gone, below `parent` (default TMPDIR); return their number. Blocks."""
+def remove_left_over(parent: Path | None = None, min_age_s: float = MIN_AGE_S) -> int:
+    """Remove the folders of dead services below `parent` (default TMPDIR); return their number. Blocks."""
     number = 0
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(TEMPORARY_PREFIX):
                 # Its service lives and has locked it, or it is gone meanwhile.
                 with contextlib.suppress(OSError):
-                    number += _remove_if_left(entry)
+                    number += _remove_if_left(entry, min_age_s)
     return number
 
 
-def _remove_if_left(entry: os.DirEntry[str]) -> bool:
+def _remove_if_left(entry: os.DirEntry[str], min_age_s: float) -> bool:
     state = entry.stat(follow_symlinks=False)
-    if state.st_uid != os.getuid() or time.time() - state.st_ctime < MIN_AGE_S:
+    if state.st_uid != os.getuid() or time.time() - state.st_ctime < min_age_s:
         return False
     folder = os.open(entry.path, FOLDER_FLAGS)
     try:
@@ -93,7 +92,7 @@ def _remove_if_left(entry: os.DirEntry[str]) -> bool:
 
 
 def _remove(path: str) -> None:
-    with contextlib.suppress(RecursionError):  # folders as deep as user code likes; they are left
+    with contextlib.suppress(RecursionError):  # user code may nest folders too deeply; they stay
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -112,11 +111,11 @@ CREDENTIALS = (
     "~/.cache/huggingface/stored_tokens",
     "/var/run/secrets",
 )
-"""Where other programs keep their users' credentials."""
+"""Files of other programs with their users' credentials."""
 
 
 class Isolation(enum.Enum):
-    """What is hidden from user code of this process; the value is that of the variable."""
+    """The files hidden from user code of this process; the value is that of the variable."""
 
     OPEN = "0"
     SECRETS = "secrets"
@@ -124,7 +123,7 @@ class Isolation(enum.Enum):
 
 
 def isolation() -> Isolation:
-    """Return what the variable says; OPEN without it."""
+    """Return the variable's isolation; OPEN without it."""
     match os.environ.get(VARIABLE, ""):
         case "1" | "true" | "yes":
             return Isolation.REQUIRED
@@ -140,13 +139,13 @@ def isolation_is_required() -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one process of user code gets."""
+class ProcessSettings:
+    """Settings of one process of user code."""
 
     environment: dict[str, str]
     box: Box
     temporary: TemporaryFolder | None = None
-    """Its own folder for temporary files; None where that of the user is open to it."""
+    """Its separate folder for temporary files; None if the user's folder is open to it."""
 
     def remove(self) -> None:
         """Remove the temporary files, after the end of the process. Blocks."""
@@ -156,56 +155,55 @@ class Place:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Those of the user code of one run."""
+    """The surroundings of one run's user code."""
 
     code: tuple[str, ...] = ()
-    """Paths of its files; their bundle is shown to it."""
+    """Paths of its files; it may read their bundle."""
     variables: tuple[str, ...] = ()
-    """Names of environment variables that its spec names."""
+    """Environment variables that its spec names."""
     may_mount: bool = False
-    """It is this project's own code, whose sandbox for programs may need mounts. A box with hidden files refuses them, so it gets one
-    only where isolation is required."""
+    """True for this project's own code whose sandbox for programs may need mounts. A box with hidden files refuses
+    mounts, so it gets one only if isolation is required."""
 
-    def place(self) -> Place:
-        """Make what a process of this code gets. Raises OSError where there is no room for temporary files."""
+    def prepare(self) -> ProcessSettings:
+        """Return the settings of a new process of this code. Raises OSError if there is no room for temporary files."""
         box, variables = self.box(), self.environment()
         closed = box.closed_folders()
         if not closed:
-            return Place(variables, box)
+            return ProcessSettings(variables, box)
         for folder in _caches():
             if str(folder.parent.resolve()) in closed:
                 with contextlib.suppress(OSError):  # a home that is not this user's
                     folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.gettempdir()).resolve()
         if str(folder) not in closed:
-            return Place(variables, box)
+            return ProcessSettings(variables, box)
         temporary = TemporaryFolder(folder)
-        return Place({**variables, "TMPDIR": temporary.path}, box, temporary)
+        return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its processes. With a storage key, which they do not get, judges keep no answers in files."""
+        """Return the environment of its processes. With a storage key, judges keep no answers in files."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"
         return variables
 
     def box(self) -> Box:
-        """Return the box of its processes."""
         chosen = isolation()
         if chosen is Isolation.OPEN or (self.may_mount and chosen is Isolation.SECRETS):
             return Box()
         bundles = bundles_folder()
         inside = [Path(path).resolve() for path in self.code if path]
-        own = {path.relative_to(bundles).parts[0] for path in inside if path.is_relative_to(bundles)}
+        bundle_names = {path.relative_to(bundles).parts[0] for path in inside if path.is_relative_to(bundles)}
         hidden = [*secret_paths(), bundles]
         if chosen is Isolation.REQUIRED:
             hidden += [path for path in _credentials() if path.exists()]
-        shown = [bundles / name for name in sorted(own)]
+        shown = [bundles / name for name in sorted(bundle_names)]
         return Box(tuple(map(str, hidden)), tuple(map(str, shown)), tuple(map(str, loaded_code(hidden))))
 
 
 def secret_paths() -> Iterator[Path]:
-    """Yield this project's own secrets on this host: the token or the coordinator's directory, the certificates, the storage key."""
+    """Yield this project's secrets on this host: the token or coordinator's directory, certificates, storage key."""
     token = token_path().resolve()
     yield token.parent if (token.parent / LEDGER_NAME).exists() else token
     for variable in (TLS_VARIABLE, FILE_VARIABLE):
@@ -225,7 +223,7 @@ def _credentials() -> Iterator[Path]:
 
 
 def _caches() -> Iterator[Path]:
-    """Yield folders that libraries and built-in functions make at their first use, which they cannot do in a closed folder."""
+    """Yield folders that libraries and built-in functions create at first use, impossible in a closed folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield Path(os.environ.get("HF_HOME") or caches / "huggingface")
     yield Path(os.environ.get("TORCH_HOME") or caches / "torch")
@@ -233,19 +231,19 @@ def _caches() -> Iterator[Path]:
 
 
 def loaded_code(hidden: Iterable[Path]) -> list[Path]:
-    """Return the folders from which the next process loads code before it is in its box, but those that this user can neither write nor
-    replace. Could user code write there, its text would read secrets in the next process. One within a `hidden` folder is
-    returned in any case, so that it is read there."""
+    """Return the folders from which the next process loads code before it is in its box, except those that this user
+    can neither write nor replace. If user code could write there, its text would read secrets in the next process. A
+    folder within a `hidden` one is always returned, so that it can be read."""
     packages = [os.path.join(ROOT, "paceline", name) for name in ("", "v1", "reward", "environment")]
     paths = sysconfig.get_paths()
     libraries = [paths[name] for name in ("stdlib", "purelib", "platlib")]
-    own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    of_user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     variables = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")
     named = [path for name in variables for path in os.environ.get(name, "").split(os.pathsep)]
-    known = {Path(path).resolve() for path in (sys.prefix, *libraries, *packages, *own)}
-    known |= {Path(path).resolve() for path in named if os.path.isabs(path)}
+    folders = {Path(path).resolve() for path in (sys.prefix, *libraries, *packages, *of_user)}
+    folders |= {Path(path).resolve() for path in named if os.path.isabs(path)}
     closed = set(hidden)
-    return sorted(path for path in known if closed & set(path.parents) or _may_change(path))
+    return sorted(path for path in folders if closed & set(path.parents) or _may_change(path))
 
 
 def _may_change(path: Path) -> bool:
@@ -270,8 +268,8 @@ HAS_USER = re.compile(r"://[^/]*@")
 
 
 def passed_variables(named: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of `environment` (default: this process') that user code gets; `named` are further names. The storage key is
-    never among them."""
+    """Return the variables of `environment` (default: this process') that user code gets; `named` are further names.
+    The storage key is never among them."""
     given = os.environ if environment is None else environment
     chosen = {*named, *filter(None, given.get(PASSED_VARIABLE, "").split(","))}
     return {

@@ -1,4 +1,4 @@
-"""The view of a learner's rank that its parts have: its number, its asyncio loop beside the main thread, which computes, and
+"""The view of a learner's rank for its parts: its number, its asyncio loop beside the main thread, which computes, and
 the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ResultT = TypeVar("ResultT")
 
 
 class BackgroundLoop:
-    """Loop for coroutines beside the main thread. The next `check` raises an error that ended one of them."""
+    """Runs coroutines beside the main thread. The next `check` raises an error that ended one of them."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, poll_s: float = 1.0) -> None:
+        self.loop, self._monotonic, self._poll_s = asyncio.new_event_loop(), monotonic, poll_s
         self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
         self._tasks: list[concurrent.futures.Future[Any]] = []
         self._closing = threading.Lock()
@@ -52,15 +52,15 @@ class BackgroundLoop:
         """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after
         `timeout_s`, or `grace_s` after `stopping` was set, whichever comes first."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline_s, shortened = time.monotonic() + timeout_s, False
+        deadline_s, shortened = self._monotonic() + timeout_s, False
         try:
-            while (left_s := deadline_s - time.monotonic()) > 0:
-                done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
+            while (left_s := deadline_s - self._monotonic()) > 0:
+                done, _ = concurrent.futures.wait([future], timeout=min(self._poll_s, left_s))
                 if done:
                     return future.result()
                 self.check()
                 if stopping is not None and stopping.is_set() and not shortened:
-                    shortened, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
+                    shortened, deadline_s = True, min(deadline_s, self._monotonic() + grace_s)
             raise TimeoutError("no answer in time")
         finally:
             future.cancel()
@@ -87,13 +87,13 @@ class BackgroundLoop:
         concurrent.futures.wait(self._tasks, timeout=3.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=3.0)
-        if not self._thread.is_alive():  # else a callback hangs, and the process ends without it
+        if not self._thread.is_alive():  # otherwise a callback hangs, and the process ends without it
             with self._closing:
                 self.loop.close()
 
 
 MAX_ORDERS = 16
-"""Orders of each kind that may wait at one time."""
+"""Orders of each kind that may wait at the same time."""
 
 
 class ExportOrder(NamedTuple):
@@ -113,7 +113,7 @@ class Orders:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_checkpoint(self) -> Future[tuple[str, int]]:
-        """Order a checkpoint; the future gives its path and step. Raises Busy when too many wait."""
+        """Order a checkpoint; the future gives its path and step. Raises Busy if too many wait."""
         future: Future[tuple[str, int]] = Future()
         with self._lock:
             _check_room(self.checkpoint)
@@ -121,7 +121,7 @@ class Orders:
         return future
 
     def ask_export(self, order: ExportOrder) -> Future[str]:
-        """Order an export; the future gives its path. Raises Busy when too many wait."""
+        """Order an export; the future gives its path. Raises Busy if too many wait."""
         future: Future[str] = Future()
         with self._lock:
             _check_room(self.export)
@@ -135,7 +135,7 @@ class Orders:
         return [future for future in taken if future.set_running_or_notify_cancel()]
 
     def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
-        """Remove and return the first export order that has not been cancelled, with all that want the same."""
+        """Remove and return the first export order that has not been cancelled, with all identical ones."""
         with self._lock:
             waiting = [(order, future) for order, future in self.export if not future.cancelled()]
             taken = [(order, future) for order, future in waiting if order == waiting[0][0]]
@@ -153,7 +153,7 @@ class Orders:
 
 def _check_room(orders: Sequence[object]) -> None:
     if len(orders) >= MAX_ORDERS:
-        raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough")
+        raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough, so wait for it")
 
 
 class RankContext(Protocol):
@@ -170,7 +170,7 @@ class RankContext(Protocol):
     background: BackgroundLoop
     stopping: threading.Event
     membership: Membership
-    agent: RelayConnection
+    relay: RelayConnection
     early_roster: worker_pb2.Epoch | None
 
     @property

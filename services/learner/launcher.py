@@ -1,15 +1,14 @@
-"""Launcher of the ranks of one host; it ends all of them when one dies. `services/learner/main.py`, `nodes/launcher.py` for a
-learner on several hosts, and `paceline replay` use it.
+"""Launches the ranks of one host, and ends all of them if one dies. `services/learner/main.py`, `nodes/launcher.py` for
+a learner on several hosts, and `paceline replay` use it.
 
-    python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
+python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
 
-Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status of
-the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a listening
-socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process can reach it and no file
-is left behind.
+Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status
+of the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a
+listening socket, in a file without a name (`rank_group.py`) whose descriptor they inherit, so no other process reaches
+it.
 
-One thread for each rank waits for its end; the main thread alone decides, from a queue that these threads and the signal
-handler fill.
+One thread for each rank waits for its end; the main thread decides, from a queue that they and the signal handler fill.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
-    """The end of a rank."""
-
-    place: int
+    local_rank: int
     status: int
 
 
@@ -54,7 +51,7 @@ class EndAll(NamedTuple):
 
     reason: str
     orderly: bool
-    """True when they may end as at a signal; else they have the time of ranks that have lost one."""
+    """True if they may end as at a signal; otherwise they have only OTHERS_END_S."""
 
 
 @dataclass
@@ -63,14 +60,14 @@ class Ranks:
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     first_rank: int = 0
-    """Rank of the first process: others may run on other hosts."""
+    """Rank of the first process; others may run on other hosts."""
     events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
-    """Ends of ranks, with their place among these processes; None for a signal to stop."""
-    told_to_stop: bool = False
+    """Ends of ranks, with their index among these processes; None for a signal to stop."""
+    is_stopping: bool = False
     status: int = 0
     """Return code of the first rank that failed, in the form of `subprocess`."""
     on_loss: Callable[[str], None] = field(default=lambda _: None)
-    """Called when a rank has failed, with a sentence that says how, before the others are waited for."""
+    """Called when a rank has failed, with a sentence that says how, before the wait for the others."""
 
     def start(self, module: str, options: list[str], ranks: int) -> None:
         """Start the processes `python -m module options`, with torchrun's variables for ranks of one host."""
@@ -87,16 +84,16 @@ class Ranks:
         ranks: int,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """Start the processes with environment variables that say where their group meets, and how large it is. They share
-        this host's cores unless OMP_NUM_THREADS is set."""
+        """Start the processes with environment variables that say where their group meets and how large it is. They
+        share this host's cores unless OMP_NUM_THREADS is set."""
         environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
         environment |= {**variables, "LOCAL_WORLD_SIZE": str(ranks), **thread_variables(ranks, environment)}
         command = tethered([sys.executable, "-m", module, *options])
-        for place in range(ranks):
-            own = environment | {"RANK": str(self.first_rank + place), "LOCAL_RANK": str(place)}
-            process = subprocess.Popen(command, env=own, pass_fds=pass_fds)
+        for index in range(ranks):
+            variables_of_rank = environment | {"RANK": str(self.first_rank + index), "LOCAL_RANK": str(index)}
+            process = subprocess.Popen(command, env=variables_of_rank, pass_fds=pass_fds)
             self.processes.append(process)
-            threading.Thread(target=self._wait_for, args=(place, process), daemon=True).start()
+            threading.Thread(target=self._wait_for, args=(index, process), daemon=True).start()
 
     def see_through(self, grace_s: float) -> None:
         """Wait until all ranks have ended, and kill those that take too long."""
@@ -106,14 +103,14 @@ class Ranks:
             try:
                 event = self.events.get(timeout=max(0.0, left_s))
             except queue.Empty:
-                log.error("killing what did not end in time: %s", self._named(alive))
+                log.error("killing ranks that did not end in time: %s", self._named(alive))
                 self._send(alive, signal.SIGKILL)
                 self.status = self.status or 1
                 deadline_s = float("inf")
                 continue
             wait_s = grace_s + KILL_AFTER_S
             if event is None:
-                self.told_to_stop = True
+                self.is_stopping = True
                 self._send(alive, signal.SIGTERM)
             elif isinstance(event, EndAll):
                 log.warning("the session is over, because %s", event.reason)
@@ -122,11 +119,11 @@ class Ranks:
                 else:
                     wait_s, self.status = OTHERS_END_S, self.status or 1
             else:
-                alive.discard(event.place)
+                alive.discard(event.local_rank)
                 if self._failed(event):
                     wait_s = OTHERS_END_S
-                    lost = f"rank {self.first_rank + event.place} {ending(event.status)}"
-                    others = f"; {self._named(alive)} cannot go on without it" if alive else ""
+                    lost = f"rank {self.first_rank + event.local_rank} {ending(event.status)}"
+                    others = f"; {self._named(alive)} cannot continue without it" if alive else ""
                     log.error("%s%s", lost, others)
                     self.on_loss(lost)
                     self.status = self.status or event.status
@@ -137,18 +134,18 @@ class Ranks:
             process.kill()
 
     def _failed(self, event: Ended) -> bool:
-        """Return whether an end is a fault. A rank that gets the signal while it still imports dies of it, which is none."""
-        return event.status != 0 and not (self.told_to_stop and event.status == -signal.SIGTERM)
+        """Return whether an end is a fault. A rank that the signal kills while it still imports did not fail."""
+        return event.status != 0 and not (self.is_stopping and event.status == -signal.SIGTERM)
 
-    def _send(self, places: set[int], number: signal.Signals) -> None:
-        for place in places:
-            self.processes[place].send_signal(number)
+    def _send(self, indices: set[int], number: signal.Signals) -> None:
+        for index in indices:
+            self.processes[index].send_signal(number)
 
-    def _wait_for(self, place: int, process: subprocess.Popen[bytes]) -> None:
-        self.events.put(Ended(place, process.wait()))
+    def _wait_for(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        self.events.put(Ended(index, process.wait()))
 
-    def _named(self, places: set[int]) -> str:
-        ranks = sorted(self.first_rank + place for place in places)
+    def _named(self, indices: set[int]) -> str:
+        ranks = sorted(self.first_rank + index for index in indices)
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
@@ -175,7 +172,7 @@ def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> in
 
 
 def end_as(status: int) -> None:
-    """End this process as a rank ended, because a supervisor treats a signal from outside otherwise than a fault."""
+    """End this process as a rank ended, because a supervisor distinguishes signals from outside from faults."""
     if -status in FROM_OUTSIDE:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

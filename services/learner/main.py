@@ -1,9 +1,10 @@
 """The learner service: `paceline serve learner` (also `paceline-learner`) starts its ranks.
 
-One rank runs in this process; several are its children, all of which end when one dies (`services/learner/launcher.py`). The
-starter of the service then starts it again, and a new session begins from the newest checkpoint. On several hosts each runs
-this service with the same --nodes, and they find each other again by themselves (`services/learner/nodes/launcher.py`).
-`services/learner/rank.py` is a rank, `services/learner/training/run.py` its work on one run.
+A single rank runs in this process; several are its children, all of which end if one dies
+(`services/learner/launcher.py`). The starter of the service then starts it again, and a new session begins from the
+newest checkpoint. On several hosts each runs this service with the same --nodes, and they find each other again by
+themselves (`services/learner/nodes/launcher.py`). `services/learner/rank.py` is a rank,
+`services/learner/training/run.py` its work on one run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
 @worker_options(
     "learner",
     grace="Seconds for the last checkpoint at SIGTERM.",
-    host="Address to listen on, for gRPC and for the agent of this host.",
+    host="Address to listen on, for gRPC and for this host's relay.",
     port="gRPC port of rank 0",
 )
 @device_option
@@ -37,13 +38,13 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
-    help="Ranks to start on this host. Default: as PET_NPROC_PER_NODE says, else 1.",
+    help="Ranks to start on this host. Default: PET_NPROC_PER_NODE, else 1.",
 )
 @click.option(
     "--nodes",
     default="",
     metavar="N|MIN:MAX",
-    help="Hosts of this learner. Default: as torchrun's, LeaderWorkerSet's or Slurm's variables say, else 1.",
+    help="Hosts of this learner. Default: from torchrun's, LeaderWorkerSet's or Slurm's variables, else 1.",
 )
 @click.option("--node-rank", type=int, help="Position of this host among them, from 0.")
 @click.option(

@@ -1,4 +1,4 @@
-"""One rank of the learner: waits for a run, works on it, waits for the next.
+"""One rank of the learner: waits for a run, works on it, and waits for the next.
 
 Rank 0 is the member that runs are assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every
 rank has a connection to the exchange, for its parts of batches and its receipts.
@@ -51,7 +51,7 @@ from paceline.wire import PROTOCOL
 
 ASSIGNMENT_POLL_S = 2.0
 OUTBOX_SIZE = 8
-"""Reports on the stream, which a newer report can no longer replace."""
+"""Reports in the stream's outbox, which a newer report can no longer replace."""
 log = logging.getLogger(__name__)
 
 
@@ -67,16 +67,19 @@ class LearnerRank:
         reachable: str,
         grace_s: float,
         fabric: str = "",
+        make_run: Callable[[worker_pb2.RunAssignment, LearnerRank], LearnerRun] = LearnerRun,
+        end: Callable[[int], object] = end_process,
     ):
+        self._make_run, self._end = make_run, end
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
         self.reachable = reachable
         """Address of this machine for others."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
-        """Address for weights and between ranks that this machine listens on, and the one that others reach."""
+        """Address that this machine listens on for weights and for the other ranks, and the address that others use."""
         self.cpu_chosen = False
-        """True when the service was started with --device cpu."""
+        """True if the service was started with --device cpu."""
         self.grace_s = grace_s
         """Seconds from SIGTERM in which the coordinator may still answer."""
         self._stop_s = 0.0
@@ -91,26 +94,26 @@ class LearnerRank:
         self.current_run: LearnerRun | None = None
         """The run that this rank works on; None without one."""
         self.early_roster: worker_pb2.Epoch | None = None
-        """Roster that was named before the run was set up here."""
+        """Roster that arrived before this rank had set up the run."""
         self.server: GrpcServer | None = None
-        """Server of rank 0, kept for as long as the rank lives."""
+        """Server of rank 0, open for as long as the rank lives."""
         self.kept = contextlib.AsyncExitStack()
-        """What else of rank 0 listens until the process ends."""
+        """Other listeners of rank 0, open until the process ends."""
         self.stopping = threading.Event()
         self.membership = Membership(
             coordinator,
             self._hello,
-            self._on_directive,
+            self.on_directive,
             self._gauges,
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self.agent = RelayConnection(coordinator, self.weights_bind, self.weights_host)
-        """Connection to the agent that brings this host's weights to others."""
+        self.relay = RelayConnection(coordinator, self.weights_bind, self.weights_host)
+        """Connection to the relay that brings this host's weights to others."""
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
-        """Become a member. To be called once the address is known, because the first message has it."""
+        """Become a member. Call it once the address is set, because the first message contains it."""
         self.background.start(self.membership.run())
         self.background.start(self._outgoing.run())
 
@@ -128,9 +131,9 @@ class LearnerRank:
                 self._assigned = None  # a session that is over must not be resumed after a broken stream
 
     def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
-        """Run one session. Raises PacelineError when the ranks may be at different points afterwards."""
+        """Run one session. Raises PacelineError if the ranks may be at different points afterwards."""
         try:
-            run = LearnerRun(assignment, self)
+            run = self._make_run(assignment, self)
         except Unavailable as error:  # raised on all ranks, because they have one version
             self.report(failed_set_up(assignment.run_id, error, assignment.session))
             self._set_ready(False)
@@ -160,12 +163,12 @@ class LearnerRank:
     def close(self) -> None:
         """Leave after the coordinator has acknowledged the last reports, if there is time."""
         left_s = max(LEAVE_WAIT_S, self._stop_s + self.grace_s - time.monotonic())
-        if not self.background.wait(self._leave(left_s), left_s + 5.0):
-            log.warning("no coordinator took this rank's last reports within %.0f s", left_s)
+        if not self.background.wait(self.send_and_leave(left_s), left_s + 5.0):
+            log.warning("no coordinator acknowledged this rank's last reports within %.0f s", left_s)
         self.background.close()
 
     def leave(self, reason: str) -> None:
-        """Leave because of a fault, once the coordinator has read the report of it, if it is up."""
+        """Leave because of a fault, once the coordinator, if it is up, has read the report of it."""
         with contextlib.suppress(TimeoutError):
             self.background.wait(self.membership.leave(reason=reason), LEAVE_WAIT_S + 1.0)
 
@@ -173,8 +176,8 @@ class LearnerRank:
         """Send a report from any thread, as soon as there is a stream; a report that a newer one replaces is not sent."""
         self._outgoing.put(report)
 
-    async def _leave(self, wait_s: float) -> bool:
-        """Send all waiting reports and leave; return whether the coordinator has taken them."""
+    async def send_and_leave(self, wait_s: float) -> bool:
+        """Send all waiting reports and leave; return whether the coordinator has acknowledged them."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._outgoing.emptied()
@@ -183,15 +186,15 @@ class LearnerRank:
             return False
 
     async def _end_without(self, reason: str) -> None:
-        """End this process: its main thread may be in a collective that another rank never enters."""
+        """End this process, because its main thread may be in a collective that another rank never enters."""
         log.error("%s, and no collective can complete without it: this rank ends", reason)
         try:
             await self.membership.leave(reason=reason)
         finally:
-            end_process(1)
+            self._end(1)
 
     def _next_assignment(self) -> bytes:
-        """Return the newest assignment, if one comes soon; empty otherwise, so that no rank waits in a collective for long."""
+        """Return the newest assignment if one comes soon, else empty bytes, so that no rank waits long in a collective."""
         newest = b""
         try:
             newest = self._assignments.get(timeout=ASSIGNMENT_POLL_S)
@@ -200,7 +203,8 @@ class LearnerRank:
         except queue.Empty:
             return newest
 
-    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+    async def on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        """Carry out an order of the coordinator, or pass its message to the current run."""
         run = self.current_run
         match directive.WhichOneof("directive"):
             case "welcome" if run is not None:
@@ -248,11 +252,11 @@ class LearnerRank:
             rank=self.rank,
             learner_id=self._learner_id,
         )
-        if (host := self.agent.identity) is not None:
+        if (host := self.relay.identity) is not None:
             hello.host_agent.CopyFrom(host)
         run = self.current_run
         if run is not None and run.session == hello.session and run.receipted:
-            # A coordinator whose ledger lacks these receipts has restored an older backup; this session cannot continue with it.
+            # A coordinator whose ledger lacks these receipts is an older backup; this session cannot continue with it.
             hello.version.session, hello.version.step = run.session, run.receipted
         return hello
 
@@ -264,17 +268,17 @@ class LearnerRank:
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
-"""Steps whose token statistics may wait; those of an older one are replaced."""
+"""Steps whose token statistics may wait; those of an older step are replaced."""
 Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Reports on their way to `send`, which waits while there is no stream: bounded, however long the coordinator is away.
+    """Holds reports for `send`, which waits while there is no stream; bounded, however long that takes.
 
-    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version, token
-    statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order
-    and are never dropped; a session has a few of them. Any thread may make the queue and `put` a report; `call` calls a function
-    in the loop that runs `run`.
+    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged
+    version, token statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end
+    of a run) wait in order and are never dropped; a session has a few of them. Any thread may make the queue and `put`
+    a report; `call` calls a function in the loop that runs `run`.
     """
 
     def __init__(
@@ -328,7 +332,7 @@ class ReportQueue:
 
 
 def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
-    """Return the key under which a newer report replaces this one; None when each report counts."""
+    """Return the key under which a newer report replaces this one; None if each report counts."""
     match report.WhichOneof("report"):
         case "weight_offer":
             return "offer", report.weight_offer.member_id
@@ -350,22 +354,22 @@ ResultT = TypeVar("ResultT")
 ORDER_TIMEOUT_S = 600.0
 
 
-async def _carried_out(order: Future[ResultT]) -> ResultT:
-    """Return the result of an order. Raises Unavailable, and withdraws the order, when no step ends in time."""
+async def _carried_out(order: Future[ResultT], timeout_s: float) -> ResultT:
+    """Return the result of an order. Raises Unavailable, and withdraws the order, if no step ends in time."""
     try:
-        async with asyncio.timeout(ORDER_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(order)
     except TimeoutError:
         raise Unavailable(
-            f"nothing came of the order within {ORDER_TIMEOUT_S:g} s; it waits for the step under way, see the learner's log"
+            f"the order was not carried out within {timeout_s:g} s; it waits for the current step, see the learner's log"
         ) from None
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
-    """Service of the whole learner, on rank 0: status, and orders that all ranks carry out together after the current step."""
+    """Service of the whole learner, on rank 0: status, and orders for all ranks after the current step."""
 
-    def __init__(self, rank: RankContext):
-        self._rank = rank
+    def __init__(self, rank: RankContext, order_timeout_s: float = ORDER_TIMEOUT_S):
+        self._rank, self._timeout_s = rank, order_timeout_s
 
     @with_status
     async def Status(
@@ -383,7 +387,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.CheckpointRequest, context: Context
     ) -> learner_pb2.CheckpointResponse:
         self._check_running()
-        path, step = await _carried_out(self._rank.orders.ask_checkpoint())
+        path, step = await _carried_out(self._rank.orders.ask_checkpoint(), self._timeout_s)
         return learner_pb2.CheckpointResponse(path=path, step=step)
 
     @with_status
@@ -392,12 +396,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         name = request.name
         if name and not NAME.fullmatch(name):
             raise InvalidInput(
-                f"name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -, the first a letter or a digit"
+                f"name {name[:80]!r} is malformed: use 1 to 64 of the characters A-Z a-z 0-9 . _ -, the first a letter or a digit"
             )
         if request.adapter_only:
             check_has_adapter(run.spec.policy)
         order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))
-        path = await _carried_out(order)
+        path = await _carried_out(order, self._timeout_s)
         response = learner_pb2.ExportResponse(path=path)
         response.version.session, response.version.step = run.session, run.step
         return response
@@ -405,7 +409,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     def _check_running(self) -> Any:
         run = self._rank.current_run
         if run is None:
-            raise Conflict("the learner has no run now; ask when one trains")
+            raise Conflict("the learner has no run now; try again when a run trains")
         return run
 
 
@@ -444,7 +448,7 @@ def main(
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
         try:
-            rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
+            rank.server = rank.background.wait(serve_learner(rank, host, port, metrics_port), 30.0)
         except PacelineError as error:  # a port that is taken
             raise click.ClickException(str(error)) from None
         announce(ready_file, rank.address)
@@ -457,13 +461,13 @@ def main(
         log.error("%s", error)
         status = 1
     except Exception:
-        log.exception("this rank cannot go on")
+        log.exception("this rank cannot continue")
         status = 1
     shut_down_tracing()
     end_process(status)
 
 
-async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
+async def serve_learner(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
     server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")

@@ -1,10 +1,10 @@
 """The device of a learner's rank, and the process group of its ranks, on sockets that only this host can reach.
 
-Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no message
-from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the interface of
-`--host`, because the process may also need NCCL towards other hosts. Ranks on several hosts meet in the store of their nodes'
-rendezvous (`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches it. Ranks that another
-launcher started meet as torch's environment variables say.
+Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no
+message from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the
+interface of `--host`, because the process may also need NCCL towards other hosts. Ranks on several hosts meet in their
+nodes' rendezvous store (`nodes/launcher.py`), and gloo and NCCL take the interface by which this host reaches it. Ranks
+that another launcher started meet as torch's environment variables say.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.learner.launcher import MEETING_VARIABLE
 
 STORE_VARIABLE = "PACELINE_RANKS_STORE"
-"""Environment variable with HOST:PORT of the store in which ranks on several hosts meet."""
+"""Environment variable with HOST:PORT of the rendezvous store for ranks on several hosts."""
 SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
-"""Environment variable with the name of their session in it."""
+"""Environment variable with the name of their session in that store."""
 LOADING_TIMEOUT_S = 1800.0
-"""Seconds that a rank may be silent for while models are loaded or files are written; the launcher notices a death earlier."""
+"""Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
+"""
 COLLECTIVE_TIMEOUT_S = 300.0
 """Seconds of a rank's silence after which the others end, once the first step has been trained."""
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:
-    """Make the default process group, if this process is one of several ranks. `host` is what the service listens on."""
+    """Make the default process group, if this process is one of several ranks. The service listens on `host`."""
     meeting, store_address = os.environ.get(MEETING_VARIABLE), os.environ.get(STORE_VARIABLE)
     if store_address:
         _keep_to_interface(host, store_address)
@@ -61,7 +62,7 @@ def form_rank_group(host: str, *, cuda: bool) -> None:
 
 
 def meeting_host() -> str:
-    """Return the host where ranks of several hosts meet; empty for ranks of this host alone."""
+    """Return the host where ranks of several hosts meet; empty if all ranks are on this host."""
     address = os.environ.get(STORE_VARIABLE, "")
     if address:
         return address.rpartition(":")[0]
@@ -70,7 +71,7 @@ def meeting_host() -> str:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Set how long further collectives of this rank wait for the others."""
+    """Set how long later collectives of this rank wait for the others."""
     if dist.is_initialized():
         for group in (dist.group.WORLD, *mesh_groups()):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -92,7 +93,6 @@ def long_collectives() -> Iterator[None]:
 
 
 def _session_store(address: str) -> Any:
-    """Return the session's part of the store in which its nodes have met."""
     name, _, port = address.rpartition(":")
     wait = timedelta(seconds=LOADING_TIMEOUT_S)
     store = dist.TCPStore(name.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
@@ -100,19 +100,19 @@ def _session_store(address: str) -> Any:
 
 
 def interface_of(host: str) -> str | None:
-    """Return the name of the network interface that has this address; None for a wildcard and for an address of no interface."""
+    """Return the name of the network interface that has this address; None for a wildcard or an unknown address."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        addresses_of_host = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] in found for address in addresses):
+        if any(address.address.partition("%")[0] in addresses_of_host for address in addresses):
             return name
     return None
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Set the variables from which gloo and NCCL take their interface, because they would choose one that others can reach."""
+    """Set the variables from which gloo and NCCL take their interface, instead of one that others reach."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -122,7 +122,7 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """Set the same variables for ranks on several hosts: the interface of `--host`, else that of the route to `address`."""
+    """Set the same variables for ranks on several hosts: that of `--host`, else of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -133,8 +133,8 @@ log = logging.getLogger(__name__)
 
 
 def set_up_device(device: str, host: str) -> torch.device:
-    """Return the device of this rank, and make the process group when there are several ranks. `device` is `auto`, `cuda` or
-    `cpu`; `host` is the address that the service listens on. Raises Unavailable when the GPU cannot be used."""
+    """Return the device of this rank, and make the process group if there are several ranks. `device` is `auto`, `cuda`
+    or `cpu`; The service listens on `host`. Raises Unavailable if the GPU cannot be used."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(
@@ -150,7 +150,7 @@ def set_up_device(device: str, host: str) -> torch.device:
         log.warning("%s", idle)
     if cuda:
         reserve_workspace()
-        # Rows of ever new lengths leave holes.
+        # Rows of ever new lengths fragment the memory.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(rank)
     form_rank_group(host, cuda=cuda)

@@ -117,4 +117,4 @@ def test_a_run_without_agents_ends_well_by_the_store(
         summary = finish(client, cluster, run_id)
         assert summary["steps"] == 12
         assert stored(cluster, run_id)[-1][1] == 12
-        assert "a host of the learner has no agent for weights" in cluster.log_path("coordinator").read_text()
+        assert "a host of the learner has no relay for weights" in cluster.log_path("coordinator").read_text()

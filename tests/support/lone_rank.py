@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from paceline.services.learner.context import Orders
@@ -14,6 +16,7 @@ class LoneRank:
     def __init__(self) -> None:
         self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
         self.cpu_chosen = True
+        self.stopping = threading.Event()
         self.orders = Orders()
         self.reports: list[worker_pb2.RunReport] = []
         self.leave_reasons: list[str] = []

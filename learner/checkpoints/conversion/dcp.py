@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
 
-Promise: torch's own loaders read what is written, at any sharding; reading decodes no class that is not one of checkpoint
-metadata, so files of unknown origin run no code. Memory holds a block when writing, and twice the largest stored chunk when
-reading.
+Promise: torch's own loaders read the written files, at any sharding. Reading decodes only classes of checkpoint
+metadata, so files of unknown origin run no code. Memory holds one block of a written file, and twice the largest chunk
+of a read one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
-"""Entry of the state dict that has the weights, as trainers name it."""
+"""The state dict's entry with the weights, as trainers name it."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
 """Takes name, offset along each axis, and values of a part of a tensor."""
@@ -64,7 +64,7 @@ def write_dcp(folder: Path, weights: ModelWeights) -> None:
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """Planner of the blocks of a model, each of which is read when it is written."""
+    """Plans the blocks of a model; each is read when it is written."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class _BlockPlanner(DefaultSavePlanner):
 
 
 class DcpCheckpoint:
-    """The weights in a checkpoint: those below one key of the saved state dict, by their names there."""
+    """The weights below one key of the saved state dict, by their names there."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """`key` None is `model`, or the whole state dict where it has no such entry. Raises InvalidInput for a folder that is
-        no such checkpoint or has no weights under the key, Unavailable when it cannot be read now."""
+        """`key` None is `model`, or the whole state dict if it has no such entry. Raises InvalidInput for a folder that
+        is no such checkpoint or has no weights under the key, Unavailable if it cannot be read now."""
         self._folder = folder
         try:
             self._metadata = decode_metadata(folder.read(METADATA), folder.files())
@@ -143,8 +143,6 @@ class DcpCheckpoint:
 
 
 class _ChunkPlanner(LoadPlanner):
-    """Planner that reads whole chunks and passes each on as soon as it is there."""
-
     def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorStorageMetadata], take: Chunk) -> None:
         self._names, self._tensors, self._take = names, tensors, take
 
@@ -184,16 +182,16 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return the names of the weights by those in the checkpoint. `paths` are the keys of each tensor in the state dict."""
-    wanted = KEY if key is None else key
-    below = {stored: path[1:] for stored, path in paths.items() if path[0] == wanted and path[1:]}
-    found = {stored: unwrapped(".".join(path)) for stored, path in below.items()}
-    if not found and key is None:
-        found = {stored: unwrapped(stored) for stored, path in paths.items() if len(path) == 1}
-    if not found:
+    """Return the weights' names by those in the checkpoint. `paths` are each tensor's keys in the state dict."""
+    entry = KEY if key is None else key
+    below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
+    names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}
+    if not names and key is None:
+        names = {stored: unwrapped(stored) for stored, path in paths.items() if len(path) == 1}
+    if not names:
         keys = sorted({path[0] for path in paths.values()})
         raise InvalidInput(
-            f"{folder} has no weights under {wanted!r}; name with --key the entry of the state dict that has them. It has "
+            f"{folder} has no weights under {entry!r}; name with --key the entry of the state dict that has them. It has "
             f"{', '.join(keys[:KEYS_SHOWN]) or 'no tensors'}{' …' if len(keys) > KEYS_SHOWN else ''}"
         )
-    return found
+    return names

@@ -1,8 +1,8 @@
-"""`paceline convert`: a model folder becomes a checkpoint of torch.distributed.checkpoint, the other way round, or a model
-folder with other or quantized weights.
+"""`paceline convert`: converts a model folder to a checkpoint of torch.distributed.checkpoint, a checkpoint to a model
+folder, or a model folder to one with other or quantized weights.
 
-Promise: names, layouts and, without another type or an adapter, bits of the weights stay; the result appears whole or not
-at all; peak memory does not grow with the model, unless it is quantized.
+Promise: names and layouts of the weights stay, and their bits too without another type or an adapter; the result
+appears whole or not at all; peak memory does not grow with the model, unless it is quantized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.files.storage import Folder, is_url
 from paceline.learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
-from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
+from paceline.learner.checkpoints.conversion.weights import BLOCK_BYTES, ModelWeights, refuse_not_finite
 from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.metadata import METADATA
@@ -43,21 +43,26 @@ from paceline.models.weight_files import WeightFiles, find_weight_files
 
 
 def is_dcp(source: Location) -> bool:
-    """Return whether a folder or URL holds a checkpoint of torch.distributed.checkpoint."""
+    """Return whether a folder or URL has a checkpoint of torch.distributed.checkpoint."""
     return Folder(source).exists(METADATA)
 
 
 def to_dcp(
-    source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
+    source: str,
+    destination: Location,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside. `dtype` None keeps the
-    types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists, InvalidInput for
-    damaged or foreign files, Unreadable."""
+    """Write the weights of a model folder as a checkpoint, with its config and tokenizer. `dtype` None keeps the types;
+    a LoRA adapter in peft's folder is merged. Raises Conflict (`destination` exists), InvalidInput (damaged or
+    foreign), Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
     ):
-        write_dcp(partial, ModelWeights(files, dtype, adapter))
+        write_dcp(partial, ModelWeights(files, dtype, adapter, block_bytes))
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
 
 
@@ -96,11 +101,11 @@ def from_dcp(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of a checkpoint as a model folder whose config and tokenizer are those of the model `config`, by
+    """Write the weights of a checkpoint as a model folder. Config and tokenizer are those of the model `config`, by
     default those in the checkpoint's folder.
 
-    `key` is the entry of the state dict that has the weights (None: `model`, or all). Raises Conflict when `destination`
-    exists, InvalidInput when the weights are not those of the model that the config describes, Unavailable.
+    `key` is the entry of the state dict that has the weights (None: `model`, or all). Raises Conflict if `destination`
+    exists, InvalidInput if the weights are not those of the model that the config describes, Unavailable.
     """
     folder = Folder(checkpoint)
     stored = DcpCheckpoint(folder, key)
@@ -118,7 +123,7 @@ def from_dcp(
             def take(name: str, offsets: tuple[int, ...], values: Tensor) -> None:
                 values = values.to(_converted(values.dtype, dtype))
                 refuse_not_finite(values, name, str(folder))
-                _write_box(writer, name, shapes[name], offsets, values)
+                write_box(writer, name, shapes[name], offsets, values)
 
             stored.read(take)
             writer.finish()
@@ -128,24 +133,24 @@ def from_dcp(
 
 
 def _weight_files(source: str, *, changed: bool) -> WeightFiles:
-    """Return the files of a model folder, which are its model's. Raises InvalidInput for quantized weights that are to be
-    `changed`."""
+    """Return the weight files of a model folder, after checking them against its config. Raises InvalidInput for
+    quantized weights that are to be `changed`."""
     if not is_url(source) and not Path(source).is_dir():
-        raise InvalidInput(f"SOURCE {source!r} is no folder; fetch a hub's model with `hf download` first")
+        raise InvalidInput(f"SOURCE {source!r} is not a folder; fetch a model of the hub with `hf download` first")
     local = model_source(source, "SOURCE")
     files = find_weight_files(source, local, "SOURCE")
     if not check_described(local, files, f"SOURCE {source!r}") and changed:
         files.__exit__()
         raise InvalidInput(
-            f"SOURCE {source!r} is quantized (quantization_config in its config.json), so its values and their scales are not "
-            "converted or merged; take the 16-bit or 32-bit model"
+            f"SOURCE {source!r} is quantized (quantization_config in its config.json), so its values and scales cannot be "
+            "converted or merged; use the 16-bit or 32-bit model"
         )
     return files
 
 
 def check_described(folder: str, files: WeightFiles, what: str) -> bool:
-    """Raise InvalidInput where `files` are not the weights of the model that the config in `folder` describes; return whether they
-    are plain. A model that transformers does not have is not checked."""
+    """Raise InvalidInput unless `files` are the weights of the model that the config in `folder` describes; return
+    False if they are quantized. Quantized weights and models that transformers does not have are not checked."""
     content = json.loads((Path(folder) / CONFIG).read_bytes())
     if content.get("quantization_config") is not None:
         return False
@@ -158,7 +163,7 @@ def check_described(folder: str, files: WeightFiles, what: str) -> bool:
 
 
 def _check_result(folder: Path, what: str) -> None:
-    """Raise InvalidInput if the folder's weights are not its model's. An adapter may have changed one of two tied weights."""
+    """Raise InvalidInput if the weights are not the model's: an adapter may have changed one of two tied weights."""
     with find_weight_files(str(folder), str(folder), "DESTINATION") as files:
         check_described(str(folder), files, what)
 
@@ -167,10 +172,10 @@ def _converted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
-def _write_box(
+def write_box(
     writer: SafetensorsWriter, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], values: Tensor
 ) -> None:
-    """Write a part of a tensor that may be divided along any axis: the longest contiguous runs of it."""
+    """Write the longest contiguous runs of a part of a tensor, which may be divided along any axis."""
     axes = len(shape)
     whole = next((axis for axis in range(axes) if tuple(values.shape[axis + 1 :]) == shape[axis + 1 :]), axes)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(axes)]
@@ -181,7 +186,7 @@ def _write_box(
 
 
 def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folder) -> None:
-    """Raise InvalidInput where the files of the model that the config describes have tensors that these are not."""
+    """Raise InvalidInput unless the names and shapes are those in the files of the model that the config describes."""
     config = json.loads((described / CONFIG).read_bytes())
     scoring = any("SequenceClassification" in name for name in config.get("architectures") or ())
     stored = stored_tensors(empty_model(str(described), scoring))
@@ -189,13 +194,13 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
     if wrong := misfits({header.name: header.shape for header in headers}, expected):
         raise InvalidInput(
             f"{checkpoint}: its weights are not those of the model in {described}: {wrong}. "
-            "A run's checkpoint is exported with `paceline export RUN`; of others name the model with --config, and with "
-            "--key the entry that has the weights"
+            "Export a run's checkpoint with `paceline export RUN`; for other checkpoints name the model with --config, and "
+            "with --key the entry that has the weights"
         )
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; in the config, name the new type. Raises InvalidInput where the tokenizer is another one then."""
+    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the tokenizer then differs."""
     copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG
@@ -207,9 +212,9 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
-    """Write the model of a folder with the weights of its linear layers, but for the LM head, in eight bits. The
-    weights have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
-    without torchao, Conflict when `destination` exists."""
+    """Write the model of a folder with the weights of its linear layers, except the LM head, in eight bits. The weights
+    have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
+    without torchao, Conflict if `destination` exists."""
     if importlib.util.find_spec("torchao") is None:
         raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
@@ -219,12 +224,12 @@ def quantize_folder(source: str, destination: Location, kind: Literal["int8", "f
     auto: Any = AutoModelForCausalLM
     folder = model_source(source, "SOURCE", weights=True)
     if check_model(auto, folder, "SOURCE"):
-        raise InvalidInput(f"SOURCE {source!r} is quantized already; take its 16-bit or 32-bit version")
+        raise InvalidInput(f"SOURCE {source!r} is quantized already; use its 16-bit or 32-bit version")
     model = auto.from_pretrained(folder, dtype="auto", quantization_config=TorchAoConfig(config))
     with written_beside(destination) as partial:
         model.save_pretrained(partial)
         for file in partial.glob("*.safetensors"):
-            # safetensors lets nobody but the owner read its files; a server of another user is to read these.
+            # safetensors makes its files readable only for their owner, but a server of another user must read these.
             shutil.copymode(partial / "config.json", file)
         copy_other_files(Path(folder), partial, {CONFIG})
         check_tokenizer(source, partial)

@@ -1,7 +1,7 @@
 """The weights of a model folder as blocks of rows: converted to a type, with a LoRA adapter merged, a block at a time.
 
-Promise: nothing but the block that is asked for is in memory, and without a type and an adapter its bits are those of the
-file. Axis suffixes: O outputs and I inputs of a layer, R the adapter's rank.
+Promise: only the requested block is in memory, and without a type and an adapter its bits are those of the file. Axis
+suffixes: O outputs and I inputs of a layer, R the adapter's rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ MERGED_AS: Mapping[str, Sequence[Any]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
 }
-"""Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other ways to begin, such
-as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so their A and B do not belong to the base in its folder."""
+"""Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other
+initializations, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so A and B do not fit the base in its
+folder."""
 WITHOUT_EFFECT = frozenset(
     {
         "r",
@@ -55,13 +56,19 @@ OFF: Sequence[Any] = (None, False, "", [], {})
 class ModelWeights:
     """The tensors of a model folder, by their names in its files."""
 
-    def __init__(self, files: WeightFiles, dtype: torch.dtype | None = None, adapter: Path | None = None) -> None:
-        """`dtype` None keeps the types of the files. Raises InvalidInput for an adapter that is not of this model."""
-        self._files, self._dtype = files.tensors, dtype
+    def __init__(
+        self,
+        files: WeightFiles,
+        dtype: torch.dtype | None = None,
+        adapter: Path | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """`dtype` None keeps the types of the files. Raises InvalidInput for an adapter of another model."""
+        self._files, self._dtype, self._block_bytes = files.tensors, dtype, block_bytes
         self._adapter = {} if adapter is None else _read_adapter(adapter, files)
 
     def headers(self) -> list[TensorHeader]:
-        """Return name, type and shape of every tensor as it is converted, in the order of the files."""
+        """Return name, converted type and shape of every tensor, in the order of the files."""
         return [
             TensorHeader(name, self._converted(torch_dtype(tensor.dtype)), tensor.shape)
             for name, tensor in self._files.items()
@@ -71,7 +78,7 @@ class ModelWeights:
         """Yield (first row, end row) of blocks that make up the tensor; a tensor without axes is one row."""
         rows = header.shape[0] if header.shape else 1
         row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
-        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        step = max(1, self._block_bytes // max(1, row_bytes))
         for begin in range(0, max(rows, 1), step):
             yield begin, min(begin + step, rows)
 
@@ -104,32 +111,32 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value not in MERGED_AS.get(name, OFF):
             raise InvalidInput(
-                f"--adapter {folder}: {name} is {value!r}, which is not merged here; load the adapter with peft and write the "
+                f"--adapter {folder}: {name} is {value!r}, which paceline does not merge; load the adapter with peft and write the "
                 "model of merge_and_unload"
             )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     what = f"--adapter {str(folder)!r}"
     with WeightFiles({str(folder / ADAPTER_WEIGHTS): []}, what) as files:
         tensors = {name: tensor[...] for name, tensor in files.tensors.items()}
-    found = {}
+    weights = {}
     for layer, a_RI, b_OR in pairs(tensors):
         name = f"{layer}.weight"
         shape = base.tensors[name].shape if name in base.tensors else None
         if a_RI.shape[0] != rank:
             raise InvalidInput(
-                f"{what} has A {tuple(a_RI.shape)} for {name}, and its {ADAPTER_CONFIG} says r {rank}, from which the scaling "
-                "follows; take the config of these files"
+                f"{what} has A {tuple(a_RI.shape)} for {name}, but its {ADAPTER_CONFIG} says r {rank}, which determines the scaling; "
+                "use the config of these files"
             )
         if shape != (b_OR.shape[0], a_RI.shape[1]) or a_RI.shape[0] != b_OR.shape[1]:
             where = "has no such tensor" if shape is None else f"has {name} of shape {tuple(shape)}"
             raise InvalidInput(
-                f"{what} changes {name} by B {tuple(b_OR.shape)} and A {tuple(a_RI.shape)}, and {base.place} {where}; name "
+                f"{what} changes {name} by B {tuple(b_OR.shape)} and A {tuple(a_RI.shape)}, but {base.place} {where}; name "
                 "the model that the adapter was trained on"
             )
-        found[name] = (a_RI, b_OR, scaling)
-    if not found:
-        raise InvalidInput(f"{what} has no tensors, so the result would be its base; copy {ADAPTER_WEIGHTS} again")
-    return found
+        weights[name] = (a_RI, b_OR, scaling)
+    if not weights:
+        raise InvalidInput(f"{what} has no tensors, so the result would equal its base; copy {ADAPTER_WEIGHTS} again")
+    return weights
 
 
 def refuse_not_finite(tensor: Tensor, name: str, what: str) -> None:

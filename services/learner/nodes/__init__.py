@@ -1,1 +1,1 @@
-"""A learner on several hosts: which host is which, how they meet, and the end of a session everywhere."""
+"""A learner on several hosts: the host's position, the rendezvous, and the end of a session on all hosts."""

@@ -1,8 +1,8 @@
-"""Node 0's decisions: which nodes take part in the next session, and when a session is over.
+"""Node 0's decisions: the nodes that take part in the next session, and the end of a session.
 
-A node is there from its first beat until it leaves or falls silent. It joins anew for each session, and as a new life when its
-process was started again. Of two lives of one position on one host the one that was started last counts. On two hosts the
-second one counts when the first beats no more; else it is refused, because two hosts were given one position.
+A node is present from its first heartbeat until it leaves or is silent. It joins again for each session, and as a new
+life if its process was started again. If one host has two lives of one position, the one that was started last counts.
+On two hosts the second one counts if the first has no more heartbeats; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline.services.learner.nodes.settings import NodeSettings
 from paceline.services.learner.nodes.store import NodeStore
 
 REVISION = 1
-"""Revision of what nodes write; nodes of others are refused."""
+"""Revision of the entries that nodes write; nodes with another one are refused."""
 SILENT_S = 15.0
-"""Seconds without a beat after which a node is taken for dead."""
+"""Seconds without a heartbeat after which a node counts as dead."""
 ALIVE_S, DEAD_S = 1.5, 3.0
-"""Of two lives of one position on two hosts, the first is alive when it beats so long after the second has joined, and dead
-when it has not done so by the second time."""
+"""If two hosts have lives of one position, the first is alive if it has a heartbeat ALIVE_S or more after the second
+has joined, and dead if it has none by DEAD_S."""
 LAST_CALL_S = 10.0
 """Seconds for which a session that could begin waits for further nodes."""
 MAX_RANKS = 1024
 MAX_NEW = 256
-"""Nodes that are introduced at once."""
+"""Nodes that are introduced at the same time."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Node:
     life: str = ""
     """Random id of its process."""
     started_s: float = 0.0
-    """When its process was started, by its host's clock."""
+    """Start of its process, by its host's clock."""
     beat: Any = None
     contested: bool = False
-    """True while it is open which of two lives of its position counts."""
-    placed: bool = False
-    """True once it has a place in a session; it joins anew for the next."""
+    """True while it is undecided which of two lives of its position counts."""
+    has_part: bool = False
+    """True once it has a part in a session; it joins again for the next."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SessionEnd:
 
     reason: str
     orderly: bool = False
-    """True when all ranks are alive and may end with a checkpoint."""
+    """True if all ranks are alive and may end with a checkpoint."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Session:
 
 
 class Assembly:
-    """The nodes that node 0 knows; `now_s` is a monotonic time in all methods."""
+    """Holds the nodes that have joined node 0; `now_s` is a monotonic time in all methods."""
 
     def __init__(self, store: NodeStore, settings: NodeSettings):
         self._store, self._settings = store, settings
@@ -80,7 +80,7 @@ class Assembly:
         self._session: Session | None = None
 
     def assemble(self, now_s: float) -> str:
-        """Begin a session as soon as enough nodes wait; return who waits, for people to read."""
+        """Begin a session as soon as enough nodes wait; return the waiting nodes as text for messages."""
         self._session = None
         self._refresh(now_s)
         waiting = self._waiting()
@@ -96,7 +96,7 @@ class Assembly:
         return present
 
     def check(self, now_s: float) -> SessionEnd | None:
-        """Return why the session is over, and write it for all nodes; None while it goes on."""
+        """Return the reason if the session is over, and write it for all nodes; None while it continues."""
         assert self._session is not None
         session, before = self._session, dict(self._session.nodes)
         self._refresh(now_s)
@@ -115,7 +115,7 @@ class Assembly:
         return end
 
     def end(self, reason: str) -> None:
-        """Write that the session is over by this node's doing, at once: nobody else would decide that."""
+        """Write at once that this node ends the session, because no other node decides that."""
         if self._session is not None:
             self._store.write(f"over/{self._session.name}", reason=reason, orderly=False)
 
@@ -124,23 +124,22 @@ class Assembly:
         world_size = sum(node.ranks for node in waiting.values())
         for node_rank in sorted(waiting):
             node = waiting[node_rank]
-            session.nodes[node.number], node.placed = node, True
+            session.nodes[node.number], node.has_part = node, True
             facts = {"session": session.name, "world_size": world_size, "nodes": len(waiting)}
             self._store.write(f"place/{node.number}", first_rank=first, **facts)
             first += node.ranks
         self._session, self._gathered = session, ()
 
     def _waiting(self) -> dict[int, Node]:
-        """Return the newest life of each position that has no place yet."""
-        found = {}
+        """Return the newest life of each position that has no part in a session yet."""
+        newest = {}
         for number in sorted(self._nodes):
             node = self._nodes[number]
-            if node.node_rank >= 0 and not node.placed and not node.contested:
-                found[node.node_rank] = node
-        return found
+            if node.node_rank >= 0 and not node.has_part and not node.contested:
+                newest[node.node_rank] = node
+        return newest
 
     def _refresh(self, now_s: float) -> None:
-        """Read who has joined, who beats and who has left."""
         joined = min(self._store.number("joined", 0), self._num_joined + MAX_NEW)
         for number in range(self._num_joined + 1, joined + 1):
             self._nodes[number] = Node(number, now_s, now_s)
@@ -154,10 +153,10 @@ class Assembly:
                 node.beat, node.heard_s = beat, now_s
             if now_s - node.heard_s > SILENT_S or self._store.read(f"left/{number}") is not None:
                 del self._nodes[number]
-        self._settle(now_s)
+        self._keep_one_life(now_s)
 
-    def _settle(self, now_s: float) -> None:
-        """Remove all lives of a position but one, where it is clear which counts."""
+    def _keep_one_life(self, now_s: float) -> None:
+        """Remove all lives of a position but one, if it is decided which counts."""
         counting: dict[int, Node] = {}
         for number in sorted(self._nodes):
             newer = self._nodes[number]
@@ -173,16 +172,15 @@ class Assembly:
             if loser is older:
                 counting[newer.node_rank] = newer
             else:
-                why = f"--node-rank {newer.node_rank} belongs to a node that runs on {older.host!r}; give each node its own"
+                why = f"--node-rank {newer.node_rank} belongs to a node that runs on {older.host!r}; give each node its own number"
                 self._store.write(f"place/{newer.number}", refusal=why)
 
     def _missing_because(self, node: Node) -> str:
-        """Return why a node that has not left is no longer there."""
         is_replaced = any(other.node_rank == node.node_rank for other in self._nodes.values())
-        return "was started anew" if is_replaced else f"is silent for {SILENT_S:g} s"
+        return "was started again" if is_replaced else f"is silent for {SILENT_S:g} s"
 
     def _introduce(self, node: Node) -> bool:
-        """Take what a node has written about itself, if it has; return False for a node that is refused."""
+        """Read a node's entry about itself, if it is written; return False for a node that is refused."""
         entry = self._store.read(f"node/{node.number}")
         if entry is None:
             return True
@@ -190,7 +188,7 @@ class Assembly:
         if entry.get("revision") != REVISION:
             why = f"its rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
         elif not isinstance(node_rank, int) or not 0 <= node_rank < self._settings.most:
-            why = f"--node-rank {node_rank!r:.20} is none of the {self._settings.most} nodes that node 0 was told"
+            why = f"--node-rank {node_rank!r:.20} is none of the {self._settings.most} nodes in node 0's --nodes"
         elif not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
             why = f"--ranks {ranks!r:.20} is not between 1 and {MAX_RANKS}"
         else:
@@ -204,7 +202,7 @@ class Assembly:
 
 
 def _loser(older: Node, newer: Node, now_s: float) -> Node | None:
-    """Return which of two lives of a position does not count; None while that is open."""
+    """Return the life that does not count of two lives of a position; None while that is undecided."""
     if older.life == newer.life:
         return older
     if older.host == newer.host:

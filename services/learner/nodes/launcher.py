@@ -1,12 +1,11 @@
-"""The launcher of one node's ranks: it meets the other nodes, starts this node's part of the session, and meets them again
-after the session's end.
+"""Launches one node's ranks: it meets the other nodes, starts this node's part of the session, and repeats.
 
-A session ends on all nodes when any rank or node is lost; the nodes that are left meet again, and the next session begins as
-soon as there are enough. It ends with the checkpoint that the coordinator has, like every session of the learner.
+A session ends on all nodes if any rank or node is lost; the remaining nodes meet again, and the next session begins as
+soon as there are enough. It starts from the checkpoint that the coordinator has, like every session of the learner.
 
-The nodes meet in a store that node 0 hosts. A node joins under a new number, writes its position and its ranks, and gets its
-place in the next session from node 0 (`assembly.py`). While the session goes on it writes a beat each second and reads whether
-the session is over; a node that no longer reaches the store ends its part by itself.
+The nodes meet in a rendezvous store that node 0 hosts. A node joins under a new number, writes its position and its
+number of ranks, and gets its part in the next session from node 0 (`assembly.py`). During the session it writes a
+heartbeat each second and reads whether the session is over; a node that loses the store ends its part.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from paceline.services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABL
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 BEAT_S, POLL_S = 1.0, 0.2
 LONG_SESSION_S = 300.0
-"""Seconds after which a session's end is no repetition of the one before."""
+"""Seconds after which a session's end does not count as a repeated failure."""
 log = logging.getLogger(__name__)
 
 
 class NodeLauncher:
-    """Sessions of one node, one after the other, until a signal."""
+    """Runs sessions of one node, one after the other, until a signal."""
 
     def __init__(self, settings: NodeSettings, rendezvous: Rendezvous, module: str, options: list[str]):
         self._settings, self._rendezvous = settings, rendezvous
@@ -47,18 +46,18 @@ class NodeLauncher:
 
     def run(self, ranks: int, grace_s: float) -> int:
         """Run sessions until a signal; return the status of the last, 0 between two. Main thread only. Raises
-        Unavailable when too few nodes come; Conflict when node 0 refuses this one."""
+        Unavailable if too few nodes come; Conflict if node 0 refuses this one."""
         with at_signals(self._stop):
             while True:
                 log.info(
                     "node %d of %d waits for the others at %s",
                     *(self._settings.node_rank, self._settings.most, self._settings.rendezvous),
                 )
-                place = self._rendezvous.meet(self._stopping.is_set)
-                if place is None:
+                part = self._rendezvous.meet(self._stopping.is_set)
+                if part is None:
                     return 0
                 began_s = time.monotonic()
-                status = self._session(place, ranks, grace_s)
+                status = self._session(part, ranks, grace_s)
                 if self._stopping.is_set():
                     return status
                 if time.monotonic() - began_s > LONG_SESSION_S:
@@ -66,25 +65,24 @@ class NodeLauncher:
                 if status:
                     self._stopping.wait(self._backoff.next_s())
 
-    def _session(self, place: Place, num_ranks: int, grace_s: float) -> int:
-        """Run this node's part of a session and return its status."""
-        last = place.first_rank + num_ranks - 1
+    def _session(self, part: SessionPart, num_ranks: int, grace_s: float) -> int:
+        last = part.first_rank + num_ranks - 1
         log.info(
             "node %d has ranks %d to %d of %d, on %d nodes",
-            *(self._settings.node_rank, place.first_rank, last, place.world_size, place.nodes),
+            *(self._settings.node_rank, part.first_rank, last, part.world_size, part.nodes),
         )
-        ranks = Ranks(first_rank=place.first_rank)
+        ranks = Ranks(first_rank=part.first_rank)
         ranks.on_loss = lambda how: self._rendezvous.leave(f"has lost {how}")
         variables = {
-            "WORLD_SIZE": str(place.world_size),
+            "WORLD_SIZE": str(part.world_size),
             STORE_VARIABLE: self._settings.rendezvous,
-            SESSION_VARIABLE: place.session,
+            SESSION_VARIABLE: part.session,
         }
 
         def end_all(end: SessionEnd) -> None:
             ranks.events.put(EndAll(end.reason, end.orderly))
 
-        watching = self._rendezvous.watch(place, end_all)
+        watching = self._rendezvous.watch(part, end_all)
         self._ranks = ranks
         try:
             if self._stopping.is_set():
@@ -105,8 +103,8 @@ class NodeLauncher:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of this node in a session."""
+class SessionPart:
+    """This node's part of a session."""
 
     session: str
     first_rank: int
@@ -116,18 +114,18 @@ class Place:
 
 
 class Rendezvous:
-    """This node's side, and on node 0 the store and the decisions."""
+    """This node's side; on node 0 also the store and the decisions."""
 
     def __init__(self, settings: NodeSettings, ranks: int, host: str, wait_s: float):
-        """`host` is the address that node 0 listens on; `wait_s` is how long to wait for the other nodes. Raises InvalidInput
-        when node 0 cannot listen there."""
+        """`host` is the address that node 0 listens on; `wait_s` is the longest wait for the other nodes. Raises
+        InvalidInput if node 0 cannot listen there."""
         self._settings, self._ranks, self._wait_s = settings, ranks, wait_s
         name, _, port = settings.rendezvous.rpartition(":")
         self._host, self._port = name.strip("[]"), int(port)
         self._is_first = settings.node_rank == 0
         if self._is_first and _is_loopback(host) and not _is_loopback(self._host):
             raise InvalidInput(
-                f"--host {host} is reached from this host alone, so the other nodes cannot come to --rendezvous "
+                f"--host {host} can be reached only from this host, so the other nodes cannot come to --rendezvous "
                 f"{settings.rendezvous}; give the address that node 0 has there, or 0.0.0.0, as --host"
             )
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
@@ -135,12 +133,12 @@ class Rendezvous:
         self._number = 0
         """Number under which this node has joined; 0 before that."""
         self._life, self._started_s = uuid.uuid4().hex, time.time()
-        self._beaten_s = 0.0
+        self._last_beat_s = 0.0
         self._watching: threading.Thread | None = None
 
-    def meet(self, is_stopping: Callable[[], bool]) -> Place | None:
-        """Return this node's place in the next session; None when it is to stop before there is one. Raises Unavailable
-        when too few nodes have come within the wait; Conflict when node 0 refuses this one."""
+    def meet(self, is_stopping: Callable[[], bool]) -> SessionPart | None:
+        """Return this node's part in the next session; None if it is to stop earlier. Raises Unavailable if too few
+        nodes have come within the wait; Conflict if node 0 refuses this one."""
         if self._watching is not None:
             self._watching.join()  # each operation of the store has a deadline
         began_s, present = time.monotonic(), ""
@@ -154,8 +152,8 @@ class Rendezvous:
                     present = self._assembly.assemble(time.monotonic())
                 else:
                     present = str((store.read("present") or {}).get("nodes", ""))[:500]
-                if (place := self._place(store)) is not None:
-                    return place
+                if (part := self._part(store)) is not None:
+                    return part
             except FAULTS as fault:
                 if self._is_first:
                     raise Unavailable(f"the rendezvous of this node has failed: {first_line(fault)}") from None
@@ -165,25 +163,25 @@ class Rendezvous:
             time.sleep(POLL_S)
         return None
 
-    def watch(self, place: Place, take: Callable[[SessionEnd], None]) -> threading.Event:
-        """Call `take` once, from a thread, when the session is over by another node's doing; setting the event ends that."""
+    def watch(self, part: SessionPart, take: Callable[[SessionEnd], None]) -> threading.Event:
+        """Call `take` once, from a thread, if another node ends the session; setting the returned event stops that."""
         ended = threading.Event()
-        self._watching = threading.Thread(target=self._watch, args=(place, take, ended), daemon=True)
+        self._watching = threading.Thread(target=self._watch, args=(part, take, ended), daemon=True)
         self._watching.start()
         return ended
 
     def leave(self, reason: str) -> None:
-        """Tell the other nodes that this one's part is over: `reason` follows its name, as in "node 3 has left"."""
+        """Tell the other nodes that this node's part is over. `reason` follows its name, as in "node 3 has left"."""
         if self._store is not None and self._number:
             try:
                 self._store.write(f"left/{self._number}", reason=reason)
                 if self._assembly is not None:
                     self._assembly.end(f"node 0 {reason}")
-            except FAULTS:  # node 0 is gone, and knows
+            except FAULTS:  # node 0 is gone, so nobody needs the reason
                 self._store = None
         self._number = 0
 
-    def _watch(self, place: Place, take: Callable[[SessionEnd], None], ended: threading.Event) -> None:
+    def _watch(self, part: SessionPart, take: Callable[[SessionEnd], None], ended: threading.Event) -> None:
         store = self._store
         assert store is not None
         while not ended.wait(POLL_S):
@@ -192,7 +190,7 @@ class Rendezvous:
                 if self._assembly is not None:
                     end = self._assembly.check(time.monotonic())
                 else:
-                    over = store.read(f"over/{place.session}")
+                    over = store.read(f"over/{part.session}")
                     end = None if over is None else _end_of(over)
             except FAULTS as fault:
                 end = SessionEnd(f"node 0, which hosts the rendezvous, does not answer ({first_line(fault)})")
@@ -205,47 +203,47 @@ class Rendezvous:
         number = store.number("joined", 1)
         entry = {"revision": REVISION, "node_rank": self._settings.node_rank, "ranks": self._ranks}
         store.write(f"node/{number}", **entry, host=socket.gethostname(), life=self._life, started_s=self._started_s)
-        self._beaten_s = 0.0
+        self._last_beat_s = 0.0
         return number
 
     def _beat(self, store: NodeStore) -> None:
-        if time.monotonic() - self._beaten_s >= BEAT_S:
-            self._beaten_s = time.monotonic()
+        if time.monotonic() - self._last_beat_s >= BEAT_S:
+            self._last_beat_s = time.monotonic()
             store.write(f"beat/{self._number}", beat=uuid.uuid4().hex)
 
-    def _place(self, store: NodeStore) -> Place | None:
-        found = store.read(f"place/{self._number}")
-        if found is None:
+    def _part(self, store: NodeStore) -> SessionPart | None:
+        entry = store.read(f"place/{self._number}")
+        if entry is None:
             return None
-        if "refusal" in found:
-            raise Conflict(f"node 0 refuses this node: {str(found['refusal'])[:500]}")
+        if "refusal" in entry:
+            raise Conflict(f"node 0 refuses this node: {str(entry['refusal'])[:500]}")
         try:
-            numbers = (int(found["first_rank"]), int(found["world_size"]), int(found["nodes"]))
-            return Place(str(found["session"]), *numbers)
+            numbers = (int(entry["first_rank"]), int(entry["world_size"]), int(entry["nodes"]))
+            return SessionPart(str(entry["session"]), *numbers)
         except (KeyError, TypeError, ValueError):
-            raise Conflict("node 0 has written a place that is none; use one version on all nodes") from None
+            raise Conflict("node 0 has written a malformed part of a session; use one version on all nodes") from None
 
     def _too_late(self, present: str) -> str:
         settings = self._settings
-        wanted = str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
+        expected = str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
         if not present:
             return (
                 f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 there, correct "
                 "--rendezvous, or wait longer with --node-wait"
             )
         return (
-            f"the rendezvous {settings.rendezvous} has {present} of {wanted} nodes after {self._wait_s:g} s; start the others with "
+            f"the rendezvous {settings.rendezvous} has {present} of {expected} nodes after {self._wait_s:g} s; start the others with "
             "the same --nodes and --rendezvous, or wait longer with --node-wait"
         )
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a name or address leads to this host alone; False for a name without an address."""
+    """Return whether a name or address leads only to this host; False for a name without an address."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def _end_of(over: dict[str, object]) -> SessionEnd:

@@ -1,9 +1,9 @@
-"""How many nodes a learner has, which of them this host is, and where they meet: from options, else from the environment.
+"""The number of a learner's nodes, this host's position among them, and their rendezvous, from options or environment.
 
-A node is a host of a learner. The variables of these launchers are understood, in this order: torchrun's (`PET_…`, which
-Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or JobSet
-(`JOB_COMPLETION_INDEX`), whose first pod is `MASTER_ADDR`, else found by this pod's own name; at last `MASTER_ADDR` with
-`NODE_RANK`. The latter two do not say how many nodes there are. What the options give goes before all of them.
+A node is a host of a learner. The variables of these launchers are read, in this order: torchrun's (`PET_…`, which
+Kubeflow's trainer sets too), LeaderWorkerSet's (`LWS_…`), Slurm's (`SLURM_…`), and the index of an indexed Job or
+JobSet (`JOB_COMPLETION_INDEX`), whose first pod is `MASTER_ADDR`, else derived from this pod's name; at last
+`MASTER_ADDR` with `NODE_RANK`. The latter two do not give the number of nodes. Options come first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.calls.connection import checked_address
 from paceline.errors import InvalidInput
 
 PORT = 29400
-"""Port of the rendezvous where none is given."""
+"""Port of the rendezvous if none is given."""
 MAX_NODES = 4096
 NODES = re.compile(r"(\d{1,4})(?::(\d{1,4}))?")
 POD = re.compile(r"(.+)-\d+")
@@ -30,7 +30,7 @@ class NodeSettings:
     least: int
     """Nodes without which no session begins."""
     most: int
-    """Nodes that a session takes at most."""
+    """Largest number of nodes in a session."""
     node_rank: int
     """Position of this node, from 0. Node 0 hosts the rendezvous."""
     rendezvous: str
@@ -38,8 +38,8 @@ class NodeSettings:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a launcher's variables say; empty or None for what they do not."""
+class _Variables:
+    """Values of a launcher's variables; empty if a variable is missing."""
 
     source: str = ""
     nodes: str = ""
@@ -51,32 +51,34 @@ class _Found:
 def node_settings(
     nodes: str, node_rank: int | None, rendezvous: str, environment: Mapping[str, str], hostname: str
 ) -> NodeSettings | None:
-    """Return the settings, or None for a learner on this host alone. `nodes` is N or MIN:MAX, empty if not given;
+    """Return the settings, or None for a learner on only this host. `nodes` is N or MIN:MAX, empty if not given;
     `hostname` is this host's name, with its domain if it has one. Raises InvalidInput, naming the option."""
-    found = _Found() if is_rank(environment) and not nodes else _found(environment, hostname)
-    text = nodes or found.nodes
+    variables = _Variables() if is_rank(environment) and not nodes else _read_variables(environment, hostname)
+    text = nodes or variables.nodes
     if not text:
         if node_rank is not None or rendezvous:
             raise InvalidInput("--node-rank and --rendezvous are for several nodes; give --nodes as well")
         return None
-    least, most = _range(text, "--nodes" if nodes else found.source)
+    least, most = _range(text, "--nodes" if nodes else variables.source)
     if most == 1:
         return None
-    rank = str(node_rank) if node_rank is not None else found.node_rank
+    rank = str(node_rank) if node_rank is not None else variables.node_rank
     if not rank:
         raise InvalidInput(
             f"--node-rank is missing: the position of this host among the {most} nodes, from 0 to {most - 1}"
         )
     if not rank.isdecimal() or int(rank) >= most:
         raise InvalidInput(f"--node-rank {rank} is none of the {most} nodes: they count from 0 to {most - 1}")
-    if found.source.startswith("SLURM_") and environment.get("SLURM_LOCALID", "0") != "0":
+    if variables.source.startswith("SLURM_") and environment.get("SLURM_LOCALID", "0") != "0":
         raise InvalidInput(
             "srun has started several tasks on this host: start one for each, with --ntasks-per-node=1, and give --ranks"
         )
-    if not rendezvous and not found.host:
+    if not rendezvous and not variables.host:
         raise InvalidInput("--rendezvous is missing: HOST:PORT of node 0, the same on every node")
-    place = rendezvous or f"{found.host}:{found.port or PORT}"
-    return NodeSettings(least, most, int(rank), checked_address(place, "--rendezvous" if rendezvous else found.source))
+    address = rendezvous or f"{variables.host}:{variables.port or PORT}"
+    return NodeSettings(
+        least, most, int(rank), checked_address(address, "--rendezvous" if rendezvous else variables.source)
+    )
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -85,7 +87,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def ranks_of_node(environment: Mapping[str, str]) -> int:
-    """Return the ranks that torchrun's variable asks for on this host, else 1. Raises InvalidInput."""
+    """Return the number of ranks for this host in torchrun's variable, else 1. Raises InvalidInput."""
     text = environment.get("PET_NPROC_PER_NODE", "1")
     if not NODES.fullmatch(text) or not text.isdecimal() or not int(text):
         raise InvalidInput(f"PET_NPROC_PER_NODE {text!r:.40} is no number of ranks; give --ranks")
@@ -100,27 +102,27 @@ def _range(text: str, source: str) -> tuple[int, int]:
     return least, most
 
 
-def _found(environment: Mapping[str, str], hostname: str) -> _Found:
+def _read_variables(environment: Mapping[str, str], hostname: str) -> _Variables:
     get = environment.get
     if nodes := get("PET_NNODES"):
         host, _, port = get("PET_RDZV_ENDPOINT", "").rpartition(":")
         if not host:
             host, port = get("PET_RDZV_ENDPOINT") or get("PET_MASTER_ADDR", ""), get("PET_MASTER_PORT", "")
-        return _Found("PET_NNODES", nodes, get("PET_NODE_RANK", ""), host, port)
+        return _Variables("PET_NNODES", nodes, get("PET_NODE_RANK", ""), host, port)
     if nodes := get("LWS_GROUP_SIZE"):
-        return _Found("LWS_GROUP_SIZE", nodes, get("LWS_WORKER_INDEX", ""), get("LWS_LEADER_ADDRESS", ""))
-    # The variables of the step, because a job may run the learner on some of its nodes. A batch script, and a service that it
-    # starts without srun, has the job's variables alone: that service is one host, whatever the job has.
+        return _Variables("LWS_GROUP_SIZE", nodes, get("LWS_WORKER_INDEX", ""), get("LWS_LEADER_ADDRESS", ""))
+    # The variables of the step, because a job may run the learner on some of its nodes. A batch script, and a service
+    # that it starts without srun, has only the job's variables: that service is one host, whatever the job has.
     if nodes := get("SLURM_STEP_NUM_NODES"):
         first = first_of_nodelist(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
-        return _Found("SLURM_STEP_NUM_NODES", nodes, get("SLURM_NODEID", ""), first)
+        return _Variables("SLURM_STEP_NUM_NODES", nodes, get("SLURM_NODEID", ""), first)
     host, port = get("MASTER_ADDR", ""), get("MASTER_PORT", "")
     if index := get("JOB_COMPLETION_INDEX"):
         pod, dot, domain = hostname.partition(".")
         name = POD.fullmatch(pod)
         first = f"{name[1]}-0{dot}{domain}" if name else ""
-        return _Found("JOB_COMPLETION_INDEX", "", index, host or first, port if host else "")
-    return _Found("MASTER_ADDR", "", get("NODE_RANK", ""), host, port)
+        return _Variables("JOB_COMPLETION_INDEX", "", index, host or first, port if host else "")
+    return _Variables("MASTER_ADDR", "", get("NODE_RANK", ""), host, port)
 
 
 def first_of_nodelist(text: str) -> str:

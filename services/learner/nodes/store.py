@@ -1,8 +1,8 @@
-"""The key-value store in which nodes meet: c10d's, with JSON values of bounded length.
+"""The key-value store of the nodes' rendezvous: c10d's, with JSON values of bounded length.
 
-torch's own dynamic rendezvous pickles its state into such a store, where everybody who reaches the port can change it.
+torch's own dynamic rendezvous pickles its state into such a store, but everybody who reaches the port can change it.
 
-A client of such a store waits without limit for a host that is silent but not gone. Each operation therefore runs on a thread
+A client of such a store waits without limit for a host that is silent but not gone. So each operation runs on a thread
 that is abandoned after a deadline, and the store with it.
 """
 
@@ -25,16 +25,16 @@ MAX_VALUE = 4096
 WAIT_S = 15.0
 """Seconds to wait for an answer of the store."""
 CONNECT_S = 2.0
-"""Seconds of one try to reach its port."""
+"""Seconds for each attempt to reach its port."""
 ANSWER_S = 20.0
-"""Seconds of one try to open it. Torch asks the resolver for the name of each host first, which takes 5 s for a lost answer."""
+"""Seconds for each attempt to open it. Torch first resolves the name of each host: 5 s for a lost answer."""
 FAULTS = (RuntimeError, OSError)
-"""What an operation raises when the store is away: torch's DistError is a RuntimeError."""
+"""Errors of an operation if the store cannot be reached; torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
 
 
 class NodeStore:
-    """JSON objects by key."""
+    """JSON objects by key in the rendezvous store."""
 
     def __init__(self, store: Any, wait_s: float | None = None):
         """`store` is one of torch.distributed; `wait_s` bounds each operation, None for a store in this process."""
@@ -50,7 +50,7 @@ class NodeStore:
         self._bounded(lambda: self._store.set(PREFIX + key, json.dumps(value)))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return an object without waiting for it; None if there is none, empty for a value that is no object. Raises FAULTS."""
+        """Return an object without waiting for it; None if there is none, empty for any other value. Raises FAULTS."""
 
         def read() -> bytes | None:
             return self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
@@ -65,7 +65,7 @@ class NodeStore:
         return value if isinstance(value, dict) else {}
 
     def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Return an operation's result. Raises TimeoutError after the deadline, and at once after the first that was missed."""
+        """Return an operation's result. Raises TimeoutError after the deadline, and at once after the first missed one."""
         if self._wait_s is None:
             return operation()
         if self._is_silent:
@@ -78,7 +78,7 @@ class NodeStore:
 
 
 def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
-    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`; the operation goes on alone."""
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending it."""
     result: Future[ResultT] = Future()
 
     def run() -> None:
@@ -95,7 +95,7 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS when its port is closed, and when it does not answer within ANSWER_S."""
+    """Return the store of another host. Raises FAULTS if its port is closed or it does not answer within ANSWER_S."""
     wait = timedelta(seconds=ANSWER_S)
     # Torch writes a C++ trace for each port that is closed.
     socket.create_connection((host, port), CONNECT_S).close()
@@ -109,12 +109,12 @@ def connect(host: str, port: int) -> NodeStore:
 
 
 def serve(host: str, port: int) -> NodeStore:
-    """Return a new store that listens on `host` alone, in this process. Raises InvalidInput when that is not possible."""
+    """Return a new store in this process that listens only on `host`. Raises InvalidInput if that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise InvalidInput(f"--host {host!r} is no address of this host: {error}") from None
+        raise InvalidInput(f"--host {host!r} is not an address of this host: {error}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)

@@ -1,1 +1,1 @@
-"""A rank's work on one run: its steps, and what is published, saved and reported of them."""
+"""A rank's work on one run: its steps, their publishing, checkpoints and reports."""

@@ -1,8 +1,8 @@
 """One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
 
-No request is given up because the coordinator is away: the learner has nothing else to do. Only a rank that is stopping
-waits no longer than its grace for a receipt, and not at all for a batch that it will not train. `StepAgreement` keeps the
-ranks at one point of their collectives.
+No request is given up while the coordinator is unreachable, because the learner has nothing else to do. Only a rank
+that is stopping waits no longer than its grace for a receipt, and not at all for a batch, which it will not train.
+`StepAgreement` keeps the ranks at one point of their collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""No limit, because the connection tries for as long as this rank lives; `BackgroundLoop.wait` raises if it has given up."""
+"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises after that."""
 
 
 class RankBatch(NamedTuple):
@@ -36,32 +36,30 @@ class RankBatch(NamedTuple):
 
     reply: pb.BatchReply
     groups: list[Group]
-    """With the log-probabilities of the reward pool's reference; empty where the learner reads the data set itself."""
+    """With the log-probabilities of the reward pool's reference; empty if the learner reads the data set itself."""
 
     @property
     def is_end(self) -> bool:
-        """Return whether the run, or this session of it, has ended."""
+        """Whether the run, or this session of it, has ended."""
         return self.reply.state == pb.BATCH_STATE_END
 
     @property
     def is_last(self) -> bool:
-        """Return whether the run ends before this step, in good order."""
+        """Whether the run ends normally before this step."""
         return self.reply.state == pb.BATCH_STATE_LAST
 
     @property
     def num_tokens(self) -> int:
-        """Return the sampled tokens of the groups, trained or not, as the token accounting counts them."""
+        """Sampled tokens of the groups, trained or not, as the token accounting counts them."""
         return sum(group.num_tokens for group in self.groups)
 
     @classmethod
     def end_of_run(cls) -> RankBatch:
-        """Return the news that the run is complete before this step."""
         return cls(pb.BatchReply(state=pb.BATCH_STATE_LAST), [])
 
     @classmethod
     def decode(cls, reply: pb.BatchReply, payloads: Sequence[bytes]) -> RankBatch:
-        """Return the batch of a reply. Raises WireError, also when a group's digest differs, because the rank vouches for the
-        group in its receipt."""
+        """Return the batch of a reply. Raises WireError, also if a group's digest differs: the receipt vouches for it."""
         groups = []
         for index, sent in enumerate(reply.groups):
             reference = payloads[sent.reference_frame - 1] if sent.reference_frame else None
@@ -80,7 +78,7 @@ class RankBatch(NamedTuple):
 
 
 class BatchClient:
-    """The client of one session. Its methods raise PacelineError when the exchange refuses a request."""
+    """The client of one session. Its methods raise PacelineError if the exchange refuses a request."""
 
     def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
@@ -92,8 +90,8 @@ class BatchClient:
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch; None while there is no batch yet, and where this rank stops. A damaged
-        one is fetched again."""
+        """Return this rank's part of a step's batch; None if there is none yet, or this rank stops. A damaged one is
+        fetched again."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
@@ -114,7 +112,7 @@ class BatchClient:
             except WireError as error:
                 if not attempts_left:
                     raise
-                log.error("%s; it is fetched again", error)
+                log.error("%s; fetching it again", error)
         return None
 
     def send_receipt(
@@ -148,18 +146,18 @@ class BatchClient:
             self.audit_head = reply.receipt.audit_head
 
     def _request(self, grace_s: float, **content: Any) -> tuple[pb.ExchangeReply, list[bytes]]:
-        """Return the reply. Raises Unavailable `grace_s` after this rank has been told to stop."""
+        """Return the reply. Raises Unavailable `grace_s` after this rank has got the order to stop."""
         rank = self._rank
         request = pb.ExchangeRequest(run_id=self._run_id, session=self._session, **content)
         try:
             return rank.background.wait(rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s)
         except TimeoutError:
-            raise Unavailable("the coordinator did not answer before this rank had to go") from None
+            raise Unavailable("the coordinator did not answer before this rank had to stop") from None
 
 
 def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
-    """Return what compares the groups of `batch` that the coordinator has marked; None without any. Groups with tokens of another
-    version than (session, step), which the step starts from, are left out: an earlier session's weights may differ."""
+    """Return a comparison for the groups of `batch` that the coordinator has marked; None without any. It skips groups
+    with tokens of another version than (session, step), which the step starts from: an earlier session's may differ."""
     group_ids = [
         sent.group_id
         for sent, group in zip(batch.reply.groups, batch.groups, strict=True)
@@ -182,13 +180,13 @@ class StepAgreement:
     run_ended: bool
     """The run, or this session of it, has ended."""
     run_complete: bool
-    """The run ends in good order before this step."""
+    """The run ends normally before this step."""
     stopping: bool
     """The learner ends after this step."""
     checkpoint_ordered: bool
     export_ordered: bool
     checkpoint_unwritten: bool
-    """A checkpoint is in the making, so that `SessionCheckpoints.finish` would wait."""
+    """A checkpoint is in progress, so that `SessionCheckpoints.finish` would wait."""
     snapshot_wanted: bool
     """A member needs the newest version in full from the object store."""
 

@@ -1,13 +1,13 @@
 """The checkpoints of one session: begun after a step, written during the next ones, then reported to the coordinator.
 
-A checkpoint that cannot be written causes a warning, and the run goes on without it; only the last one is tried again. All
-ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints. Reading
-the one that the session begins from is tried again (a mount may be late); after the last try, and at once when the
-checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
+A checkpoint that cannot be written causes a warning, and the run continues without it; only the last one is retried.
+All ranks call `load`, `begin`, `finish` and `save_last` at the same point. A separate thread deletes old checkpoints.
+Reading the checkpoint that the session begins from is retried (a mount may be late). After the last attempt, and at
+once if the checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
-Checkpoints for an object store are written to this machine's spool and uploaded from there, while training goes on also
-where the store is away (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the store. All ranks
-queue and drop them alike, and each has a part of the spool's quota.
+Checkpoints for an object store are written to this machine's spool and uploaded from there, while training continues
+even if the store does not answer (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the
+store. All ranks queue and drop them alike, and each has a part of the spool's quota.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.files.bounded_cache import SIZE_VARIABLE, quota_bytes
 from paceline.files.storage import Folder, checkpoint_folder
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
-from paceline.learner.checkpoints.upload_queue import UploadQueue
+from paceline.learner.checkpoints.upload_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, UploadQueue
 from paceline.learner.checkpoints.writer import CheckpointWriter
 from paceline.learner.collectives import (
     any_over_ranks,
@@ -44,11 +44,12 @@ from paceline.spec import CheckpointingSection
 from paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
-"""Seconds before each further try at the last checkpoint."""
+"""Seconds before each further attempt at the last checkpoint."""
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
-"""Seconds before each further try at a checkpoint that is missing or cannot be read."""
+"""Seconds before each further attempt at a checkpoint that is missing or cannot be read."""
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
-"""Seconds before each further check for a file that rank 0 has written: a network file system may show it late."""
+"""Seconds before each further check for a file that rank 0 has written, because a network file system may show it late.
+"""
 log = logging.getLogger(__name__)
 
 
@@ -65,9 +66,10 @@ class SessionCheckpoints:
         settings: CheckpointingSection,
         report: Callable[[worker_pb2.ConnectRequest], None],
         warn: Callable[[str], None],
+        upload_pauses_s: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
     ):
         self.newest = (assignment.checkpoint_path, assignment.start_step)
-        """Path and step of the newest complete checkpoint; kept up to date on rank 0."""
+        """Path and step of the newest complete checkpoint; current only on rank 0."""
         self.saving = False
         """True while training waits for a checkpoint."""
         self._assignment, self._report, self._warn = assignment, report, warn
@@ -76,7 +78,7 @@ class SessionCheckpoints:
         self._ahead: set[str] = set()
         self._uploads: CheckpointUploads | None = None
         if self._directory.local is None:
-            self._uploads = CheckpointUploads(self._directory, self._register, warn)
+            self._uploads = CheckpointUploads(self._directory, self._register, warn, upload_pauses_s)
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
@@ -84,37 +86,37 @@ class SessionCheckpoints:
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Check the folder on all ranks, before anything is loaded. Raises CheckpointFault when a checkpoint of this or a later
-        session exists, so that the session's number is taken; NotShared when a rank does not see the files of rank 0; on all
-        ranks the same."""
+        """Check the folder on all ranks, before anything is loaded. Raises CheckpointFault if a checkpoint of this or a
+        later session exists, so that the session's number is taken; NotShared if a rank does not see the files of
+        rank 0: the same error on all ranks."""
         if self._uploads is not None:
             self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
         if taken:
             number = self._assignment.session
-            raise CheckpointFault(f"{taken} is there already, so no session can have the number {number}", taken)
+            raise CheckpointFault(f"{taken} exists already, so no session can have the number {number}", taken)
         if world_size() > 1 and self._enabled:
             self._check_shared(device, pause)
 
     def _taken(self) -> str:
-        """Return a checkpoint of this or a later session, if there is one; empty without. Keep the names of those of later steps
-        than this session's first, because this session must not delete them."""
+        """Return a checkpoint of this or a later session, if there is one; empty without. Remember the checkpoints of
+        steps after this session's first step, because this session must not delete them."""
         if not is_first_rank():
             return ""
         session, start = self._assignment.session, self._assignment.start_step
         try:
-            found = checkpoints.list_positions(self._directory)
-        except Exception as error:  # of the object store's client; writing will meet it again and report it
+            positions = checkpoints.list_positions(self._directory)
+        except Exception as error:  # of the object store's client; writing will fail too and report it
             log.warning("the folder of checkpoints %s could not be listed: %s", self._directory, error)
             return ""
-        self._ahead = {str(folder) for (_, step), folder in found if step > start}
-        taken = [folder for (number, _), folder in found if number >= session]
+        self._ahead = {str(folder) for (_, step), folder in positions if step > start}
+        taken = [folder for (number, _), folder in positions if number >= session]
         return str(taken[-1]) if taken else ""
 
     def _check_shared(self, device: torch.device, pause: Callable[[float], object]) -> None:
         name = broadcast_bytes(self._write_sign().encode()).decode()
         if not name:
-            return  # nothing can be written now; the first checkpoint says so
+            return  # nothing can be written now; the first checkpoint reports it
         seen = self._sees(name)
         for pause_s in SEEN_PAUSES_S:
             if not any_over_ranks([not seen], device)[0]:
@@ -125,7 +127,9 @@ class SessionCheckpoints:
         if is_first_rank():
             with contextlib.suppress(Exception):  # of the object store's client: an empty file may stay
                 self._directory.delete(name)
-        if missing and 0 not in missing:  # without rank 0 the store is away; the first checkpoint says so
+        if (
+            missing and 0 not in missing
+        ):  # if rank 0 sees nothing either, the store does not answer; the first checkpoint reports it
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
                 f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
@@ -133,7 +137,7 @@ class SessionCheckpoints:
             )
 
     def _sees(self, name: str) -> bool:
-        """Return whether a file is there; not where the store fails, because all ranks have to go on to the same collective."""
+        """Return whether a file exists; False if the store fails, because all ranks have to reach the same collective."""
         try:
             return self._directory.exists(name)
         except Exception as error:  # of the object store's client
@@ -141,7 +145,7 @@ class SessionCheckpoints:
             return False
 
     def _write_sign(self) -> str:
-        """Write a new file that the other ranks check for, and return its name; empty where it could not be written."""
+        """Write a new file that the other ranks check for, and return its name; empty if it could not be written."""
         if not is_first_rank():
             return ""
         name = f".seen-by-all-ranks-{uuid.uuid4().hex}"
@@ -155,26 +159,26 @@ class SessionCheckpoints:
 
     @property
     def unwritten(self) -> bool:
-        """Return whether `finish` would wait on this rank."""
+        """Whether `finish` would wait on this rank."""
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from. Raises CheckpointFault when the checkpoint is missing,
-        damaged or cannot be read, Misfit when it is of another model, WrongKey when it is encrypted with another
-        storage key, Unavailable when it is in a store that is away; on all ranks the same."""
+        """Load the checkpoint that the session begins from. Raises CheckpointFault if the checkpoint is missing,
+        damaged or cannot be read, Misfit if it is of another model, WrongKey if it is encrypted with another storage
+        key, Unavailable if its object store does not answer: the same error on all ranks."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:
             try:
                 return self._load(trainer)
             except (NotFound, Unavailable) as error:
-                log.warning("%s; tried again in %.0f s", error, pause_s)
+                log.warning("%s; retrying in %.0f s", error, pause_s)
                 pause(pause_s)
         try:
             self._load(trainer)
         except (NotFound, Unavailable) as error:
             if isinstance(error, Unavailable) and Folder(self._assignment.checkpoint_path).local is None:
-                raise  # older checkpoints are in the same store: the run waits until it is back
+                raise  # older checkpoints are in the same store, so the run waits for it
             raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
 
     def _load(self, trainer: Trainer) -> None:
@@ -191,10 +195,10 @@ class SessionCheckpoints:
             raise
         except Conflict as error:
             raise CheckpointFault(str(error), self._assignment.checkpoint_path) from error
-        log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
+        log.info("session %d continues from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str, *, unchanged: bool = False) -> None:
-        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile. `unchanged`
+        """Copy the state after `step` steps, whose batches' chain ends with `chain`, and start to write it. `unchanged`
         promises that the state does not change before `finish`, so that no copy is made."""
         if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
             return  # the session began from this checkpoint
@@ -207,14 +211,14 @@ class SessionCheckpoints:
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
-        """Name the newest record of the coordinator's audit log in the manifests from now on, so that its end cannot be cut off
-        without notice."""
+        """Name the newest record of the coordinator's audit log in later manifests: its end cannot be cut off
+        unnoticed."""
         if sequence:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
     def finish(self) -> str:
-        """Wait for the checkpoint in progress, if there is one, and report it. Return the reason why it could not be written, on
-        the ranks that know it: the run goes on, and the next one is tried."""
+        """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
+        reason on the ranks that have it; the run continues, and the next checkpoint is a new attempt."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None
@@ -233,7 +237,7 @@ class SessionCheckpoints:
         return failure
 
     def _register(self, saved: Checkpoint) -> None:
-        """Report a checkpoint that is complete in its place. In a store's case on the thread that uploads."""
+        """Report a checkpoint that is complete at its destination; for an object store on the uploading thread."""
         self.newest = (str(saved.path), saved.manifest.step)
         self._report(
             worker_pb2.ConnectRequest(
@@ -251,21 +255,21 @@ class SessionCheckpoints:
 
     @property
     def is_queued(self) -> bool:
-        """Return whether checkpoints are queued for an object store."""
+        """Whether checkpoints are queued for an object store."""
         return self._uploads is not None
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Return the state of the queue for a store, for the heartbeat; nothing without one."""
+        """State of the queue for an object store, for the heartbeat; empty without one."""
         return {} if self._uploads is None else self._uploads.gauges
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
-        """Wait until all finished checkpoints are in their place; return False where `ended` is true before, on any rank."""
+        """Wait until all finished checkpoints are at their destination; False if `ended` comes first, on any rank."""
         return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
-        """Finish the checkpoint of the last step; try again while the disk may be full, because no later one replaces it. Raises
-        Unavailable after the last try."""
+        """Finish the checkpoint of the last step, with retries (the disk may be full), because no later one replaces
+        it. Raises Unavailable after the last attempt."""
         for pause_s in LAST_SAVE_PAUSES_S:
             if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
                 return
@@ -276,13 +280,13 @@ class SessionCheckpoints:
         raise Unavailable(f"the checkpoint of step {step}, the last one, could not be written; see the log")
 
     def keep_only(self, paths: list[str]) -> None:
-        """Delete, while training goes on, all older checkpoints but these, because the ledger has forgotten them."""
+        """Delete, while training continues, all older checkpoints but `paths`, because the ledger no longer has them."""
         with contextlib.suppress(RuntimeError):  # the run ends at this very moment
             self._deleting.submit(self._delete_all_but, paths)
 
     def close(self) -> None:
         with contextlib.suppress(PacelineError):
-            self._writer.finish()  # nobody needs it any more; but its thread must not run into the next run
+            self._writer.finish()  # nobody needs it any more, but its thread must not run into the next run
         if self._uploads is not None:
             self._uploads.close()
         self._deleting.shutdown()
@@ -291,7 +295,7 @@ class SessionCheckpoints:
         try:
             checkpoints.prune(self._directory, kept, spared=self._ahead)
         except Exception as error:  # of the object store's client
-            log.warning("old checkpoints could not be deleted: %s; the next one tries again", error)
+            log.warning("old checkpoints could not be deleted: %s; the next checkpoint retries it", error)
 
 
 STORE_POLL_S = 0.5
@@ -299,12 +303,18 @@ STORE_POLL_S = 0.5
 
 
 class CheckpointUploads:
-    """One rank's checkpoints that wait for a store. All ranks call `add` and `until_stored` at the same point. `on_stored` gets
-    each checkpoint that is whole in the store, on rank 0 and on another thread."""
+    """One rank's checkpoints that wait for an object store. All ranks call `add` and `until_stored` at the same point.
+    `on_stored` gets each checkpoint that is whole in the store, on rank 0 and on another thread."""
 
-    def __init__(self, store: Folder, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Folder,
+        on_stored: Callable[[Checkpoint], None],
+        warn: Callable[[str], None],
+        pauses_s: tuple[float, float],
+    ):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._queue = UploadQueue(store, rank, on_stored, warn)
+        self._queue = UploadQueue(store, rank, on_stored, warn, pauses_s)
         self._store, self._warn = store, warn
         self.device = torch.device("cpu")
         """Device for collectives."""
@@ -316,37 +326,37 @@ class CheckpointUploads:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Return the state of the queue: bytes of every rank, the rest of rank 0 alone."""
+        """State of the queue: bytes on every rank, the other values only on rank 0."""
         queue = self._queue
         first = {"queued_checkpoints": float(len(queue.names)), "store_away_s": queue.away_s}
         return {"spool_bytes": float(queue.size_bytes)} | (first if is_first_rank() else {})
 
     def add(self, name: str, saved: Checkpoint | None, failure: str) -> None:
-        """Queue this rank's part of the checkpoint that was written last, unless there was a `failure`. The ranks drop the same
-        checkpoints where any of them has more than its part of the quota; the newest stays."""
+        """Queue this rank's part of the checkpoint that was written last, unless there was a `failure`. All ranks drop
+        the same checkpoints if any of them exceeds its part of the quota; the newest stays."""
         queue = self._queue
         if not failure:
             queue.add(Folder(queue.spool) / name, saved)
-        known: list[str] = json.loads(broadcast_bytes(json.dumps(queue.names).encode()))
+        rank0_names: list[str] = json.loads(broadcast_bytes(json.dumps(queue.names).encode()))
         # Rank 0 could not write them, or has stored them.
-        queue.drop([name for name in queue.names if name not in known])
+        queue.drop([name for name in queue.names if name not in rank0_names])
         share = quota_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
-        fitting = torch.tensor([-queue.fitting(share) if queue.names else -len(known)], device=self.device)
-        surplus = known[: max(0, len(known) + int(max_over_ranks(fitting).item()))]
+        fitting = torch.tensor([-queue.fitting(share) if queue.names else -len(rank0_names)], device=self.device)
+        surplus = rank0_names[: max(0, len(rank0_names) + int(max_over_ranks(fitting).item()))]
         queue.drop(surplus)
         if surplus and is_first_rank():
             self._warn(
-                f"checkpoints {', '.join(surplus)} were dropped before they reached {self._store}: those that wait for it are more "
-                f"than the {share >> 20} MB that a rank has in the spool ({SIZE_VARIABLE}); newer ones wait on, and the run goes on"
+                f"checkpoints {', '.join(surplus)} were dropped before they reached {self._store}: the waiting ones need more "
+                f"than the {share >> 20} MB that a rank has in the spool ({SIZE_VARIABLE}); newer ones stay queued, and the run goes on"
             )
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
-        """Wait until all checkpoints are in the store; return False where `ended` is true before, on any rank."""
+        """Wait until all checkpoints are in the store; False if `ended` comes first, on any rank."""
         while True:
             waits, gives_up = any_over_ranks([not self._queue.wait_stored(STORE_POLL_S), ended()], self.device)
             if not waits or gives_up:
                 return not waits
 
     def close(self) -> None:
-        """End the thread. Checkpoints that still wait are given up."""
+        """End the thread. Checkpoints that still wait are dropped."""
         self._queue.close()

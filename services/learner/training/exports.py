@@ -1,4 +1,4 @@
-"""Exports of one run: the final one, and those that were ordered while it trains.
+"""Exports of one run: the final one, and those that are ordered while it trains.
 
 All ranks make each call together: rank 0 writes the folder from the pieces of tensors that it gathers from all.
 """
@@ -30,7 +30,7 @@ class RunExports:
     """Exports of one run, on each rank."""
 
     def __init__(self, run_id: str, directory: str | os.PathLike[str], spec: RunSpec, rank: RankContext) -> None:
-        """`directory` is that of the run's large files: a path or an fsspec URL."""
+        """`directory` is the path or fsspec URL of the run's large files."""
         self._run_id, self._directory = run_id, Folder(directory)
         self._spec, self._rank = spec, rank
 
@@ -42,8 +42,8 @@ class RunExports:
                     remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model and return the folder. `origin` is what its manifest says of the run. Raises what
-        rank 0 met, and FailedElsewhere on the other ranks."""
+        """Export the trained model and return the folder. `origin` describes the run in its manifest. Raises rank 0's
+        error on rank 0, and FailedElsewhere on the other ranks."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 
@@ -55,10 +55,10 @@ class RunExports:
         return path
 
     def carry_out_orders(self, model: nn.Module, origin: Origin) -> None:
-        """Make one export for all orders that want the same. One that cannot be written fails its orders, never the run."""
+        """Make one export for all identical orders. A failed export fails its orders, never the run."""
         orders = self._rank.orders.take_exports()
-        wanted = broadcast_bytes(json.dumps(orders[0][0] if orders else None).encode())
-        order = json.loads(wanted)
+        text = broadcast_bytes(json.dumps(orders[0][0] if orders else None).encode())
+        order = json.loads(text)
         if order is None:
             return  # the client has gone
         name, adapter_only = order
@@ -73,8 +73,7 @@ class RunExports:
                 waiting.set_result(str(path))
 
     def _export(self, path: Folder, model: nn.Module, adapter_only: bool, origin: Origin) -> PacelineError | None:
-        """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
-        points of their collectives."""
+        """Return the error that prevented the export, if any. Raises it if the ranks may be at different points."""
         try:
             write = self._export_adapter if adapter_only else self._export_model
             failure = write(path, model, origin)
@@ -87,7 +86,7 @@ class RunExports:
         return Unavailable(f"{path} could not be written: {type(failure).__name__}: {failure}")
 
     def _export_model(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
-        """Replace the folder at `path`, if this run exported it, and return why rank 0 could not, if it could not."""
+        """Replace the folder at `path`, if this run exported it; return rank 0's error if that failed."""
         return export_live(
             path,
             model,
@@ -98,13 +97,13 @@ class RunExports:
         )
 
     def _export_adapter(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
-        """Replace the folder at `path` by the adapter alone, and return why rank 0 could not, if it could not."""
+        """Replace the folder at `path` by only the adapter; return rank 0's error if that failed."""
         adapter = gather_weights(model, None)
         if not adapter:
             return None
         policy = self._spec.policy
         try:
             export_adapter(path, adapter, policy.lora_cfg, policy.model_name, replace=True, origin=origin)
-        except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
+        except Exception as error:  # safetensors, the disk and the allocators raise unrelated errors
             return error
         return None

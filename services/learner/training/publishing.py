@@ -1,5 +1,5 @@
-"""Publishing of one run's weights: the members named before the channel exists, the channel that the spec names, and its
-reports to the coordinator."""
+"""Publishing of one run's weights: members that are named before the channel exists, the channel that the spec names,
+and its reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -46,21 +46,29 @@ Warn = Callable[[str], None]
 
 
 class Publishing:
-    """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective calls; the
-    other methods are called by the control plane's thread, and ignore messages of another run."""
+    """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective
+    calls; the control plane's thread calls the other methods, which ignore messages of another run."""
 
-    def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn) -> None:
+    def __init__(
+        self,
+        assignment: worker_pb2.RunAssignment,
+        spec: RunSpec,
+        rank: RankContext,
+        warn: Warn,
+        make: Callable[..., WeightChannel] | None = None,
+    ) -> None:
         self._assignment, self._spec, self._rank, self._warn = assignment, spec, rank, warn
+        self._make = make or make_channel
         self._channel: WeightChannel | None = None
         self._roster: worker_pb2.Epoch | None = None
-        """Newest roster of this run, named since the run began."""
+        """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Guards the two above: a roster that comes while the channel opens must reach it."""
+        """Guards the two above, because a roster that comes while the channel opens must reach it."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
         self._model = model
-        channel = make_channel(self._assignment, self._spec, self._rank, self._warn, model)
+        channel = self._make(self._assignment, self._spec, self._rank, self._warn, model)
         with self._opening:
             roster = self._roster or self._rank.early_roster
             if roster is not None and roster.run_id == self._assignment.run_id:
@@ -69,7 +77,7 @@ class Publishing:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
+        """Whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
         return self._channel is not None and self._channel.wants_snapshot
 
     def write_snapshot(self) -> None:
@@ -77,7 +85,7 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy travels while the next step trains. Versions below the highest
+        """Copy the model as version `step`; the copy is sent while the next step trains. Versions below the highest
         that an engine has acknowledged from an earlier session are not published again, except the last."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
@@ -104,7 +112,7 @@ class Publishing:
             self._channel.progress(progress.member_id, version, progress.received_bytes, loading)
 
     def interrupt(self, reason: str) -> None:
-        """Try again offers that may have been lost while the coordinator was away."""
+        """Repeat offers that may have been lost while the coordinator was unreachable."""
         if self._channel is not None:
             self._channel.interrupt(reason)
 
@@ -120,8 +128,8 @@ MOST_CODING_THREADS = 24
 def make_channel(
     assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn, model: nn.Module
 ) -> WeightChannel:
-    """Return the channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
-    InvalidInput for an object store that cannot be used."""
+    """Return the channel that `weights.channel` names; `warn` adds a sentence to the run's events. A collective call.
+    Raises InvalidInput for an object store that cannot be used."""
     factory = _WeightChannelFactory(assignment, spec, rank, warn)
     match spec.weights.channel:
         case "collective":
@@ -133,7 +141,7 @@ def make_channel(
 
 
 class _WeightChannelFactory:
-    """The parts that all channels of a run have in common."""
+    """Makes the parts that all channels of a run share."""
 
     def __init__(self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn) -> None:
         self._run_id = assignment.run_id
@@ -145,34 +153,34 @@ class _WeightChannelFactory:
         if spec.policy.lora_cfg.enabled:
             precision = "float32"  # an adapter is small, and only its merge should round
         self._dtype = getattr(torch, resolved_dtype(precision, rank.device.type))
-        # Each run has a store, because versions of another run must not be pruned here.
+        # Each run has a separate object store, because this run must not prune versions of another.
         self._store = WeightStore(run_store(self._weights.store, self._run_id, assignment.directory))
         trusted = is_loopback(rank.weights_host) and self._store.is_local
         self._algorithm: Algorithm = "xxh3_64" if trusted else "sha256"
 
     def collective(self, model: nn.Module) -> WeightChannel:
-        """Return the channel by the agents of hosts; that by the object store where a host of the learner has no agent."""
+        """Return the channel by the hosts' relays, or by the object store if a host of the learner has no relay."""
         token = broadcast_bytes(secrets.token_bytes(TOKEN_BYTES))
-        hosts = agree_on_hosts(self._rank.agent.client(), WAIT_S, self._rank.device, token)
+        hosts = agree_on_hosts(self._rank.relay.client(), WAIT_S, self._rank.device, token)
         if hosts is not None:
             return self._by_host(hosts, model)
         if self._rank.rank == 0:
             text = (
-                "a host of the learner has no agent for weights, its log says why; every worker reads them in "
+                "a host of the learner has no relay for weights (see its log); every worker reads them from "
                 f"{self._store.url}, as with weights.channel: delta"
             )
             if self._store.is_local and not is_loopback(self._rank.weights_host):
-                text += ". Where ranks or workers do not share that folder, set weights.store to a place that all reach"
+                text += ". If ranks or workers do not share that folder, set weights.store to a place that all reach"
             self._warn(text)
         return self.delta(on_device=False)
 
     def _by_host(self, hosts: Hosts, model: nn.Module) -> HostChannel:
-        client, board = self._rank.agent.client(), self._board()
+        client, board = self._rank.relay.client(), self._board()
         algorithm = piece_algorithm(is_loopback(self._rank.weights_host))
         shards = ShardWriter(model, self._dtype, self._run_id, hosts.host_of_rank, algorithm)
         if self._rank.rank != 0:
             return HostChannel(client, hosts, board, shards)
-        if (identity := self._rank.agent.identity) is not None:
+        if (identity := self._rank.relay.identity) is not None:
             self._rank.report(worker_pb2.ConnectRequest(host_agent=identity))
 
         def on_result(result: PublishResult) -> None:
@@ -209,7 +217,7 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` has to be planned for."""
+        """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` needs memory there."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)
@@ -228,7 +236,6 @@ class _WeightChannelFactory:
         )
 
     def _writer(self, board: RankBoard, rank: int, world_size: int, offers: StoreOffers | None) -> StoreWriter:
-        """Return the writer of one of `world_size` ranks that write together."""
         return StoreWriter(
             store=self._store,
             board=board,
@@ -244,7 +251,7 @@ class _WeightChannelFactory:
         )
 
     def _coding_threads(self) -> int:
-        """Return the threads that code versions: a rank's share of what training on GPUs leaves of the cores, 1 on CPUs."""
+        """Return the threads that code versions: on GPUs a rank's share of the free cores, on CPUs 1."""
         if self._rank.device.type != "cuda":
             return 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.world_size)
@@ -260,7 +267,7 @@ FAILURES = {
 
 
 class WeightReports:
-    """Reports of one run's channel, from any thread. `send` queues a report."""
+    """Sends the reports of one run's channel, from any thread. `send` queues a report."""
 
     def __init__(self, run_id: str, max_wait_s: float, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
         self._run_id, self._max_wait_s, self._send = run_id, max_wait_s, send
@@ -275,11 +282,11 @@ class WeightReports:
         self._send(worker_pb2.ConnectRequest(weight_offer=offer.to_proto(self._max_wait_s)))
 
     def host_version(self, version: worker_pb2.HostVersion) -> None:
-        """Tell the coordinator of a version that this learner's hosts hold."""
+        """Report a version that this learner's hosts hold."""
         self._send(worker_pb2.ConnectRequest(host_version=version))
 
     def result(self, result: PublishResult) -> None:
-        """Report how an attempt to bring a version to a member ended."""
+        """Report the result of an attempt to bring a version to a member."""
         report = worker_pb2.PublishReport(
             run_id=self._run_id,
             member_id=result.member_id,

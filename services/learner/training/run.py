@@ -1,7 +1,7 @@
-"""The learner's work on one run, as each rank does it: next batch, train, publish, receipt, checkpoint.
+"""The learner's work on one run, on each rank: next batch, train, publish, receipt, checkpoint.
 
-All ranks go through the same collectives in the same order: they agree before every step (`StepAgreement`), then come the
-step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other
+All ranks go through the same collectives in the same order: they agree before every step (`StepAgreement`), then come
+the step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other
 threads and processes, from a staged copy, while the next step trains. No step waits for a rollout worker.
 """
 
@@ -65,7 +65,7 @@ from paceline.v1 import worker_pb2
 from paceline.weights.hosts.transport import check_plain, check_store
 
 ORDER_STORE_S = 30.0
-"""Seconds that an ordered checkpoint may wait for the store, and training with it."""
+"""Seconds that an ordered checkpoint, and training with it, may wait for the object store."""
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ class LearnerRun:
         self.ready = False
         """True after the set-up has succeeded."""
         self.diverged = False
-        """True when this rank failed where others may not have, so that their collectives would never meet again."""
+        """True if this rank failed but others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
         self.spec: RunSpec = spec_of(assignment)
@@ -92,12 +92,12 @@ class LearnerRun:
             assignment, self.spec.checkpointing, self._reports.keep, self._reports.warn
         )
         self.publishing = Publishing(assignment, self.spec, rank, self._reports.warn)
-        """The run's weights on their way to the members; takes the control plane's messages about them."""
+        """Publishes the run's weights to the members; takes the control plane's messages about them."""
         self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
         self._held_out: ExampleSource | None = None
         self._is_complete = False
-        """True when the run ended before its last step: the coordinator has no further batch."""
+        """True if the run ended before its last step: the coordinator has no further batch."""
         self._longest = 0
         """Tokens of the longest sequence in this rank's last part."""
 
@@ -116,7 +116,7 @@ class LearnerRun:
         return "saving" if self._checkpoints.saving else self._phase
 
     def train(self) -> None:
-        """Train from the assignment to the end of the run, or of this session. Faults of the run are reported, not raised."""
+        """Train from the assignment to the end of the run, or of this session. Faults are reported, not raised."""
         if not self._try_set_up():
             return
         self.ready = True
@@ -135,8 +135,8 @@ class LearnerRun:
             self._finish()
         except NonFiniteLoss as error:  # raised on every rank, so they are still at one point
             self._fail(
-                f"step {self.step} was stopped before the optimizer: {error}. `paceline resume {self.run_id}` trains on from "
-                "the newest checkpoint; policy.skip_non_finite_updates leaves such updates out",
+                f"step {self.step} was stopped before the optimizer: {error}. `paceline resume {self.run_id}` continues from "
+                "the newest checkpoint; policy.skip_non_finite_updates skips such updates",
                 resumable=True,
             )
         except Unavailable as error:
@@ -151,26 +151,21 @@ class LearnerRun:
         self._checkpoints.close()
         self.publishing.close()
 
-    # From the control plane's thread
-
     def supersede(self) -> None:
         """End this session after the current step, because the learner has another run, or none."""
         self._batches.superseded.set()
 
     def keep_checkpoints(self, order: worker_pb2.KeepCheckpoints) -> None:
-        """Delete the checkpoints that the ledger no longer knows."""
+        """Delete the checkpoints that the ledger no longer has."""
         if order.run_id == self.run_id:
             self._checkpoints.keep_only(list(order.paths))
 
     def report_again(self) -> None:
-        """Repeat reports that may have been lost with the stream, because the coordinator was away."""
+        """Repeat reports that may have been lost with the stream while the coordinator was unreachable."""
         self._reports.repeat()
-        self.publishing.interrupt("the coordinator was away")
-
-    # Set-up
+        self.publishing.interrupt("the coordinator was unreachable")
 
     def _try_set_up(self) -> bool:
-        """Set the session up; return False, with a report of the reason, if it cannot train."""
         try:
             self._set_up()
         except FailedElsewhere as error:
@@ -186,8 +181,8 @@ class LearnerRun:
         return False
 
     def _set_up(self) -> None:
-        """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot read
-        something would leave the others in their next collective. Errors raised later are raised on every rank."""
+        """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot
+        read something would leave the others in their next collective. Errors raised later are raised on every rank."""
         spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
         succeed_on_all_ranks(self._check_surroundings, self._rank.device)
@@ -201,15 +196,14 @@ class LearnerRun:
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
             for source in (each for each in (self._examples, self._held_out) if each is not None):
-                if self._assignment.start_step == 0:  # later sessions train what an earlier one has checked
+                if self._assignment.start_step == 0:  # later sessions train the rows that the first one has checked
                     check_rows(source, self._rank.device, self._rank.rank)
                 self._trainer.reference.prepare(source, self._rank.rank)
         else:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raises WrongKey without the coordinator's storage key, InvalidInput for weights that would leave this host in the
-        clear."""
+        """Raise WrongKey without the coordinator's storage key, InvalidInput for weights that leave it unencrypted."""
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
@@ -239,11 +233,9 @@ class LearnerRun:
                 if spec.examples.validates:
                     self._held_out = ExampleSource(bundled.spec, tokenizer, objective, validation=True)
 
-    # One step
-
     def _next_batch(self) -> RankBatch | None:
-        """Return this rank's part of the next batch, once every rank has its part; None when the run has ended. Where the run
-        is complete before its last step, the batch has no groups (`RankBatch.is_last`), on every rank."""
+        """Return this rank's part of the next batch, once every rank has its part; None if the run has ended. If the
+        run is complete before its last step, the batch has no groups (`RankBatch.is_last`), on every rank."""
         self._phase = "waiting"
         batch: RankBatch | None = None
         while True:
@@ -277,7 +269,6 @@ class LearnerRun:
         )
 
     def _work_between_steps(self, agreed: StepAgreement) -> None:
-        """Do what the ranks agreed on, with the current version."""
         if agreed.snapshot_wanted:
             self.publishing.write_snapshot()
         if not agreed.checkpoint_unwritten:
@@ -293,7 +284,7 @@ class LearnerRun:
             self._checkpoints.until_stored(_after(self._rank.grace_s / 2))
 
     def _is_one_batch(self, batch: RankBatch) -> bool:
-        """Return whether all ranks have parts of one batch: it may have been fixed anew after the first ranks got theirs."""
+        """Return whether all ranks have parts of one batch, which may have been fixed anew meanwhile."""
         if self._rank.world_size == 1:
             return True
         first = broadcast_bytes(batch.reply.chain.encode()).decode()
@@ -319,7 +310,7 @@ class LearnerRun:
             if self.spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
         for skipped in self._trainer.skipped:
-            self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
+            self._reports.warn(f"step {self.step}: an update was skipped, {skipped}")
         metrics |= pace(metrics, self._rank.world_size, self._rank.device)
         self._chain = batch.reply.chain
         self._phase = "publishing"
@@ -332,7 +323,7 @@ class LearnerRun:
             with span("publish", traceparent, step=self.step):
                 self.publishing.publish(self.step, last=last)
             metrics["publish_wait_s"] = time.perf_counter() - started_s
-        # Of groups all sampled tokens, also those that overlong filtering keeps from training: the books count them.
+        # All sampled tokens of groups, also those that overlong filtering removes, as the token accounting has them.
         trained = sum(len(sample.completion_ids) for sample in samples)
         tokens = batch.num_tokens if self.spec.samples else trained
         compared = [] if comparison is None else comparison.results()
@@ -361,13 +352,11 @@ class LearnerRun:
         )
 
     def _validate(self) -> dict[str, float]:
-        """Return the objective on the held-out examples, where the spec wants it for the current version."""
+        """Return the objective on the held-out examples, if the spec asks for it after the current step."""
         rank, examples = self._rank, self.spec.examples
         if self._held_out is None or examples is None or not examples.val_due(self.step):
             return {}
         return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
-
-    # After a step
 
     def _end_early(self) -> None:
         """Publish and save the version that is the run's last, as after its last step."""
@@ -379,14 +368,14 @@ class LearnerRun:
 
     def _begin_save(self, *, unchanged: bool) -> None:
         self._checkpoints.name_audit_head(self._batches.audit_head.sequence, self._batches.audit_head.hash)
-        with long_collectives():  # the one before may still be on its way to the store
+        with long_collectives():  # the checkpoint before may still be uploading
             self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
 
     def _save_ordered(self) -> None:
         self._begin_save(unchanged=True)
         failure = self._checkpoints.finish()
         if not self._checkpoints.until_stored(_after(ORDER_STORE_S)):
-            failure = failure or "it is written, and waits on the learner's disk until the store is back"
+            failure = failure or "it is written, but waits on the learner's disk until the store can be written again"
         for order in self._rank.orders.take_checkpoints():
             if failure:
                 order.set_exception(Unavailable(failure))
@@ -394,8 +383,8 @@ class LearnerRun:
                 order.set_result(self._checkpoints.newest)
 
     def _finish(self) -> None:
-        """Export the trained model, report the end, and serve members until the run ends. Files that cannot be written now may
-        be written later, by another session: all ranks are at one point."""
+        """Export the trained model, report the end, and serve members until the run ends. Files that cannot be written
+        now may be written later, by another session, because all ranks are at one point."""
         try:
             with long_collectives():
                 if self._checkpoints.is_queued:  # waits for the store, which the export needs as well
@@ -407,16 +396,15 @@ class LearnerRun:
             log.error("run %s: %s", self.run_id, error)
             return
         except (Unavailable, OSError, Conflict, SafetensorError) as error:
-            text = f"the run is trained, but what it leaves could not be written: {error}"
+            text = f"the run is trained, but its results could not be written: {error}"
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
         self._reports.report(finished=True, export_path=str(path))
-        # Serve members and carry out orders until the run or this session ends: there is no further batch. A run that ended
-        # early waits for the step after its end, because the answer for that one is known.
+        # Serve members and carry out orders until the run or this session ends; there is no further batch. A run that
+        # ended early waits for the step after its end, because it has the answer for that step already.
         self._next_batch()
 
     def _origin(self) -> Origin:
-        """Return what an export of the current version says of its run."""
         return Origin(
             run_id=self.run_id,
             session=self.session,
@@ -426,13 +414,12 @@ class LearnerRun:
         )
 
     def _save_last(self) -> None:
-        """Finish the last checkpoint. Where it is for a store that is away, wait until it is back, or this session ends. Raises
-        Unavailable."""
+        """Finish the last checkpoint; wait for its object store until this session ends. Raises Unavailable."""
         self._checkpoints.save_last(self._trainer, self.step, self._chain, self._batches.superseded.wait)
         if not self._checkpoints.until_stored(
             lambda: self._batches.superseded.is_set() or self._rank.stopping.is_set()
         ):
-            raise Unavailable("the store of the run's checkpoints is away")
+            raise Unavailable("the store of the run's checkpoints does not answer")
 
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
@@ -449,13 +436,12 @@ class LearnerRun:
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the model's embedding: token ids are below this."""
+        """Rows of the model's embedding; token ids are below this."""
         embedding = cast(torch.nn.Embedding, self._trainer.model.get_input_embeddings())
         return int(embedding.weight.shape[0])
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """Return a function that tells whether so many seconds are over."""
     end_s = time.monotonic() + seconds
     return lambda: time.monotonic() > end_s
 
@@ -466,11 +452,11 @@ def check_key(assignment: worker_pb2.RunAssignment) -> None:
         key = storage_key()
     except InvalidInput as error:
         raise WrongKey(f"the learner: {error}, then `paceline resume {assignment.run_id}`") from None
-    own = "" if key is None else key.name.hex()
-    if own == assignment.storage_key:
+    name = "" if key is None else key.name.hex()
+    if name == assignment.storage_key:
         return
     raise WrongKey(
-        f"the learner has {_named(own)}, and the coordinator has {_named(assignment.storage_key)}; start both with the same "
+        f"the learner has {_named(name)}, but the coordinator has {_named(assignment.storage_key)}; start both with the same "
         f"{FILE_VARIABLE} or {KEY_VARIABLE}, then `paceline resume {assignment.run_id}`"
     )
 

@@ -1,11 +1,9 @@
-"""Reports of the ranks on their work on one run, and their parts: the numbers of single tokens, the exception that ended a
-rank in a step, and what a step reached (tokens and operations a second, the part of the GPU that was used, the time in
-which its collectives ran).
+"""Reports of the ranks on their work on one run, and their parts: the numbers of single tokens, the exception that
+ended a rank in a step, a step's pace (tokens and operations a second, share of the GPU's peak, time in collectives),
+and metrics of the completions of a whole batch (lengths, share of truncated ones).
 
-Metrics of the completions of a whole batch: their lengths, and the share that was cut off.
-
-They are taken from the groups and not from the training samples, because `grpo.overlong_filtering` removes the tokens of
-completions that were cut off.
+The metrics of completions are taken from the groups and not from the training samples, because
+`grpo.overlong_filtering` removes the tokens of truncated completions.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class RunReports:
-    """Reports of one rank. Those beside rank 0 report their faults only, because rank 0 reports what all ranks know; it keeps
-    a copy of the newest report of each kind."""
+    """Sends the reports of one rank. Ranks other than 0 report only their faults, because rank 0 reports what all ranks
+    have in common; it keeps the newest report of each kind."""
 
     def __init__(
         self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
@@ -50,13 +48,13 @@ class RunReports:
         self._send(self._message(facts))
 
     def warn(self, message: str) -> None:
-        """Log a warning; rank 0 also puts it into the run's events."""
+        """Log a warning; rank 0 also adds it to the run's events."""
         log.warning("run %s: %s", self._run_id, message)
         if self._is_first:
             self._send(self._message({"warning": message}))
 
     def report(self, **facts: Any) -> None:
-        """Report facts that all ranks know; `facts` are fields of `RunReport`."""
+        """Report facts that all ranks have; `facts` are fields of `RunReport`."""
         self.keep(self._message(facts))
 
     def keep(self, report: worker_pb2.ConnectRequest) -> None:
@@ -69,7 +67,7 @@ class RunReports:
         self._send(report)
 
     def repeat(self) -> None:
-        """Send the kept reports again, because the coordinator was away."""
+        """Send the kept reports again, because the coordinator was unreachable."""
         for report in self._kept:
             self._send(report)
 
@@ -83,19 +81,21 @@ MAX_TOKENS = 100_000
 
 
 def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatistics | None:
-    """Return what takes the numbers of rank 0's first groups of a step; None where none are wanted."""
+    """Return the statistics for rank 0's first groups of a step; None if the spec wants none."""
     number = spec.logger.keep_token_stats
     if rank != 0 or not number or not groups or not spec.samples:
         return None
     return TokenStatistics([group.group_id for group in groups[:number]])
 
 
-def report_of(numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int) -> worker_pb2.ConnectRequest:
+def report_of(
+    numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int, max_tokens: int = MAX_TOKENS
+) -> worker_pb2.ConnectRequest:
     report = worker_pb2.TokenStatistics(run_id=run_id, session=session, step=step)
     tokens = 0
     for each in numbers:
         tokens += len(each.logprobs_T)
-        if tokens > MAX_TOKENS:
+        if tokens > max_tokens:
             break
         report.completions.add(
             group_id=each.group_id,
@@ -115,8 +115,8 @@ MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "
 def describe(
     error: Exception, spec: RunSpec, device: torch.device, longest: int
 ) -> tuple[worker_pb2.Fault.ValueType, str]:
-    """Return kind and message of the report about an exception that ended a step; where memory ran out, the message has the
-    memory used and the settings to lower. `longest`: tokens of the batch's longest sequence (0: not known)."""
+    """Return kind and message of the report about an exception that ended a step. If memory ran out, the message has
+    the memory used and the settings to lower. `longest`: tokens of the batch's longest sequence (0: unknown)."""
     text = f"{type(error).__name__}: {str(error)[:MAX_TEXT]}"
     if not is_lack_of_memory(error):
         return worker_pb2.FAULT_STEP, text
@@ -180,22 +180,23 @@ def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, fl
         yield metrics
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = [
-        (event.name, event.device_type.name == "CUDA", (event.time_range.start, event.time_range.end))
-        for event in profiler.events() or ()
+    metrics |= collective_metrics(profiler.events() or (), on_gpu)
+
+
+def collective_metrics(events: Iterable[Any], on_gpu: bool) -> dict[str, float]:
+    """Return the metrics of `collective_time` from a profiler's events; none if a GPU's driver refuses profiling."""
+    intervals = [
+        (event.name.startswith("nccl" if on_gpu else "gloo:"), (event.time_range.start, event.time_range.end))
+        for event in events
+        if not on_gpu or event.device_type.name == "CUDA"
     ]
-    if not on_gpu:
-        collectives = [interval for name, _, interval in events if name.startswith("gloo:")]
-        metrics["learner/collectives_s"] = covered(collectives) / 1e6
-        return
-    kernels = [(name, interval) for name, is_kernel, interval in events if is_kernel]
-    if not kernels:  # the driver does not let this user profile; nothing is known then
-        return
-    collectives = [interval for name, interval in kernels if name.startswith("nccl")]
-    arithmetic = [interval for name, interval in kernels if not name.startswith("nccl")]
-    everything = covered(collectives + arithmetic)
-    metrics["learner/collectives_s"] = covered(collectives) / 1e6
-    metrics["learner/exposed_collectives_s"] = (everything - covered(arithmetic)) / 1e6
+    if on_gpu and not intervals:
+        return {}
+    metrics = {"learner/collectives_s": covered(each for is_collective, each in intervals if is_collective) / 1e6}
+    if on_gpu:
+        arithmetic = covered(each for is_collective, each in intervals if not is_collective)
+        metrics["learner/exposed_collectives_s"] = (covered(each for _, each in intervals) - arithmetic) / 1e6
+    return metrics
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -211,13 +212,13 @@ PERCENTILES = (50, 90, 99)
 
 def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[str, float]:
     """Return minimum, maximum and percentiles of the lengths in tokens, and the share of completions that reached a
-    limit, over the batch of all ranks; nothing without completions. An episode counts as one completion of the tokens that
-    it sampled; its rows, its turns, and the share of episodes of several versions are metrics of their own.
+    limit, over the batch of all ranks; nothing without completions. An episode counts as one completion of the
+    tokens that it sampled; its transcripts, turns, and the share with several versions are separate metrics.
 
     A collective call: every rank gives its part, which may be empty, and returns the same values.
     """
-    own = [facts for group in groups for facts in _facts(group)]
-    rows, _ = rows_of_all_ranks(torch.tensor(own, dtype=torch.float64, device=device).reshape(-1, 5))
+    local = [facts for group in groups for facts in _facts(group)]
+    rows, _ = rows_of_all_ranks(torch.tensor(local, dtype=torch.float64, device=device).reshape(-1, 5))
     if not len(rows):
         return {}
     lengths, truncated, num_rows, num_turns, mixed = rows.cpu().numpy().T
@@ -238,8 +239,8 @@ def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[st
 
 
 def _facts(group: Group) -> list[tuple[float, ...]]:
-    """Return (sampled tokens, cut off, rows, turns, of several versions) of each sample that has tokens on record; 0 rows and
-    turns without an environment."""
+    """Return (sampled tokens, truncated, transcripts, turns, of several versions) of each sample that has tokens; 0
+    transcripts and turns without an environment."""
     if group.rows is None:
         return [(len(c.token_ids), c.finish_reason == "length", 0, 0, False) for c in group.completions]
     turns = Counter(group.rows.samples[turn.row] for turn in group.rows.turns)

@@ -98,6 +98,6 @@ def test_a_run_may_go_on_without_the_update(
     skipped = [line["step"] for line in lines if line["kind"] == "train" and "skipped_updates" in line]
     assert len(skipped) == 1
     warnings = [e.content["message"] for e in events(cluster, run.run_id) if e.kind == "warning"]
-    left_out = [text for text in warnings if "an update was left out" in text]
+    left_out = [text for text in warnings if "an update was skipped" in text]
     assert len(left_out) == 1
     assert f"step {skipped[0]}: " in left_out[0]

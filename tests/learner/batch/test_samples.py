@@ -109,7 +109,7 @@ def test_rows_of_an_episode_train_only_what_was_sampled() -> None:
     assert [s.prompt_ids.tolist() for s in (first, second, third)] == [[5, 6], [5, 9], [5, 6]]
     assert [s.num_sample_tokens for s in (first, second, third)] == [4, 4, 2]
     assert [s.counts for s in (first, second, third)] == [True, False, True]
-    assert [s.row.first_turn for s in (first, second, third) if s.row] == [0, 2, 0]
+    assert [s.transcript.first_turn for s in (first, second, third) if s.transcript] == [0, 2, 0]
     packed = pack_samples([first, second], torch.device("cpu"))
     assert packed.targets_N.tolist() == [7, 8, 10, 11]
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 9]]

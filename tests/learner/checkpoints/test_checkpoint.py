@@ -92,7 +92,7 @@ def test_resumed_training_is_bit_identical_to_uninterrupted(policy: Path, tmp_pa
 
 
 def test_writing_a_checkpoint_changes_nothing_even_before_the_first_step(policy: Path, tmp_path: Path) -> None:
-    """torch would count a step of the optimizer that never was, and shift its bias correction for good."""
+    """torch would count an optimizer step that was never made, and shift its bias correction for good."""
     untouched = trained(policy, 2)
     saving = trained(policy, 0)
     saved = save(saving, tmp_path, step=0)
@@ -175,14 +175,14 @@ def test_torn_and_missing_checkpoints_are_not_found(copied: Checkpoint, policy: 
 
 
 def vouched_for(path: Path) -> str:
-    """The hash of a manifest made anew for whatever is in the folder: a liar's, who can write and register one."""
+    """Return the hash of a new manifest of the folder's files, as an attacker could write and register it."""
     manifest, _ = read_manifest(Folder(path))
     (path / "manifest.json").unlink()
     return write_manifest(Folder(path), manifest.model_copy(update={"files": hash_files(Folder(path))}))
 
 
 def test_foreign_metadata_is_refused_before_it_can_run(copied: Checkpoint, policy: Path, tmp_path: Path) -> None:
-    """`.metadata` is a pickle: this one would make a file. It is not opened, and where its hash is vouched for, not run."""
+    """`.metadata` is a pickle that would create a file. It is not opened; if its hash is vouched for, it is not run."""
     mark = tmp_path / "it-ran"
     program = b"cbuiltins\nexec\n(V" + f"open({str(mark)!r}, 'w').close()".encode() + b"\ntR."
     (copied.path / ".metadata").write_bytes(program)

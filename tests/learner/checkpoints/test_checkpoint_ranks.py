@@ -64,7 +64,7 @@ def test_gathered_weights_are_whole_named_as_the_model_and_only_on_rank_0(two_ra
 
 
 def test_two_ranks_go_on_from_a_checkpoint_of_one(two_ranks: Path, one: Trainer, policy: Path) -> None:
-    # The policy's fixture keeps `one` at step 1; a trainer of its own goes on.
+    # The policy's fixture keeps `one` at step 1, so a separate trainer continues.
     alone = Trainer(make_spec(policy), CPU)
     for step in range(2):
         alone.train_step(make_batch(), step)

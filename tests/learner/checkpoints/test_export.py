@@ -42,7 +42,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def expected_logits(trainer: Trainer, dtype: torch.dtype) -> torch.Tensor:
-    """Return the output of the base architecture with the trained weights put in by hand."""
+    """Return the output of the base architecture with the trained weights."""
     model = AutoModelForCausalLM.from_pretrained(policy_of(trainer), dtype=dtype)
     model.load_state_dict(trainer.model.state_dict())
     return logits(model)

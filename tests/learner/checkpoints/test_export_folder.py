@@ -69,7 +69,7 @@ def test_what_is_no_export_is_never_replaced(tmp_path: Path, kind: str) -> None:
         place.write_text("metrics")
     else:
         place.symlink_to(kept)
-    with pytest.raises(Conflict, match="is no export; give the export another name"):
+    with pytest.raises(Conflict, match="is not an export; give the export another name"):
         export(place, "1")
     assert names(tmp_path) == ["checkpoints", "kept"]
     assert (kept / "config.json").read_text() == "of somebody else"
@@ -117,7 +117,7 @@ def test_an_export_to_a_store_has_its_manifest_last_and_replaces_only_exports(
     export_to(url, EXPORT_MANIFEST, "config.json")
     assert set(Folder(url).files()) == {EXPORT_MANIFEST, "config.json"}
     store.pipe_file(f"{url}-2/1-4/manifest.json", b"")
-    with pytest.raises(Conflict, match="is no export"):
+    with pytest.raises(Conflict, match="is not an export"):
         export_to(f"{url}-2", "config.json")
     assert names(tmp_path / "exports") == []
 

@@ -1,4 +1,4 @@
-"""Two real ranks with different folders of checkpoints: found before the training, and never called complete."""
+"""Two real ranks with different folders of checkpoints, which are detected before training and never called complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_store_that_fails_for_all_is_left_to_the_first_checkpoint(out: Path) -
 def test_a_number_that_is_taken_ends_the_session_on_all_ranks(out: Path) -> None:
     path = out / "taken" / "checkpoints" / "7-3"
     for said in met(out, "taken"):
-        assert said.startswith(f"CheckpointFault {path}: {path} is there already")
+        assert said.startswith(f"CheckpointFault {path}: {path} exists already")
 
 
 def test_half_a_checkpoint_is_not_called_complete(out: Path) -> None:

@@ -15,16 +15,14 @@ from transformers import AutoModelForCausalLM
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.learner.checkpoints.export import export_live
 from paceline.learner.model.policy import load_policy
-from paceline.learner.weights import stream
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe", "bias"])
-def test_the_files_are_those_of_save_pretrained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PIECE_BYTES", 300)
+def test_the_files_are_those_of_save_pretrained(kind: str, tmp_path: Path) -> None:
     policy = make_spec(save_model(kind, tmp_path / "policy")).policy
     model = load_policy(policy, CPU)
     folder = tmp_path / "export"
-    assert export_live(folder, model, policy, dtype=torch.float16) is None
+    assert export_live(folder, model, policy, dtype=torch.float16, piece_bytes=300) is None
     assert differing(load_policy(make_spec(folder).policy, CPU), folder, torch.float32) == []
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float16)
     plain.save_pretrained(tmp_path / "plain")

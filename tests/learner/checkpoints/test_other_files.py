@@ -1,4 +1,4 @@
-"""What is written from a model folder has all of its files but weights, and reads text as it does."""
+"""A folder written from a model folder has all of its files but weights, and its tokenizer encodes alike."""
 
 from __future__ import annotations
 
@@ -139,5 +139,5 @@ def test_another_tokenizer_is_refused(edit: Callable[[Path], None], words: str, 
     source, copy = write_source(tmp_path / "source"), write_source(tmp_path / "copy")
     check_tokenizer(str(source), copy)
     edit(copy)
-    with pytest.raises(InvalidInput, match=f"has other {words}"):
+    with pytest.raises(InvalidInput, match=f"has different {words}"):
         check_tokenizer(str(source), copy)

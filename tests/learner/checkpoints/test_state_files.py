@@ -1,5 +1,5 @@
-"""Encrypted checkpoints: they hold nothing that can be read, training goes on from them bit for bit, and the key is named where it is
-another."""
+"""Encrypted checkpoints contain nothing readable, training continues from them bit for bit, and a different key is
+named."""
 
 from __future__ import annotations
 

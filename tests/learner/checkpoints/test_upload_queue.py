@@ -1,4 +1,4 @@
-"""The queue of checkpoints for a store: in order, whole, bounded, and patient while the store is away."""
+"""The queue of checkpoints for an object store: in order, whole, bounded, and waiting while the store does not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints import upload_queue
 from paceline.learner.checkpoints.checkpoint import Checkpoint
 from paceline.learner.checkpoints.manifest import CheckpointManifest, hash_files, write_manifest
 from paceline.learner.checkpoints.upload_queue import UploadQueue
@@ -21,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Store:
-    """A store that can be away, and a rank's queue for it."""
+    """An object store that can stop answering, and a rank's queue for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = Folder(f"memory://{uuid.uuid4().hex}/checkpoints")
@@ -44,7 +43,7 @@ class Store:
         monkeypatch.setattr(Folder, "put", checked(put))
         monkeypatch.setattr(Folder, "write", checked(write))
         self.warned = threading.Semaphore(0)
-        self.queue = UploadQueue(self.folder, 0, self._on_stored, self._warn)
+        self.queue = UploadQueue(self.folder, 0, self._on_stored, self._warn, pauses_s=(0.01, 0.01))
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
@@ -82,9 +81,6 @@ class Store:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setenv("PACELINE_SPOOL", str(tmp_path))
-    monkeypatch.setattr(upload_queue, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(upload_queue, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(upload_queue, "OTHER_RANKS_PAUSE_S", 0.01)
     made = Store(monkeypatch)
     yield made
     made.queue.close()

@@ -15,7 +15,7 @@ from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 from paceline.errors import Conflict, Unavailable
 from paceline.learner.checkpoints import checkpoint
 from paceline.learner.checkpoints import writer as writing
-from paceline.learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
+from paceline.learner.checkpoints.writer import CheckpointWriter, size_bytes
 from paceline.learner.step.trainer import Trainer
 
 DEADLINE_S = 60.0
@@ -35,7 +35,7 @@ def trainer(policy: Path) -> Trainer:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writing begins when this is set: a disk that is slow for as long as the test likes."""
+    """Writing begins when this is set, as on a slow disk."""
     go, write = threading.Event(), checkpoint.write
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -126,16 +126,13 @@ def test_a_state_that_does_not_change_is_written_without_a_copy(
 
 
 def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(
-    trainer: Trainer, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, policy: Path, tmp_path: Path
 ) -> None:
     state = checkpoint.whole_state(trainer.model, trainer.optimizer)
     parameters = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert size_bytes(state) > 3 * parameters, "weights and two moments"
-    monkeypatch.setattr(
-        "paceline.learner.checkpoints.writer.available_bytes", lambda: SPARE_BYTES + size_bytes(state) - 1
-    )
     before = weights(trainer)
-    writer = CheckpointWriter(tmp_path, session=3)
+    writer = CheckpointWriter(tmp_path, session=3, spare_bytes=1 << 60)
     writer.begin(1, trainer.model, trainer.optimizer, "c4a1")
     assert writer.ready, "it is written when begin returns"
     trainer.train_step(make_batch(), 1)

@@ -1,4 +1,4 @@
-"""What each kind of activation checkpointing computes again, and that nothing else changes."""
+"""Each kind of activation checkpointing recomputes its operations, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter trains alone, is its own reference when switched off, and goes out merged or by itself."""
+"""An adapter trains alone, is its own reference when switched off, and is exported merged or separately."""
 
 from __future__ import annotations
 

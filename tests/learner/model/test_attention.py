@@ -1,4 +1,4 @@
-"""The choice of the flash attention's kernels. What attention computes is in test_policy.py, and on GPUs in tests/gpu."""
+"""The choice of the flash attention's kernels. test_policy.py tests attention's results, tests/gpu those on GPUs."""
 
 from __future__ import annotations
 

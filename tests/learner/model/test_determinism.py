@@ -1,4 +1,4 @@
-"""`policy.deterministic` reaches torch, run by run; what it gives on a GPU is measured there."""
+"""`policy.deterministic` reaches torch in each run; its effect on a GPU is measured there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_results_on_cpus_are_the_same_with_and_without_it(model: Path) -> No
 
 
 class Modes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that run where one without a deterministic version would be an error, and the others."""
+    """Records the operations in modes in which a missing deterministic version is an error, and the others."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,8 +59,8 @@ class Modes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_only_the_backward_pass_of_attention_may_not_warn(model: Path, checkpointing: str) -> None:
-    """ATen's attention kernels take their deterministic backward pass only where a warning would be an error; recomputed
-    forward passes may contain what has no deterministic version (cumsum, histc)."""
+    """ATen's attention kernels take their deterministic backward pass only if a warning would be an error; recomputed
+    forward passes may contain operations without a deterministic version (cumsum, histc)."""
     trainer = Trainer(make_spec(model, deterministic=True, activation_checkpointing=checkpointing), CPU)
     with Modes() as modes:
         trainer.train_step(make_batch(), 0)

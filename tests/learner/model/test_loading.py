@@ -118,7 +118,7 @@ def test_a_model_at_a_url_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_divided_parameter_goes_where_it_shall_stay(tmp_path: Path) -> None:
-    """`DTensor.from_local` makes it on the device of its mesh; policy.cpu_offload keeps it in the host's memory."""
+    """`DTensor.from_local` creates it on the device of its mesh; policy.cpu_offload keeps it in the host's memory."""
     save_tiny_policy(tmp_path)
     model = load_policy(make_spec(tmp_path, precision="bfloat16").policy, CPU)
     name, divided = next(iter(model.named_parameters()))

@@ -167,7 +167,7 @@ def short_inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_a_bfloat16_heads_gradient_is_summed_in_float32() -> None:
-    """The error does not grow with the number of chunks, as it does where each is added to a bfloat16 sum."""
+    """The error does not grow with the number of chunks, as it would if each were added to a bfloat16 sum."""
     hidden_NH, weight_VH, targets_N = short_inputs(512)
     expected_N, _ = full(hidden_NH.double(), weight_VH.double(), targets_N, 1.0)
     (expected_VH,) = torch.autograd.grad(expected_N.sum(), weight_VH)

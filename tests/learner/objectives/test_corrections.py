@@ -1,5 +1,5 @@
-"""Weights, masks, KL and entropy against their closed forms, and what must hold of every objective: gradients stay finite, no
-mask hides what is not a number, and shares of micro-batches add up."""
+"""Weights, masks, KL and entropy against their closed forms, and the promises of every objective: gradients stay
+finite, no mask hides NaN, and shares of micro-batches add up."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_kl_acts_on_dropped_tokens_too() -> None:
 
 
 DELTA = [0.5, -0.3, 4.0, -25.0, 25.0, 0.0]
-"""log π_ref - log π; beyond ±20 `k3` is held there."""
+"""log π_ref - log π; `k3` clamps it beyond ±20."""
 
 
 def kl_form(kind: str, delta: float, log_r: float) -> tuple[float, float]:

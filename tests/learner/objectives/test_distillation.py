@@ -21,7 +21,7 @@ from paceline.learner.objectives.distillation import distillation_advantages
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "mixed"])
 def test_distillation_advantages_give_the_kls_gradient_on_average(kind: str) -> None:
-    """Over all tokens v of one place, weighted by π(v): Σ_v π(v)·A(v)·∇log π(v) is minus the KL's gradient."""
+    """Over all tokens v at one position, weighted by π(v): Σ_v π(v)·A(v)·∇log π(v) is minus the KL's gradient."""
     generator = torch.Generator().manual_seed(0)
     logits_V = torch.randn(9, generator=generator, dtype=torch.float64, requires_grad=True)
     teacher_V = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)

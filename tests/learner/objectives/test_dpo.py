@@ -69,7 +69,7 @@ def test_dpo_is_its_formula_on_completions(model: Path, moved: Path) -> None:
     metrics = trainer_of(make_spec(model, "dpo", sections={"dpo": section}), moved).evaluate(batch)
     current, reference = sums_of(moved, batch), sums_of(model, batch)
     ratios = [c - r for c, r in zip(current, reference, strict=True)]
-    # Group 100 has places 0 (chosen), 1 and 2 (rejected); the others are pairs.
+    # Group 100 has indices 0 (chosen), 1 and 2 (rejected); the others are pairs.
     pairs = [(0, 1, 1 / 8), (0, 2, 1 / 8), (3, 4, 1 / 4), (5, 6, 1 / 4), (7, 8, 1 / 4)]
     preference = sum(-w * log_sigmoid(0.4 * (ratios[c] - ratios[r])) for c, r, w in pairs)
     likelihood = -sum(current[place] for place in (0, 3, 5, 7)) / 4

@@ -70,7 +70,7 @@ def exported(trainer: Trainer, source: ExampleSource) -> list[dict[str, Any]]:
     """Rows as `paceline traces export` writes them, with the starting policy's log-probabilities."""
     rows = []
     for row in range(len(source)):
-        for trace, sample in zip(source._rows[row]["traces"], source.of_row(row), strict=True):
+        for trace, sample in zip(texts()[3 * row : 3 * row + 3], source.of_row(row), strict=True):
             assert sample.behaviour_logprobs_T is not None
             rows.append(
                 {
@@ -111,7 +111,7 @@ def test_an_export_keeps_its_behaviour_policy(model: Path, tmp_path: Path) -> No
     metrics = again.train_step(samples_of.of_step(0, 0, 1), 0)
     assert metrics["ratio_behaviour"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
-    # Another recorded policy shows in the ratio, so nothing is asked again.
+    # Another recorded policy shows in the ratio, so nothing is computed again.
     other = [{**row, "logprobs": [x - 0.5 for x in row["logprobs"]]} for row in rows]
     trainer, samples_of = prepared(spec_of(model, tmp_path / "other.jsonl", other))
     metrics = trainer.train_step(samples_of.of_step(0, 0, 1), 0)

@@ -9,7 +9,6 @@ import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from paceline.learner.checkpoints import checkpoint
-from paceline.learner.step import optimizer as partwise_adamw
 from paceline.learner.step.optimizer import MOMENTS, PartwiseAdamW, make_optimizer, rounded
 from paceline.learner.step.trainer import Trainer
 from paceline.spec import OptimizerSection
@@ -44,21 +43,22 @@ def test_rounding_keeps_what_fits_and_the_mean_of_what_does_not() -> None:
     assert down.mean().item() == pytest.approx(-value, abs=1e-4)
 
 
-def test_a_first_update_is_that_of_adamw_and_parts_make_no_difference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def updated(state_dtype: str) -> torch.Tensor:
+def test_a_first_update_is_that_of_adamw_and_parts_make_no_difference() -> None:
+    def updated(state_dtype: str, part_numel: int | None = None) -> torch.Tensor:
         torch.manual_seed(3)
         model = torch.nn.Linear(30, 7)
-        optimizer = make_optimizer(model, OptimizerSection(lr=0.01, weight_decay=0.1, state_dtype=state_dtype))
+        config = OptimizerSection(lr=0.01, weight_decay=0.1, state_dtype=state_dtype)
+        optimizer: torch.optim.Optimizer = make_optimizer(model, config)
+        if part_numel is not None:
+            options = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+            optimizer = PartwiseAdamW([model.weight], moment_dtype=torch.bfloat16, part_numel=part_numel, **options)
         model(torch.ones(2, 30)).square().sum().backward()
         optimizer.step()
         return model.weight.detach()
 
     whole = updated("bfloat16")
     torch.testing.assert_close(whole, updated("float32"))  # the moments are rounded after the update
-    monkeypatch.setattr(partwise_adamw, "PART_NUMEL", 16)
-    torch.testing.assert_close(updated("bfloat16"), whole)
+    torch.testing.assert_close(updated("bfloat16", part_numel=16), whole)
 
 
 def test_a_second_moment_falls_although_a_step_is_below_its_last_place() -> None:

@@ -1,4 +1,4 @@
-"""Advantages of episodes in a step: one for each sample, the same for all its rows, or one for each turn."""
+"""Advantages of episodes in a step: one for each sample, the same for all its transcripts, or one for each turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spec_of(**environment: Any) -> RunSpec:
 
 
 def advantages(spec: RunSpec, rewards: list[float]) -> list[list[float]]:
-    """Return the advantages of the trained tokens of each row."""
+    """Return the advantages of the trained tokens of each transcript."""
     batch = sequences_from_groups([episode_group(rewards)], spec)
     updates = plan_updates(batch, 5, spec, objective_of(spec), CPU, 1)
     (update,) = with_advantages(batch, updates, spec, CPU, None)

@@ -1,4 +1,4 @@
-"""Comparison of shards on their device, here the CPU: what it finds is what the two versions differ by."""
+"""Comparison of shards on their device, here the CPU, finds exactly the difference of the two versions."""
 
 from __future__ import annotations
 

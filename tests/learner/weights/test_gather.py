@@ -1,4 +1,4 @@
-"""Three ranks gather what one has, whatever the rows, the type and the bucket."""
+"""Three ranks gather the weights of one, whatever the rows, the type and the bucket."""
 
 from __future__ import annotations
 

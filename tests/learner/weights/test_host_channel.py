@@ -1,11 +1,11 @@
-"""The learner's hosts, as all ranks agree on them."""
+"""The learner's hosts, on which all ranks agree."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.learner.weights.host_channel import NO_AGENT, hosts_of, piece_algorithm
+from paceline.learner.weights.host_channel import NO_RELAY, hosts_of, piece_algorithm
 
 A, B, EAST, WEST = b"a" * 16, b"b" * 16, b"e" * 32, b"w" * 32
 
@@ -23,7 +23,7 @@ def test_ranks_with_one_agent_are_one_host_and_its_first_rank_speaks_for_it() ->
 
 
 def test_where_one_rank_has_no_agent_nobody_uses_one() -> None:
-    assert hosts_of([(A, EAST), (NO_AGENT, EAST)], 0, b"t") is None
+    assert hosts_of([(A, EAST), (NO_RELAY, EAST)], 0, b"t") is None
 
 
 def test_a_learner_across_zones_is_refused() -> None:

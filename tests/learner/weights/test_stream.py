@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tiny_models import tiny_qwen3
 
-from paceline.learner.weights import stream
 from paceline.learner.weights.stream import export_weights, pieces
 
 
-def test_the_pieces_are_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PIECE_BYTES", 700)
+def test_the_pieces_are_every_element_once() -> None:
     model = tiny_qwen3(tie_word_embeddings=True)
     weights = export_weights(model)
     assert weights.keys() == model.state_dict().keys() - {"lm_head.weight"}
     found: dict[str, list[torch.Tensor]] = {}
-    for name, first_element, values in pieces(weights, torch.bfloat16):
+    for name, first_element, values in pieces(weights, torch.bfloat16, piece_bytes=700):
         assert first_element == sum(len(part) for part in found.setdefault(name, []))
         assert values.nbytes <= 700
         found[name].append(values)

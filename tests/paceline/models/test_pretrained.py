@@ -319,5 +319,5 @@ def test_quantized_weights_are_neither_trained_nor_converted(wholes: dict[bool, 
     folder = tmp_path / "model"
     shutil.copytree(wholes[True], folder)
     config(quantization_config={"quant_method": "fp8"})(folder)
-    with pytest.raises(InvalidInput, match=r"is quantized .* not converted or merged"):
+    with pytest.raises(InvalidInput, match=r"is quantized .* cannot be converted or merged"):
         to_folder(str(folder), tmp_path / "out", dtype=torch.float16)

@@ -1,5 +1,5 @@
-"""Hostile user code in real processes: what it finds of planted secrets on loopback, beyond it, with --require-isolation, and without
-a box; and that honest code works beside hidden secrets."""
+"""Hostile user code in real processes: the planted secrets that it finds on loopback, beyond it, with
+--require-isolation, and without a box; and honest code that works beside hidden secrets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ needs_landlock = pytest.mark.skipif(
 
 @dataclass
 class Host:
-    """A host with secrets, and what hostile code aims at."""
+    """A host with secrets, and the targets of hostile code."""
 
     code: Path
     """Hostile code in a bundle."""
@@ -94,7 +94,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         ) as other,
     ):
         assert other.stdout is not None
-        other.stdout.readline()  # it runs its own program, with its own environment
+        other.stdout.readline()  # it runs a separate program, with a separate environment
         listener.bind(f"\0{name}")
         listener.listen()
         os.set_inheritable(held.fileno(), True)
@@ -218,17 +218,16 @@ async def test_code_that_the_box_refuses_a_file_is_told_why(
     assert sentence.format(closed=tmp_path) in result.failure.message
 
 
-def test_other_refusals_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "_entered", Box((f"{tmp_path}/token",)))
+def test_other_refusals_are_left_as_they_are(tmp_path: Path) -> None:
+    closed = Box((f"{tmp_path}/token",))
     refused = PermissionError(errno.EACCES, "Permission denied", "/proc/1/environ")
-    assert why_refused(refused) == ""
-    assert why_refused(ValueError("no")) == ""
+    assert why_refused(refused, closed) == ""
+    assert why_refused(ValueError("no"), closed) == ""
     refused.filename = f"{tmp_path}/new"
     for error in (refused, chained(refused)):
-        assert f"cannot make files directly in {tmp_path}: " in why_refused(error)
-    assert why_refused(PermissionError(errno.EACCES, "of a socket, for example")) == ""
-    monkeypatch.setattr(box, "_entered", Box())
-    assert why_refused(refused) == ""
+        assert f"cannot make files directly in {tmp_path}: " in why_refused(error, closed)
+    assert why_refused(PermissionError(errno.EACCES, "of a socket, for example"), closed) == ""
+    assert why_refused(refused) == "", "this process is in no box"
 
 
 def is_gone_from_temporary(folder: Path) -> bool:
@@ -296,7 +295,7 @@ def test_where_it_cannot_be_kept_nothing_is_started_with_hidden_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(box, "landlock_abi", lambda: 3)
-    with pytest.raises(Unavailable, match=r"Landlock ABI 3, and ABI 6 is needed \(Linux 6.12"):
+    with pytest.raises(Unavailable, match=r"Landlock ABI 3, but ABI 6 is needed \(Linux 6.12"):
         Box(("/etc",)).close()
     Box().close()
     assert Box.read(Box(("/a",), ("/a/b",), ("/c",)).text()) == Box(("/a",), ("/a/b",), ("/c",))

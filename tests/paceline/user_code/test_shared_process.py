@@ -1,4 +1,4 @@
-"""One process for several callers: each gets its reply in any order, and everyone the end."""
+"""One process for several callers: each gets its reply in any order, and all get the end."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_a_module_that_cannot_start_is_named() -> None:
 
 def test_messages_are_json() -> None:
     assert encode({"a": [1, None]})[4:] == b'{"a": [1, null]}'
-    with pytest.raises(InvalidInput, match="user code gets JSON values only"):
+    with pytest.raises(InvalidInput, match="user code accepts only JSON values"):
         encode({"a": object()})
 
 

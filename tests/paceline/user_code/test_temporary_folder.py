@@ -8,9 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from paceline.user_code import surroundings as temporary_folder
 from paceline.user_code.surroundings import TEMPORARY_PREFIX, TemporaryFolder, remove_left_over
 
 KILLED = """
@@ -32,9 +29,7 @@ def test_a_folder_goes_with_its_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_of_a_service_that_was_killed_is_removed_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_service_that_was_killed_is_removed_and_no_other(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=-1, text=True)
     assert killed.returncode == -signal.SIGKILL
     left = Path(killed.stdout.strip())
@@ -44,10 +39,8 @@ def test_the_folder_of_a_service_that_was_killed_is_removed_and_no_other(
     other.mkdir()
     link = tmp_path / f"{TEMPORARY_PREFIX}link"
     link.symlink_to(other)
-    monkeypatch.setattr(temporary_folder, "MIN_AGE_S", 3600.0)
-    assert remove_left_over(tmp_path) == 0, "a young one may be about to be locked"
-    monkeypatch.setattr(temporary_folder, "MIN_AGE_S", -1.0)
-    assert remove_left_over(tmp_path) == 1
+    assert remove_left_over(tmp_path, min_age_s=3600.0) == 0, "a young one may be about to be locked"
+    assert remove_left_over(tmp_path, min_age_s=-1.0) == 1
     assert sorted(tmp_path.iterdir()) == sorted([Path(living.path), other, link])
     living.remove()
     assert not os.path.exists(living.path)

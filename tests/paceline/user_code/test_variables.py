@@ -1,4 +1,4 @@
-"""User code gets the variables that say how the host works, those that are named, and no others."""
+"""User code gets the variables that describe the host, the named ones, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that a learner's rank takes."""
+"""The device of a learner's rank."""
 
 from __future__ import annotations
 

@@ -50,19 +50,17 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def pid_of(tmp_path: Path, rank: int) -> int:
-    """The process id that a rank wrote when its code began."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (tmp_path / str(rank)).exists() or not (tmp_path / str(rank)).read_text():
-        assert time.monotonic() < deadline_s, f"rank {rank} did not start"
-        time.sleep(0.01)
-    return int((tmp_path / str(rank)).read_text())
+    """Return the process id that a rank wrote when its code began."""
+    path = tmp_path / str(rank)
+    wait_until(lambda: path.exists() and path.read_text() != "", f"rank {rank} did not start")
+    return int(path.read_text())
 
 
-def await_gone(pid: int) -> None:
-    """Until a process is gone that nobody here reaps."""
+def wait_until(condition: Callable[[], bool], failure: str) -> None:
+    """Wait for something that another process does."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while not has_ended(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} is still there"
+    while not condition():
+        assert time.monotonic() < deadline_s, failure
         time.sleep(0.01)
 
 
@@ -98,22 +96,18 @@ def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(lau
         "sys.exit(1)\n"
     )
     first = pid_of(tmp_path, 1)
-    await_gone(first)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(first):  # until the launcher has seen its end
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: not psutil.pid_exists(first), "the launcher has not seen the end of rank 1")
     (tmp_path / "ended").touch()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7
-    assert "rank 1 ended with exit status 7; rank 0 cannot go on without it" in errors
+    assert "rank 1 ended with exit status 7; rank 0 cannot continue without it" in errors
 
 
 def test_a_rank_killed_from_outside_shows_as_that_signal(launch: Launch, tmp_path: Path) -> None:
     process = launch("while not pathlib.Path('ended').exists(): time.sleep(0.01)\n")
     pid_of(tmp_path, 1)
     os.kill(pid_of(tmp_path, 0), signal.SIGKILL)
-    await_gone(pid_of(tmp_path, 0))
+    wait_until(lambda: has_ended(pid_of(tmp_path, 0)), "rank 0 is still there")
     (tmp_path / "ended").touch()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -signal.SIGKILL
@@ -132,10 +126,7 @@ def test_a_signal_reaches_every_rank_and_a_good_end_is_status_0(
         "pathlib.Path(rank + '.ready').touch()\n"
         "while True: signal.pause()\n"
     )
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not all((tmp_path / f"{rank}.ready").exists() for rank in (0, 1)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: all((tmp_path / f"{rank}.ready").exists() for rank in (0, 1)), "the ranks are not ready")
     process.send_signal(number)
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0
@@ -146,8 +137,7 @@ def test_no_rank_outlives_a_killed_launcher(launch: Launch, tmp_path: Path) -> N
     process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()\n")
     pids = [pid_of(tmp_path, rank) for rank in (0, 1)]
     process.kill()
-    for pid in pids:
-        await_gone(pid)
+    wait_until(lambda: all(map(has_ended, pids)), "a rank is still there")
 
 
 def test_an_address_belongs_to_an_interface() -> None:

@@ -81,8 +81,8 @@ async def test_emptied_waits_for_what_is_being_sent() -> None:
     emptied = asyncio.create_task(outgoing.emptied())
     async with asyncio.timeout(DEADLINE_S):
         await listener.called.wait()
-    assert len(outgoing) == 0  # it is in the listener's hands
-    await asyncio.sleep(0)  # whoever waits for an empty queue runs
+    assert len(outgoing) == 0  # the listener has it
+    await asyncio.sleep(0)  # a task that waits for an empty queue runs
     assert not emptied.done()
     listener.gate.set()
     async with asyncio.timeout(DEADLINE_S):
@@ -110,7 +110,7 @@ def test_a_learner_does_not_pile_up_offers_while_the_coordinator_is_away(rank: L
 
     assert rank.background.wait(tasks(), DEADLINE_S) < 20
     assert rank.membership.waiting_reports <= 8
-    assert rank.background.wait(rank._leave(0.1), DEADLINE_S) is False
+    assert rank.background.wait(rank.send_and_leave(0.1), DEADLINE_S) is False
 
 
 def test_what_is_said_after_the_end_is_forgotten(rank: LearnerRank) -> None:

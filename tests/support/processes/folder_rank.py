@@ -61,7 +61,7 @@ def check_folder(directory: Path) -> None:
 
 
 def check_failing(directory: Path, failing: int) -> None:
-    """As `check_folder`, with a store that cannot be read or cleared any more where `failing` is 1."""
+    """Run `check_folder` with a store that cannot be read or cleared any more if `failing` is 1."""
     if failing:
 
         def fail(*_: object) -> bool:

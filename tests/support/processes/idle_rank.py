@@ -34,7 +34,7 @@ CHAINS = (["before", "after", "after"], ["after", "after", "after"])
 
 
 class Batches:
-    """Gives out batches that hold nothing but their chain."""
+    """Returns batches that contain only their chain."""
 
     def __init__(self, chains: list[str]) -> None:
         self.chains = iter(chains)

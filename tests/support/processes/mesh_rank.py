@@ -25,7 +25,6 @@ from paceline.learner.checkpoints import checkpoint
 from paceline.learner.checkpoints.export import export_live
 from paceline.learner.model.policy import load_policy
 from paceline.learner.step.trainer import Trainer
-from paceline.learner.weights import stream
 from paceline.learner.weights.device_snapshot import local_slices
 from paceline.learner.weights.gather import gather_weights
 
@@ -47,7 +46,6 @@ def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256:
         if rank == 0:
             (out / f"{name}.json").write_text(json.dumps(metrics))
             save_file({key: tensor.cpu() for key, tensor in tensors.items()}, out / f"{name}.safetensors")
-    stream.PIECE_BYTES = 500
     for name in ("dense", "moe"):
         policy = make_spec(models / name, **parallel, **EXACT).policy
         model = load_policy(policy, device)
@@ -56,7 +54,7 @@ def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256:
         gathered = gather_weights(model, None)
         if rank == 0:
             save_file({name: value.clone() for name, value in gathered.items()}, out / f"{name}.gathered")
-        failure = export_live(out / f"{name} export", model, policy, dtype=torch.float32)
+        failure = export_live(out / f"{name} export", model, policy, dtype=torch.float32, piece_bytes=500)
         found |= {"slices": slices, "export": "" if failure is None else repr(failure)}
         (out / f"{name}.{rank}.json").write_text(json.dumps(found))
     checkpoints(models / "dense", out, parallel, path, sha256, device)

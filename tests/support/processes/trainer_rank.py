@@ -25,7 +25,6 @@ from paceline.learner.model.policy import load_policy, load_reference
 from paceline.learner.objectives import objective_of
 from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
-from paceline.learner.weights import stream
 from paceline.learner.weights.gather import gather_merged
 from paceline.services.demo.task import make_tokenizer
 from paceline.spec import PolicySection
@@ -50,7 +49,7 @@ def main(model: Path, out: Path) -> None:
 
 
 def lacks_its_model(model: Path, out: Path, rank: int) -> list[str]:
-    """Rank 1 has no model at first: neither rank may wait for the other in a collective, and both can try again."""
+    """Rank 1 has no model at first: neither rank may wait for the other in a collective, and both can retry."""
     said = []
     for folder in (model if rank == 0 else out / "not_mounted", model):
         try:
@@ -70,10 +69,9 @@ def loading(out: Path) -> dict[str, list[str]]:
         dist.barrier()
         policy = make_spec(folder, precision="bfloat16").policy
         found[kind] = differing(load_policy(policy, CPU), folder, torch.float32)
-        stream.PIECE_BYTES = 500
         export = out / f"{kind} export"
         exported = load_policy(policy, CPU)
-        assert export_live(export, exported, policy, dtype=torch.bfloat16) is None
+        assert export_live(export, exported, policy, dtype=torch.bfloat16, piece_bytes=500) is None
         dist.barrier()
         found[f"{kind}, exported"] = differing(exported, export, torch.float32)
         found[f"{kind}, frozen"] = differing(load_reference(policy, CPU), folder, torch.bfloat16)
@@ -96,7 +94,7 @@ def loading(out: Path) -> dict[str, list[str]]:
 
 
 def failed_export(out: Path, model: torch.nn.Module, policy: PolicySection) -> list[str]:
-    """Rank 0 cannot write: it alone learns it, and the ranks are at one point afterwards."""
+    """Rank 0 cannot write: only it gets the error, and the ranks are at one point afterwards."""
     (out / "other").mkdir(exist_ok=True)  # no export, so it is never replaced
     failure = export_live(out / "other", model, policy, dtype=torch.float32)
     dist.barrier()
@@ -104,7 +102,7 @@ def failed_export(out: Path, model: torch.nn.Module, policy: PolicySection) -> l
 
 
 def too_long(out: Path) -> str:
-    """Row 3, which rank 1 looks at, does not fit: every rank has to say so, and none may wait for the other."""
+    """Row 3, which rank 1 checks, does not fit: every rank has to say so, and none may wait for the other."""
     rows = out / f"rows.{dist.get_rank()}.jsonl"
     lengths = (1, 4, 2, 30, 3)
     rows.write_text("".join(json.dumps({"prompt": "1+1=", "completion": "7" * n}) + "\n" for n in lengths))
@@ -119,7 +117,7 @@ def too_long(out: Path) -> str:
 
 
 def non_finite(model: Path, rank: int, case: dict[str, Any]) -> dict[str, object]:
-    """Rank 1 alone has a NaN; both must say so before any weight moved, and both must be able to go on."""
+    """Only rank 1 has a NaN; both must say so before any weight moved, and both must be able to continue."""
     torch.manual_seed(0)
     trainer = Trainer(make_spec(model, train_mb_tokens=12, **case), CPU)
     models = [trainer.model, *([] if trainer.critic is None else [trainer.critic.model])]

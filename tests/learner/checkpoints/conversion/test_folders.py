@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.learner.checkpoints.conversion import weights as blocks
-from paceline.learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
+from paceline.learner.checkpoints.conversion.folders import from_dcp, is_dcp, to_dcp, to_folder, write_box
 from paceline.learner.checkpoints.export import compare_weights
 from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader
 
@@ -47,11 +46,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe", "bias", "scaled"])
-def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path) -> None:
     model = save_model(kind, tmp_path / "model")
     (model / "tokenizer.json").write_text('{"not": "touched"}')
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)  # several blocks of most tensors
-    to_dcp(str(model), tmp_path / "dcp")
+    to_dcp(str(model), tmp_path / "dcp", block_bytes=1000)  # several blocks of most tensors
     assert is_dcp(tmp_path / "dcp")
     assert not is_dcp(model)
     from_dcp(tmp_path / "dcp", tmp_path / "back", max_file_bytes=20_000)
@@ -69,9 +67,8 @@ def test_a_folder_comes_back_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_what_was_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
-    to_dcp(str(model), tmp_path / "dcp", dtype=torch.float32)
+def test_torch_loads_what_was_written(model: Path, tmp_path: Path) -> None:
+    to_dcp(str(model), tmp_path / "dcp", dtype=torch.float32, block_bytes=1000)
     expected = AUTO.from_pretrained(model, dtype=torch.float32)
     other = AUTO.from_config(expected.config)
     state = {"model": other.state_dict()}
@@ -98,12 +95,12 @@ def test_columns_and_rows_of_a_divided_tensor_are_put_together(tmp_path: Path) -
     whole = torch.arange(2 * 4 * 6, dtype=torch.float32).reshape(2, 4, 6)
     with SafetensorsWriter(tmp_path, [TensorHeader("w", torch.float32, (2, 4, 6))]) as writer:
         for begin, end in ((0, 2), (2, 6)):
-            _write_box(writer, "w", (2, 4, 6), (0, 0, begin), whole[:, :, begin:end])
+            write_box(writer, "w", (2, 4, 6), (0, 0, begin), whole[:, :, begin:end])
         writer.finish()
     assert torch.equal(tensors_of(tmp_path)["w"], whole)
     with SafetensorsWriter(tmp_path, [TensorHeader("w", torch.float32, (2, 4, 6))]) as writer:
         for begin, end in ((0, 1), (1, 4)):
-            _write_box(writer, "w", (2, 4, 6), (0, begin, 0), whole[:, begin:end])
+            write_box(writer, "w", (2, 4, 6), (0, begin, 0), whole[:, begin:end])
         writer.finish()
     assert torch.equal(tensors_of(tmp_path)["w"], whole)
 
@@ -125,7 +122,7 @@ def test_what_is_not_of_the_model_is_refused(model: Path, tmp_path: Path) -> Non
     (tmp_path / "short" / ".metadata").write_bytes(b"cbuiltins\nprint\n.")
     with pytest.raises(InvalidInput, match=r"builtins.print, which is no part of a checkpoint"):
         from_dcp(tmp_path / "short", tmp_path / "out", config=str(model))
-    with pytest.raises(InvalidInput, match="is no folder"):
+    with pytest.raises(InvalidInput, match="is not a folder"):
         to_dcp("Qwen/Qwen3-0.6B", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -161,7 +158,7 @@ def test_an_adapter_of_another_model_is_refused(model: Path, tmp_path: Path) -> 
     with pytest.raises(InvalidInput, match=r"layers.9.q_proj.weight .* has no such tensor"):
         to_folder(str(model), tmp_path / "out", adapter=adapter)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(InvalidInput, match="use_dora is True, which is not merged here"):
+    with pytest.raises(InvalidInput, match="use_dora is True, which paceline does not merge"):
         to_folder(str(model), tmp_path / "out", adapter=adapter)
 
 

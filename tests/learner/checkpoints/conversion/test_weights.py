@@ -115,7 +115,7 @@ def test_settings_that_are_merged_are_merged_as_peft_does(name: str, base: Path,
 @pytest.mark.parametrize("init", CHANGED_BASE)
 def test_an_adapter_that_changed_its_base_is_refused(init: str, base: Path, tmp_path: Path) -> None:
     save_adapter(base, tmp_path / "adapter", init_lora_weights=init)
-    with pytest.raises(InvalidInput, match=f"init_lora_weights is '{init}', which is not merged here"):
+    with pytest.raises(InvalidInput, match=f"init_lora_weights is '{init}', which paceline does not merge"):
         to_folder(str(base), tmp_path / "out", adapter=tmp_path / "adapter")
     assert not (tmp_path / "out").exists()
 
@@ -126,7 +126,7 @@ def test_a_setting_is_refused_by_name(name: str, value: Any, base: Path, tmp_pat
     whole = file.read_text()
     file.write_text(json.dumps(json.loads(whole) | {name.strip(): value}))
     try:
-        with pytest.raises(InvalidInput, match=f"{name.strip()} is .*, which is not merged here"):
+        with pytest.raises(InvalidInput, match=f"{name.strip()} is .*, which paceline does not merge"):
             to_folder(str(base), tmp_path / "out", adapter=plain_adapter)
     finally:
         file.write_text(whole)
@@ -147,7 +147,7 @@ def test_files_that_do_not_fit_their_config_are_refused(base: Path, tmp_path: Pa
         to_folder(str(base), tmp_path / "out", adapter=plain_adapter)
     config.write_text(settings)
     for tensors, words in (
-        ({}, "has no tensors, so the result would be its base"),
+        ({}, "has no tensors, so the result would equal its base"),
         (whole | {next(iter(whole)): next(iter(whole.values())) * float("nan")}, "has NaN or infinite"),
         ({n.replace("base_model.model.", ""): t for n, t in whole.items()}, "is not one of a pair"),
     ):

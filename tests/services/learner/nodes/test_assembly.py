@@ -1,4 +1,4 @@
-"""Node 0's decisions, with a store in memory and a clock that the tests turn."""
+"""Node 0's decisions, with a rendezvous store in memory and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.services.learner.nodes.store import PREFIX, NodeStore
 
 
 class Nodes:
-    """Other nodes, which join, beat and leave."""
+    """Other nodes, which join, send heartbeats and leave."""
 
     def __init__(self, least: int, most: int):
         self.raw = dist.HashStore()  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_a_node_that_leaves_ends_the_session_with_its_reason() -> None:
 def test_a_node_that_was_started_anew_ends_the_session_before_it_is_missed() -> None:
     nodes, _ = started()
     nodes.join(1)
-    assert nodes.check().reason == "node 1 was started anew"
+    assert nodes.check().reason == "node 1 was started again"
     nodes.join(0)
     assert nodes.assemble() == "nodes 0, 1"
 
@@ -155,7 +155,7 @@ def test_a_node_that_was_moved_to_another_host_replaces_its_old_life() -> None:
     again = nodes.join(1, host="elsewhere")
     assert nodes.check() is None
     nodes.beat(numbers[0], again)
-    assert nodes.check(DEAD_S).reason == "node 1 was started anew"
+    assert nodes.check(DEAD_S).reason == "node 1 was started again"
     nodes.join(0, life="life 1")
     nodes.assemble()
     assert nodes.place(again)["first_rank"] == 1  # type: ignore[index]
@@ -176,7 +176,7 @@ def test_no_session_begins_while_it_is_open_which_life_counts() -> None:
 def test_of_two_processes_on_one_host_the_one_that_was_started_last_stays() -> None:
     nodes, numbers = started()
     again = nodes.join(1)
-    assert nodes.check().reason == "node 1 was started anew"
+    assert nodes.check().reason == "node 1 was started again"
     first = nodes.join(1, life=f"life {numbers[1]}", started_s=numbers[1])
     nodes.assemble()
     assert "--node-rank 1 belongs to" in nodes.place(first)["refusal"]  # type: ignore[index]

@@ -80,7 +80,7 @@ def lives(folder: Path, rank: int, number: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("lost", "said"),
-    [(0, "node 0, which hosts the rendezvous, does not answer"), (1, "node 1 was started anew")],
+    [(0, "node 0, which hosts the rendezvous, does not answer"), (1, "node 1 was started again")],
 )
 def test_a_lost_node_ends_the_session_and_the_next_one_forms_when_it_is_back(
     start: Start, tmp_path: Path, lost: int, said: str

@@ -1,4 +1,4 @@
-"""Nodes that meet in a real store on loopback, each in a thread."""
+"""Nodes that meet in a real rendezvous store on loopback, each in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from free_ports import free_port
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.learner.nodes.assembly import SessionEnd
-from paceline.services.learner.nodes.launcher import Place, Rendezvous
+from paceline.services.learner.nodes.launcher import Rendezvous, SessionPart
 from paceline.services.learner.nodes.settings import NodeSettings
 
 DEADLINE_S = 60.0
@@ -29,7 +29,7 @@ def node(address: str, node_rank: int, nodes: int = 2, wait_s: float = DEADLINE_
     return Rendezvous(NodeSettings(nodes, nodes, node_rank, address), 2, "127.0.0.1", wait_s)
 
 
-def meet(*nodes: Rendezvous) -> list[Place]:
+def meet(*nodes: Rendezvous) -> list[SessionPart]:
     with ThreadPoolExecutor() as pool:
         places = list(pool.map(lambda one: one.meet(never), nodes))
     return [place for place in places if place is not None]
@@ -88,12 +88,14 @@ def test_an_address_that_cannot_be_taken_is_named(address: str) -> None:
     taken = node(address, 0)
     with pytest.raises(InvalidInput, match=r"cannot host the rendezvous .* give an address of this host as --host"):
         node(address, 0)
-    with pytest.raises(InvalidInput, match="--host 'no such host' is no address of this host"):
+    with pytest.raises(InvalidInput, match="--host 'no such host' is not an address of this host"):
         Rendezvous(NodeSettings(2, 2, 0, address), 1, "no such host", 1.0)
     del taken
 
 
 def test_a_first_node_that_listens_on_loopback_alone_is_refused() -> None:
     settings = NodeSettings(2, 2, 0, "192.0.2.1:29400")
-    with pytest.raises(InvalidInput, match=r"--host 127.0.0.1 is reached from this host alone.*or 0.0.0.0, as --host"):
+    with pytest.raises(
+        InvalidInput, match=r"--host 127.0.0.1 can be reached only from this host.*or 0.0.0.0, as --host"
+    ):
         Rendezvous(settings, 1, "127.0.0.1", 1.0)

@@ -1,4 +1,4 @@
-"""A store on a host that has fallen silent."""
+"""A rendezvous store on a host that is silent."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints import checkpoint, upload_queue, verification
+from paceline.learner.checkpoints import checkpoint, verification
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.manifest import read_manifest
 from paceline.services.learner.training import checkpoints as checkpoint_uploads
@@ -28,7 +28,7 @@ from paceline.v1 import worker_pb2
 
 
 class Session:
-    """Checkpoints of session 2, which goes on from step 4, and what they say."""
+    """Checkpoints of session 2, which continues from step 4, with their reports and warnings."""
 
     def __init__(self, directory: Path, path: str = "", sha256: str = "", url: str | None = None) -> None:
         self.reported: list[worker_pb2.CheckpointReport] = []
@@ -46,6 +46,7 @@ class Session:
             CheckpointingSection(),
             lambda report: self.reported.append(report.checkpoint),
             self.warnings.append,
+            upload_pauses_s=(0.01, 0.01),
         )
 
 
@@ -234,7 +235,7 @@ def test_what_is_ahead_of_where_the_session_began_is_not_deleted(start: Start, t
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1-9", "2-6"]
 
 
-# A store
+# An object store
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The store is away while this is set."""
+    """The object store does not answer while this is set."""
     is_away, put = threading.Event(), Folder.put
 
     def put_if_there(folder: Folder, name: str, path: Path) -> None:
@@ -255,8 +256,6 @@ def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         put(folder, name, path)
 
     monkeypatch.setattr(Folder, "put", put_if_there)
-    monkeypatch.setattr(upload_queue, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(upload_queue, "LONGEST_PAUSE_S", 0.01)
     return is_away
 
 

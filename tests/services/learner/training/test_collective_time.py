@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from ranks import run_ranks
 
-from paceline.services.learner.training import run_reports as module
-from paceline.services.learner.training.run_reports import collective_time, covered
+from paceline.services.learner.training.run_reports import collective_metrics, collective_time, covered
 
 
 def test_the_wait_for_another_rank_is_time_in_a_collective(tmp_path: Path) -> None:
@@ -24,20 +21,20 @@ def test_the_wait_for_another_rank_is_time_in_a_collective(tmp_path: Path) -> No
     assert alone["learner/collectives_s"] == 0.0
 
 
-def test_nothing_is_profiled_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(module, "profile")
+def test_nothing_is_profiled_unless_it_is_wanted() -> None:
     with collective_time(False, torch.device("cpu")) as metrics:
-        pass
+        assert not torch.autograd._profiler_enabled()
     assert metrics == {}
 
 
-def test_a_gpus_collectives_are_exposed_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(name: str, kind: str, start_us: int, end_us: int) -> Any:
-        interval = SimpleNamespace(start=start_us, end=end_us)
-        return SimpleNamespace(name=name, device_type=SimpleNamespace(name=kind), time_range=interval)
+def event(name: str, kind: str, start_us: int, end_us: int) -> Any:
+    interval = SimpleNamespace(start=start_us, end=end_us)
+    return SimpleNamespace(name=name, device_type=SimpleNamespace(name=kind), time_range=interval)
 
+
+def test_a_gpus_collectives_are_exposed_where_nothing_else_runs() -> None:
     gpu, cpu = "CUDA", "CPU"
-    found = [
+    events = [
         event("nccl:all_gather", cpu, 0, 9_000_000),
         event("aten::mm", cpu, 0, 9_000_000),
         event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", gpu, 0, 3_000_000),
@@ -45,19 +42,12 @@ def test_a_gpus_collectives_are_exposed_where_nothing_else_runs(monkeypatch: pyt
         event("sm90_xmma_gemm_bf16", gpu, 1_000_000, 2_500_000),
         event("sm90_xmma_gemm_bf16", gpu, 6_000_000, 7_000_000),
     ]
-    monkeypatch.setattr(module, "profile", lambda **_: nullcontext(SimpleNamespace(events=lambda: found)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with collective_time(True, torch.device("cuda", 0)) as metrics:
-        pass
+    metrics = collective_metrics(events, on_gpu=True)
     assert metrics == {"learner/collectives_s": 5.0, "learner/exposed_collectives_s": 3.5}
 
 
-def test_a_gpu_that_may_not_be_profiled_has_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "profile", lambda **_: nullcontext(SimpleNamespace(events=list)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with collective_time(True, torch.device("cuda", 0)) as metrics:
-        pass
-    assert metrics == {}
+def test_a_gpu_that_may_not_be_profiled_has_no_metrics() -> None:
+    assert collective_metrics([], on_gpu=True) == {}
 
 
 def test_overlaps_count_once() -> None:

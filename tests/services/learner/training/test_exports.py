@@ -18,7 +18,7 @@ from tiny_models import tiny_qwen3
 from paceline.errors import Conflict, Unavailable
 from paceline.files.storage import Folder
 from paceline.learner.checkpoints.model_folder import ModelFolder
-from paceline.learner.weights import stream
+from paceline.learner.weights.stream import Weight, export_weights
 from paceline.models.export_origin import Origin, origin_of
 from paceline.services.learner.context import ExportOrder, Orders
 from paceline.services.learner.training import exports
@@ -59,7 +59,7 @@ def no_space(*_: Any, **__: Any) -> Any:
 
 
 def refused(*_: Any, **__: Any) -> Any:
-    raise Conflict("exports/now exists and is no export")
+    raise Conflict("exports/now exists and is not an export")
 
 
 def no_device_memory(*_: Any, **__: Any) -> Any:
@@ -69,9 +69,9 @@ def no_device_memory(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "failure", "words"),
     [
-        (stream, "_plain", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
+        (Weight, "rows", no_device_memory, "could not be written: OutOfMemoryError: CUDA out of memory"),
         (ModelFolder, "add", no_space, "could not be written: OSError: .* No space left"),
-        (ModelFolder, "finish", refused, "exports/now exists and is no export"),
+        (ModelFolder, "finish", refused, "exports/now exists and is not an export"),
     ],
 )
 def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
@@ -96,17 +96,19 @@ def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
 def test_a_failed_write_still_goes_through_every_collective(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks gather to the end, so rank 0 has to as well."""
     names: list[str] = []
-    plain = stream._plain
+    rows = Weight.rows
 
-    def noted(name: str, *rest: Any) -> Any:
-        names.append(name)
-        return plain(name, *rest)
+    def noted(weight: Weight, *rest: Any) -> Any:
+        names.extend(
+            name for name, other in bench.model.state_dict().items() if other.data_ptr() == weight.tensor.data_ptr()
+        )
+        return rows(weight, *rest)
 
-    monkeypatch.setattr(stream, "_plain", noted)
+    monkeypatch.setattr(Weight, "rows", noted)
     monkeypatch.setattr(ModelFolder, "add", no_space)
     with pytest.raises(Unavailable, match="No space left"):
         bench.ordered().result(0)
-    assert names == list(stream.export_weights(bench.model))
+    assert names == list(export_weights(bench.model))
 
 
 def test_what_leaves_the_ranks_at_different_points_ends_the_session(
@@ -114,7 +116,7 @@ def test_what_leaves_the_ranks_at_different_points_ends_the_session(
 ) -> None:
     bench.rank.world_size = 2
     monkeypatch.setattr(exports, "broadcast_bytes", lambda data: data)
-    monkeypatch.setattr(stream, "_plain", no_device_memory)
+    monkeypatch.setattr(Weight, "rows", no_device_memory)
     with pytest.raises(torch.OutOfMemoryError):
         bench.ordered()
 

@@ -1,4 +1,4 @@
-"""A learner works with the coordinator's storage key, or says what both have."""
+"""A learner works with the coordinator's storage key, or names both keys."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_the_same_key_or_none_on_both_sides_passes(given_key: StorageKey, monkey
 def test_different_keys_are_refused_with_both_names(given_key: StorageKey, monkeypatch: pytest.MonkeyPatch) -> None:
     own = given_key.name.hex()
     with pytest.raises(
-        WrongKey, match=f"has the storage key {own}, and the coordinator has the storage key 00ff; start both"
+        WrongKey, match=f"has the storage key {own}, but the coordinator has the storage key 00ff; start both"
     ):
         check_key(worker_pb2.RunAssignment(run_id="run-1", storage_key="00ff"))
-    with pytest.raises(WrongKey, match=f"has the storage key {own}, and the coordinator has no storage key"):
+    with pytest.raises(WrongKey, match=f"has the storage key {own}, but the coordinator has no storage key"):
         check_key(worker_pb2.RunAssignment(run_id="run-1"))
     monkeypatch.delenv("PACELINE_STORAGE_KEY")
     with pytest.raises(WrongKey, match=r"has no storage key.*`paceline resume run-1`"):

@@ -1,4 +1,4 @@
-"""The pace of a step, on CPUs and on a GPU that is known."""
+"""The pace of a step, on CPUs and on a known GPU."""
 
 from __future__ import annotations
 

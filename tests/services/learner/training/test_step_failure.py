@@ -65,7 +65,7 @@ class Session(LearnerRun):
 
 
 def run(tmp_path: Path, error: Exception) -> tuple[Session, worker_pb2.RunReport, list[str]]:
-    """Return the session, its report of the error, and the reasons with which it left."""
+    """Return the session, its report of the error, and its reasons for leaving."""
     rank = LoneRank()
     assignment = worker_pb2.RunAssignment(
         run_id="test-1", session=3, start_step=2, spec_yaml=spec_to_yaml(make_spec(tmp_path))

@@ -1,4 +1,4 @@
-"""The learner's weight channel and the control plane's messages: what hosts are told, what members are offered, and the reports."""
+"""The learner's weight channel and the control plane's messages: orders to hosts, offers to members, and the reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rank:
         self.rank, self.world_size = 0, 1
         self.device = torch.device(device)
         self.weights_bind, self.weights_host = "127.0.0.1", reachable
-        self.agent: Any = SimpleNamespace(client=lambda: None, identity=None)
+        self.relay: Any = SimpleNamespace(client=lambda: None, identity=None)
         self.membership = SimpleNamespace(has_stream=True)
         self.reports: queue.Queue[worker_pb2.ConnectRequest] = queue.Queue()
 
@@ -57,7 +57,7 @@ Open = Callable[[str, Rank], tuple[WeightChannel, list[str]]]
 
 @pytest.fixture
 def open_channel(tmp_path: Path) -> Iterator[Open]:
-    """Opens a channel for a spec with these lines added; also what it warned of."""
+    """Open a channel for a spec with these lines added; return it with its warnings."""
     channels: list[WeightChannel] = []
 
     def opened(lines: str, rank: Rank) -> tuple[WeightChannel, list[str]]:
@@ -74,12 +74,12 @@ def open_channel(tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def with_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rank]:
-    """A rank on a host with an agent."""
+    """A rank on a host with a relay."""
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))
     rank = Rank("cpu", "127.0.0.1")
-    rank.agent = RelayConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
+    rank.relay = RelayConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
     yield rank
-    rank.agent.close()
+    rank.relay.close()
 
 
 def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(open_channel: Open, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(open_
     offer = rank.next("weight_offer")
     assert (offer.member_id, offer.stored.url) == ("m", str(tmp_path / "weights"))
     assert warnings == [
-        "a host of the learner has no agent for weights, its log says why; every worker reads them in "
+        "a host of the learner has no relay for weights (see its log); every worker reads them from "
         f"{tmp_path / 'weights'}, as with weights.channel: delta"
     ]
 
@@ -134,8 +134,8 @@ def test_with_an_agent_hosts_are_told_and_only_workers_without_one_are_offered_t
     channel.set_members(4, ["with", "without"], ["with"])
     channel.publish(Version(1, 0), MODEL)
     announced = rank.next("host_version")
-    assert announced.sources == [rank.agent.identity.address]
-    assert announced.size_bytes == 64 + 2 * 4  # a matrix of 16 bytes in its place of 64, and a bias
+    assert announced.sources == [rank.relay.identity.address]
+    assert announced.size_bytes == 64 + 2 * 4  # a matrix of 16 bytes at its offset of 64, and a bias
     offer = rank.next("weight_offer")
     assert (offer.member_id, offer.stored.url) == ("without", str(tmp_path / "weights"))
     channel.acknowledge("with", Version(1, 0), True, "", False)
