@@ -45,7 +45,7 @@ async def run_command(
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
     try:
-        place = Surroundings((folder,)).prepare()
+        surroundings = Surroundings((folder,)).prepare()
     except OSError as error:
         raise EnvironmentLost(f"the command {argv[0]!r} could not be started: {error}") from error
     try:
