@@ -114,7 +114,7 @@ def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of all sources, because many chat models name them in one source only."""
-    found: set[int] = set()
+    token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))
     bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
@@ -122,13 +122,13 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(policy.tokenizer_name or policy.model_name))
         sources.append(tokenizer.eos_token_id)
     for ids in sources:
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return tuple(sorted(found))
+        token_ids.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(token_ids))
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
-    one, other = ((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (first, second))
-    return one == other or torch.equal(first, second)
+    first_key, second_key = ((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (first, second))
+    return first_key == second_key or torch.equal(first, second)
 
 
 def _refuse(what: str, names: list[str]) -> None:

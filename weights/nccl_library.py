@@ -57,9 +57,9 @@ class LoadedNccl:
 
     def version(self) -> int:
         """Return NCCL's version, such as 22907 for 2.29.7. Two versions never form a communicator."""
-        found = ctypes.c_int()
-        self._check(self._library.ncclGetVersion(ctypes.byref(found)))
-        return found.value
+        version = ctypes.c_int()
+        self._check(self._library.ncclGetVersion(ctypes.byref(version)))
+        return version.value
 
     def unique_id(self) -> bytes:
         """Return the id of a new communicator, which both sides need."""

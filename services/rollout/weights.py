@@ -69,7 +69,7 @@ class RolloutWeights:
                 client=agent,
                 on_weights=self._on_weights,
                 on_ack=lambda version, ok, message, transfer: self._on_ack(version, ok, message, transfer=transfer),
-                on_agent=self._report_agent,
+                on_relay=self._report_agent,
             )
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import paceline.services.host_agent.main
 from paceline.weights.hosts import relay as agent
+from paceline.weights.hosts.held_versions import HeldVersion
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.hosts.reading import Reading
-from paceline.weights.hosts.store import HeldVersion
 from paceline.weights.hosts.transport import Channel
 
 ORDERS = Path(os.environ["PACELINE_FAULT"]).with_suffix(".agent-orders")

@@ -88,18 +88,18 @@ def listed(bits_N: Bits, bounds: tuple[int, ...]) -> list[Places]:
     num = min(BLOCK, len(bits_N))
     magnitudes, is_listed = np.empty(num, np.uint16), np.empty(num, np.bool_)
     limit = np.uint16(bounds[0] << MAGNITUDE_SHIFT)
-    found: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    blocks: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for begin in range(0, len(bits_N), BLOCK):
         block = bits_N[begin : begin + BLOCK]
         magnitudes_B = np.bitwise_and(block, MAGNITUDE_BITS, out=magnitudes[: len(block)])
-        places = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
-        found.append((begin, places, magnitudes_B.take(places) >> MAGNITUDE_SHIFT))
-    positions_M = np.empty(sum(len(places) for _, places, _ in found), np.int32)
+        positions_B = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
+        blocks.append((begin, positions_B, magnitudes_B.take(positions_B) >> MAGNITUDE_SHIFT))
+    positions_M = np.empty(sum(len(positions_B) for _, positions_B, _ in blocks), np.int32)
     exponents_M = np.empty(len(positions_M), np.uint8)
     end = 0
-    for begin, places, exponents in found:
-        start, end = end, end + len(places)
-        np.add(places, begin, out=positions_M[start:end], casting="unsafe")
+    for begin, positions_B, exponents in blocks:
+        start, end = end, end + len(positions_B)
+        np.add(positions_B, begin, out=positions_M[start:end], casting="unsafe")
         exponents_M[start:end] = exponents
     classes = []
     for bound in bounds[1:]:
@@ -139,16 +139,16 @@ def encode(base_N: Bits, new_N: Bits) -> bytes | None:
 def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
     """Return the differences between two tensors of equal type and size; None if there are none."""
     is_changed_N = np.empty(len(base_N), np.bool_)
-    found = []
+    blocks = []
     for begin in range(0, len(base_N), BLOCK):
         end = begin + BLOCK
-        places = np.flatnonzero(np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end]))
-        if len(places):
-            places += begin
-            found.append(places)
-    if not found:
+        changed_B = np.flatnonzero(np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end]))
+        if len(changed_B):
+            changed_B += begin
+            blocks.append(changed_B)
+    if not blocks:
         return None
-    changed_K = np.concatenate(found)
+    changed_K = np.concatenate(blocks)
     bounds = choose_bounds(base_N)
     first_K = changed_K
     if bounds:
@@ -321,10 +321,10 @@ class _Parts:
     def number(self) -> int:
         """Return a number below 2^63."""
         number = 0
-        for place, byte in enumerate(self._rest[:9]):
-            number |= (byte & 0x7F) << 7 * place
+        for index, byte in enumerate(self._rest[:9]):
+            number |= (byte & 0x7F) << 7 * index
             if byte < 0x80:
-                self._rest = self._rest[place + 1 :]
+                self._rest = self._rest[index + 1 :]
                 return number
         raise ValueError("a number that does not end")
 

@@ -114,8 +114,7 @@ class WeightManifest:
 
     @property
     def layout_hash(self) -> str:
-        """Return the SHA-256 over names, dtypes, shapes and offsets, which all versions of a model on a channel share.
-        """
+        """Return the SHA-256 over names, dtypes, shapes and offsets, which all versions of a model on a channel share."""
         layout = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
         return hashlib.sha256(json.dumps([FORMAT, layout], separators=(",", ":")).encode()).hexdigest()
 

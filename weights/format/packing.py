@@ -63,11 +63,11 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
 
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
     """Return the hex digest of every tensor's bytes in `flat`, by name; shared bytes are read once."""
-    by_place: dict[tuple[int, int], str] = {}
+    by_location: dict[tuple[int, int], str] = {}
     sums = {}
     for entry in manifest.entries:
-        place = (entry.offset, entry.offset + entry.num_bytes)
-        if place not in by_place:
-            by_place[place] = checksum(flat[slice(*place)].cpu().numpy(), manifest.algorithm)
-        sums[entry.name] = by_place[place]
+        location = (entry.offset, entry.offset + entry.num_bytes)
+        if location not in by_location:
+            by_location[location] = checksum(flat[slice(*location)].cpu().numpy(), manifest.algorithm)
+        sums[entry.name] = by_location[location]
     return sums

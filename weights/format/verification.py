@@ -40,8 +40,8 @@ def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
     """Return a piece for every tensor, by offset; tied names share one. Raises WireError if they have two checksums."""
     pieces: dict[tuple[int, int], TensorBytes] = {}
     for entry in manifest.entries:
-        place = (entry.offset, entry.offset + entry.num_bytes)
-        piece = pieces.setdefault(place, TensorBytes(*place, entry.checksum, entry.name, entry.dtype))
+        location = (entry.offset, entry.offset + entry.num_bytes)
+        piece = pieces.setdefault(location, TensorBytes(*location, entry.checksum, entry.name, entry.dtype))
         if piece.checksum != entry.checksum:
             raise WireError(
                 f"tensors {piece.name!r} and {entry.name!r} share their bytes but have the checksums {piece.checksum!r} and "
@@ -83,9 +83,11 @@ def _verify_piece(flat: torch.Tensor, piece: TensorBytes, algorithm: Algorithm, 
             digest.update(chunk.numpy())
         is_finite = is_finite and _is_finite(chunk, piece.dtype)
     # The checksum is compared first, because wrong bytes may contain anything.
-    found = str(digest.hexdigest()) if digests else piece.checksum
-    if found != piece.checksum:
-        raise WireError(f"tensor {piece.name!r} arrived with {algorithm} {found!r}, the sender has {piece.checksum!r}")
+    digest_hex = str(digest.hexdigest()) if digests else piece.checksum
+    if digest_hex != piece.checksum:
+        raise WireError(
+            f"tensor {piece.name!r} arrived with {algorithm} {digest_hex!r}, the sender has {piece.checksum!r}"
+        )
     if not is_finite:
         raise InvalidInput(f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving")
 

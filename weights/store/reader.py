@@ -229,11 +229,11 @@ class StoreReader:
         self, manifest: StoredVersion, held: HeldWeights, rank: int, head: PartHead, data: Buffer
     ) -> list[Chunk]:
         header, stored = head.header, manifest.parts[rank]
-        found = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
+        actual = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
         base, algorithm = manifest.base_version, manifest.algorithm
-        wanted = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
-        if found != wanted:
-            raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
+        expected = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
+        if actual != expected:
+            raise WireError(f"{stored.name} says that it is {actual}, its manifest {expected}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)
             held.add_rank(layout, [""] * len(layout.chunks))
@@ -243,8 +243,8 @@ class StoreReader:
             held.checksums[rank][note.chunk] = note.checksum
         if manifest.kind == "anchor" and len({note.chunk for note in notes}) != len(layout.chunks):
             raise WireError(f"{stored.name} has {len(notes)} of {len(layout.chunks)} chunks")
-        view, places = memoryview(data), header.places_of(layout, head.places)
-        return [(note, view[start:end]) for note, (start, end) in zip(notes, places, strict=True)]
+        view, locations = memoryview(data), header.locations_of(layout, head.locations)
+        return [(note, view[start:end]) for note, (start, end) in zip(notes, locations, strict=True)]
 
     # In the helpers' threads
 
@@ -265,9 +265,9 @@ class StoreReader:
     def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
         data = self._whole(stored, offer.algorithm)
         manifest = StoredVersion.from_bytes(data)
-        found = (manifest.run_id, manifest.version, manifest.algorithm)
-        if found != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
-            raise WireError(f"{stored.name} is of {found}, not of {(offer.run_id, version, offer.algorithm)}")
+        actual = (manifest.run_id, manifest.version, manifest.algorithm)
+        if actual != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
+            raise WireError(f"{stored.name} is of {actual}, not of {(offer.run_id, version, offer.algorithm)}")
         return manifest
 
 
@@ -369,10 +369,10 @@ class HeldWeights:
             for block in layout.blocks:
                 blocks[block.name].append((block.offsets, block.shape))
         for name, boxes in blocks.items():
-            found, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
+            present, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
             boxes.sort()
-            if found != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
-                raise WireError(f"the snapshot's parts have {found} of {needed} elements of {name!r}, or some twice")
+            if present != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
+                raise WireError(f"the snapshot's parts have {present} of {needed} elements of {name!r}, or some twice")
 
     def _names(self, rank: int, chunk: int) -> str:
         layout = self.layouts[rank]
@@ -396,12 +396,12 @@ def _may_overlap(boxes: list[Box]) -> list[tuple[Box, Box]]:
     """Return the pairs of sorted boxes that share rows."""
     pairs = []
     for index, (offsets, shape) in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            if not offsets or other[0][0] >= offsets[0] + shape[0]:
+        for second in boxes[index + 1 :]:
+            if not offsets or second[0][0] >= offsets[0] + shape[0]:
                 break
-            pairs.append(((offsets, shape), other))
+            pairs.append(((offsets, shape), second))
     return pairs
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+def _overlap(first: Box, second: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(first[0], first[1], second[0], second[1], strict=True))

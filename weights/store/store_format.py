@@ -115,10 +115,10 @@ class StoredVersion:
         return manifest
 
 
-def run_store(place: str | None, run_id: str, directory: str) -> str:
-    """Return the URL of a run's stored weights: below `weights.store` (`place`), which may serve many runs, or in
+def run_store(url: str | None, run_id: str, directory: str) -> str:
+    """Return the URL of a run's stored weights: below `weights.store` (`url`), which may serve many runs, or in
     its directory."""
-    return f"{place.rstrip('/')}/{run_id}" if place else f"{directory.rstrip('/')}/weights"
+    return f"{url.rstrip('/')}/{run_id}" if url else f"{directory.rstrip('/')}/weights"
 
 
 def folder(version: Version) -> str:
@@ -224,35 +224,35 @@ class PartHeader:
             raise WireError(f"part of rank {self.rank} has a chunk twice or one that is not of {len(layout.chunks)}")
         return notes
 
-    def places_of(self, layout: RankLayout, places: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return [start, end) of each of the notes' chunks in the file, of which `places` has the tensors'. Raises WireError."""
+    def locations_of(self, layout: RankLayout, locations: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return [start, end) of each of the notes' chunks in the file, of which `locations` has the tensors'. Raises WireError."""
         notes = self.notes_for(layout)
         try:
             if self.kind == "delta":
-                return [places[str(note.chunk)] for note in notes]
+                return [locations[str(note.chunk)] for note in notes]
             for key, block in zip(layout.keys, layout.blocks, strict=True):
-                start, end = places[key]
+                start, end = locations[key]
                 if end - start != block.rows * block.row_elements * DTYPE_BYTES[block.dtype]:
                     raise KeyError(f"{key} with {end - start} bytes")
-            starts = [places[key][0] for key in layout.keys]
-            if any(places[key][1] != start for key, start in zip(layout.keys, starts[1:], strict=False)):
+            starts = [locations[key][0] for key in layout.keys]
+            if any(locations[key][1] != start for key, start in zip(layout.keys, starts[1:], strict=False)):
                 raise KeyError("blocks without gaps")
         except KeyError as error:
             raise WireError(f"part of rank {self.rank} has no {error}") from None
-        found = []
+        ranges = []
         for note in notes:
             first = layout.chunks[note.chunk][0]
             row_bytes = layout.blocks[first.block].row_elements * layout.width(note.chunk)
             start = starts[first.block] + first.first * row_bytes
-            found.append((start, start + layout.size_bytes(note.chunk)))
-        return found
+            ranges.append((start, start + layout.size_bytes(note.chunk)))
+        return ranges
 
 
 class PartHead(NamedTuple):
     """What the first bytes of a part file say."""
 
     header: PartHeader
-    places: dict[str, tuple[int, int]]
+    locations: dict[str, tuple[int, int]]
     """[start, end) of each tensor in the file."""
 
 
@@ -286,15 +286,15 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
             raise ValueError(f"a head of {body} bytes, {len(view)} are there")
         document = json.loads(bytes(view[PREFIX_BYTES:body]))
         header = _header(json.loads(document.pop("__metadata__")[METADATA_KEY]))
-        places = {}
-        for name, place in document.items():
-            start, end = place["data_offsets"]
+        locations = {}
+        for name, entry in document.items():
+            start, end = entry["data_offsets"]
             if not 0 <= start <= end <= size_bytes - body:
                 raise ValueError(f"tensor {name!r} lies at {start} to {end} of {size_bytes - body} bytes")
-            places[str(name)] = (body + start, body + end)
+            locations[str(name)] = (body + start, body + end)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"no part of stored weights: {error!r}") from error
-    return PartHead(header, places)
+    return PartHead(header, locations)
 
 
 def _header(raw: dict[str, Any]) -> PartHeader:

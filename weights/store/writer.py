@@ -342,13 +342,13 @@ def coded_chunks(
         payload = delta_codec.encode(kept.chunk(chunk), new_N)
         return None if payload is None else noted(chunk, payload, new_N)
 
-    def found(chunk: int) -> CodedChunk:
+    def packed(chunk: int) -> CodedChunk:
         kept.change(chunk, changes[chunk])
         return noted(chunk, delta_codec.pack(changes[chunk].changes), kept.chunk(chunk))
 
     if isinstance(source, FoundChanges):
         changes, slices = source.chunks, kept.slices
-        coded = list(over(found, changes))
+        coded = list(over(packed, changes))
     else:
         slices = source.slices
         coded = [chunk for chunk in over(compared, range(len(kept.layout.chunks))) if chunk is not None]

@@ -116,7 +116,7 @@ def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
             channel.send(bytes(frames.NONCE_BYTES))
             request = frames.receive_request(channel)
             if request.manifest:
-                frames.send_frame(channel, Kind.MANIFEST, data=learner.agents[0].store._held[-1].manifest_bytes)
+                frames.send_frame(channel, Kind.MANIFEST, data=learner.agents[0].versions._held[-1].manifest_bytes)
             else:
                 size_bytes = learner.manifest.pieces[request.stream].size_bytes
                 frames.send_frame(channel, Kind.PIECE, request.stream, bytes(size_bytes))
@@ -216,7 +216,7 @@ def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site:
         channel = Channel(connection, "waits", 5.0)
         channel.send(bytes(frames.NONCE_BYTES))
         if frames.receive_request(channel).manifest:
-            data = learner.agents[0].store._held[0].manifest_bytes
+            data = learner.agents[0].versions._held[0].manifest_bytes
             frames.send_frame(channel, Kind.MANIFEST, data=data)
         with contextlib.suppress(Unavailable):
             while not ended.wait(0.05):

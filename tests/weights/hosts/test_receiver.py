@@ -72,7 +72,7 @@ class Worker:
             client=self.client,  # type: ignore[arg-type]
             on_weights=self._load,
             on_ack=lambda *ack: self.acks.put(ack),
-            on_agent=lambda: None,
+            on_relay=lambda: None,
         )
 
     def _load(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -115,9 +115,9 @@ def test_while_one_is_loaded_the_next_ones_arrive_and_only_the_newest_follows(wo
     assert worker.loaded.get(timeout=WAIT_S)[0] == V1
     worker.publish(V2)
     worker.publish(V3)
-    with worker.agent.store.changed:
-        assert worker.agent.store.changed.wait_for(
-            lambda: (n := worker.agent.store.newest_complete()) is not None and n.version == V3, WAIT_S
+    with worker.agent.versions.changed:
+        assert worker.agent.versions.changed.wait_for(
+            lambda: (n := worker.agent.versions.newest_complete()) is not None and n.version == V3, WAIT_S
         )
     assert [(p.version, p.phase) for p in worker.receiver.at_work] == [(V1, "loading")]
     worker.go_on.set()

@@ -95,10 +95,10 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_version(agent: Relay) -> Non
     rank.send(layout=host_agent_pb2.StageLayout(run_id=RUN, manifest=layout().to_bytes(), local_ranks=1))
     rank.send(begin=host_agent_pb2.StageBegin(run_id=RUN, version=message(V1)))
     rank.reply(lambda reply: reply.WhichOneof("reply") == "buffer")
-    assert agent.store.find(RUN, V1) is not None
+    assert agent.versions.find(RUN, V1) is not None
     rank.connection.close()
-    with agent.store.changed:
-        assert agent.store.changed.wait_for(lambda: agent.store.find(RUN, V1) is None, 30)
+    with agent.versions.changed:
+        assert agent.versions.changed.wait_for(lambda: agent.versions.find(RUN, V1) is None, 30)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Ranks:
                 waiting.discard(index)
 
     def held(self, version: Version) -> bytes:
-        held = self.agents[-1].store.find(RUN, version)
+        held = self.agents[-1].versions.find(RUN, version)
         assert held is not None
         return bytes(held.memory[: layout().layout.total_bytes])
 
@@ -140,7 +140,7 @@ def test_another_agent_gets_the_newest_version_from_the_memory_of_the_one_that_d
     ranks.replace_agent()
     ranks.all_staged(V2)
     assert ranks.held(V2) == expected
-    assert ranks.agents[-1].store.find(RUN, V1) is None
+    assert ranks.agents[-1].versions.find(RUN, V1) is None
 
 
 def test_a_version_published_to_another_agent_is_not_begun_again(ranks: Ranks) -> None:
