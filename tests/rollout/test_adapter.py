@@ -174,11 +174,11 @@ def test_an_engine_that_takes_whole_weights_gets_the_merged_models(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda a: a.pop(FINGERPRINT), "no adapter's weights"),
+        (lambda a: a.pop(FINGERPRINT), "these weights are not an adapter"),
         (lambda a: a.update({FINGERPRINT: a[FINGERPRINT] ^ 1}), "another base"),
         (lambda a: a.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is not one of a pair"),
         (lambda a: a.pop(next(n for n in a if "lora_B" in n)), "is not one of a pair"),
-        (lambda a: _rename(a, "q_proj", "x_proj"), "no linear layer of this model"),
+        (lambda a: _rename(a, "q_proj", "x_proj"), "not a linear layer of this model"),
         (lambda a: _change(a, "lora_A", lambda t: t[:2]), r"shapes \(2, 32\)"),
         (lambda a: _change(a, "lora_B", lambda t: t * float("nan")), "NaN or infinite"),
     ],

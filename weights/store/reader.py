@@ -1,13 +1,13 @@
-"""Reading weights from the object store: deltas on top of the held version, or a snapshot and the deltas after it.
+"""Reads weights from the object store: deltas on top of the held version, or a snapshot and the deltas after it.
 
 Promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
 names, the manifests are chained to the one digest that came over the control plane, and the checksum of every changed
 chunk is compared before the tensors are returned. An object that is damaged, truncated or of another base is refused,
 named in the log, and replaced by reading the snapshot.
 
-One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place, chunk
-by chunk, in several threads, because no two chunks share an element; a copy that an error has left half changed is dropped.
-The next parts are fetched while one is worked on.
+One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place,
+chunk by chunk, in several threads, because no two chunks share an element. An error that leaves it half changed drops
+it. The next parts are fetched while one is processed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
 PARTS_AHEAD = 4
-"""Parts that are fetched while an earlier one is worked on."""
+"""Parts that are fetched ahead of the one that is processed."""
 PARTS_IN_HAND = 4
 """Parts whose chunks are decoded at a time."""
 MOST_THREADS = 24
@@ -57,7 +57,7 @@ Chunk = tuple[ChunkNote, Buffer]
 
 
 class Damaged(WireError):
-    """The store can be read, but its files do not give the version: a snapshot has to be written."""
+    """The store is readable, but its files do not give the version: a snapshot has to be written."""
 
 
 class StoreReader:
@@ -72,7 +72,7 @@ class StoreReader:
         self._fetching = ThreadPoolExecutor(PARTS_AHEAD, thread_name_prefix="weights-fetch")
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """Bytes read from the store so far."""
+        """Bytes read from the store until now."""
 
     @property
     def held(self) -> Version | None:
@@ -87,7 +87,7 @@ class StoreReader:
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
 
-        Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but a part is damaged.
+        Raises NotFound or Unavailable if the store cannot be read, Damaged if it can but a part is damaged.
         """
         target = self._manifest(offer, offer.manifest, offer.version)
         try:
@@ -96,7 +96,7 @@ class StoreReader:
                 return self._apply(deltas)
         except (WireError, NotFound) as error:
             log.warning("weights %s: %s; reading the snapshot", tuple(offer.version), error)
-        # A copy that was changed in part is dropped.
+        # A partly changed copy is dropped.
         self._held = None
         try:
             return self._from_snapshot(offer, target)
@@ -107,10 +107,8 @@ class StoreReader:
             self._held = None
             raise
 
-    # Selection of what is read
-
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
-        """Return the deltas from the held version to the target, oldest first; None when a snapshot has fewer bytes."""
+        """Return the deltas from the held version to the target, oldest first; None if a snapshot has fewer bytes."""
         held = self._held
         if held is None:
             return None
@@ -135,7 +133,7 @@ class StoreReader:
     def _from_snapshot(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
         snapshot = self._manifest(offer, offer.snapshot, offer.snapshot_version)
         if snapshot.kind != "anchor":
-            raise WireError(f"{offer.snapshot.name} is no snapshot")
+            raise WireError(f"{offer.snapshot.name} is not a snapshot")
         deltas: list[StoredVersion] = []
         manifest = target
         while manifest.version > snapshot.version:
@@ -161,10 +159,8 @@ class StoreReader:
         _check_contents(held, snapshot)
         return self._apply(deltas[::-1])
 
-    # Reading and applying
-
     def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
-        """Apply deltas to the held version, oldest first, and compare every chunk that they have changed."""
+        """Apply deltas to the held version, oldest first, and compare every changed chunk."""
         held = self._held
         assert held is not None
         unchecked: set[tuple[int, int]] = set()
@@ -186,8 +182,6 @@ class StoreReader:
             self._held = None
             raise
         return held.tensors
-
-    # Fetching
 
     def _whole(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
         """Return an object. Raises NotFound, Unavailable, and WireError for another size or digest."""
@@ -285,13 +279,13 @@ class _Chunks:
         rank: int,
         chunks: Iterable[tuple[ChunkNote, Buffer]],
     ) -> None:
-        """Begin to work on the chunks of a part. Raises what the work on an earlier part has raised."""
+        """Begin to work on the chunks of a part. Raises the error of earlier work."""
         while len(self._parts) >= PARTS_IN_HAND:
             self._wait()
         self._parts.append([self._helpers.submit(work, held, rank, note, data) for note, data in chunks])
 
     def end(self) -> None:
-        """Wait for everything. Raises the first error."""
+        """Wait for all work. Raises the first error."""
         while self._parts:
             self._wait()
 
@@ -333,7 +327,7 @@ class HeldWeights:
         self.checksums.append(checksums)
 
     def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
-        """Return ([N] the bits of a chunk, whether they are the held ones and no copy)."""
+        """Return ([N] the bits of a chunk, whether they are the held bits themselves, not a copy)."""
         runs = [self._piece(rank, piece) for piece in self.layouts[rank].chunks[chunk]]
         if len(runs) == 1 and runs[0].flags.c_contiguous:
             return runs[0].reshape(-1), True
@@ -363,7 +357,7 @@ class HeldWeights:
         return tuple(layout.contents(checksums) for layout, checksums in ranks)
 
     def check_complete(self) -> None:
-        """Raise WireError unless the blocks of all ranks are every element of every tensor, once."""
+        """Raise WireError unless the blocks of all ranks cover every element of every tensor exactly once."""
         blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in self._bits}
         for layout in self.layouts:
             for block in layout.blocks:

@@ -78,7 +78,7 @@ def test_packed_tensors_come_back_as_views() -> None:
         (lambda d: d | {"tensors": [["a", "uint8", [2**62, 2**62], 0, ""]]}, "puts tensor 'a' at 0"),
         (lambda d: d | {"tensors": [["a", ["uint8"], [1], 0, ""]]}, "unhashable"),
         (lambda d: d | {"bucket_bytes": 0}, "buckets of 0"),
-        (lambda d: d | {"total_bytes": 2**63}, "where a count belongs"),
+        (lambda d: d | {"total_bytes": 2**63}, "is not a count"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_before_memory_is_set_aside(

@@ -198,14 +198,14 @@ def test_the_size_cannot_change_under_a_reader() -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/fd/1/../../../etc/passwd", "", "x" * 1000])
 def test_a_path_that_is_no_segment_is_refused(path: str) -> None:
-    with pytest.raises(Unavailable, match="is offered as a segment of memory, and is none"):
+    with pytest.raises(Unavailable, match="is offered as a segment of memory, but is not one"):
         HostSegment.open(path)
 
 
 def test_other_files_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"cannot be opened \(No such file or directory\)"):
         HostSegment.open(f"/proc/{os.getpid()}/fd/99999")
-    cut_off = "can be cut off while it is read"
+    cut_off = "can be truncated while it is read"
     with open(tmp_path / "plain", "wb+") as plain, pytest.raises(Unavailable, match=cut_off):
         HostSegment.attach(plain.fileno())
 

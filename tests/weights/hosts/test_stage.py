@@ -42,7 +42,7 @@ class Client:
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:
         if self._local is None:
-            raise Unavailable("no agent")
+            raise Unavailable("no relay")
         self.sent.append(request.WhichOneof("request") or "")
         self._local.connection.send(request)
 
