@@ -108,7 +108,7 @@ class RankStage:
         return True
 
     def close(self) -> None:
-        """Forget the run; the client stays."""
+        """Leave the run; the client stays."""
         self._closed = True
         self._client.forget()
         with self._changed:

@@ -90,7 +90,7 @@ class Chain:
         return Stored(self.newest_version, self.newest, version, snapshot, snapshot_bytes, size_bytes, seconds)
 
     def prune(self) -> list[str]:
-        """Forget the versions that neither a member nor the newest chains need, and return their names."""
+        """Remove the versions that neither a member nor the newest chains need, and return their names."""
         first = self._snapshots[-SNAPSHOTS_KEPT:][0][0]
         held = self._oldest_held()
         if held is not None:
