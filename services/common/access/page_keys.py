@@ -45,13 +45,13 @@ class Access:
         """Return the role of a caller with this header `Authorization`."""
         sent = authorization.removeprefix("Bearer ").encode()
         token = read_token(self._file)
-        found = Role.NOBODY
+        granted = Role.NOBODY
         if token and hmac.compare_digest(sent, token.encode()):
-            found = Role.OPERATOR
+            granted = Role.OPERATOR
         for role in (Role.READER, Role.OPERATOR):
             if hmac.compare_digest(sent, self.key(role).encode()):
-                found = max(found, role)
-        return self.limited(found)
+                granted = max(granted, role)
+        return self.limited(granted)
 
     def limited(self, role: Role) -> Role:
         """Return a role, limited to what this dashboard permits."""
