@@ -260,12 +260,8 @@ class ResponseAnswer(Frame):
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: PacelineError) -> list[Event]:
-        error_fields = error_answer(error)[1]["error"]
-        return [
-            self._event(
-                "error", message=error_fields["message"], code=error_fields["code"], param=error_fields["param"]
-            )
-        ]
+        fields = error_answer(error)[1]["error"]
+        return [self._event("error", message=fields["message"], code=fields["code"], param=fields["param"])]
 
     def _begin_text(self, part: TextPart) -> list[Event]:
         item = self._item(TextPart("", part.reasoning), self._items)

@@ -129,7 +129,7 @@ async def test_the_step_decides_which_version_is_older(worker: RolloutWorker, be
 
 async def test_tokens_of_another_version_than_the_pinned_one_are_refused(worker: RolloutWorker, bench: Bench) -> None:
     bench.engine.version = Version(1, 7)  # type: ignore[assignment]  # the bench's tokens are of (1, 0)
-    with pytest.raises(Aborted, match="took version") as refused:
+    with pytest.raises(Aborted, match="received version") as refused:
         await generate(worker, prompt_ids=PROMPT, session="s", pinned_version={"session": 1, "step": 7})
     assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
