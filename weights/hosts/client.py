@@ -50,7 +50,7 @@ class RelayClient:
         self._identity: host_agent_pb2.AgentIdentity | None = None
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="weights-agent", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weights-relay", daemon=True)
 
     def forget(self) -> None:
         """Make no further callbacks."""
@@ -173,7 +173,7 @@ def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    threading.Thread(target=process.wait, name="weights-agent-end", daemon=True).start()  # leaves no zombie
+    threading.Thread(target=process.wait, name="weights-relay-end", daemon=True).start()  # leaves no zombie
     return process
 
 

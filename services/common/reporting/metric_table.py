@@ -1,6 +1,6 @@
 """Table of all metrics of a run, which docs/metrics.md is made from.
 
-python -m paceline.services.common.reporting.metric_table [--check]
+    python -m paceline.services.common.reporting.metric_table [--check]
 
 A name may have parameters in angle brackets, as `reward/<function>`.
 """

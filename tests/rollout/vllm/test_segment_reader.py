@@ -1,4 +1,4 @@
-"""Readers of a segment in the workers' processes: mapped once, each its part, nothing that was overwritten."""
+"""Readers of a segment in the workers' processes: mapped once, each its part, never overwritten bytes."""
 
 from __future__ import annotations
 

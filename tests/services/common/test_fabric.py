@@ -1,4 +1,4 @@
-"""The interface of large transfers: by name, by address, by network, and what is refused."""
+"""The interface of large transfers: by name, address or network, and refused ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_beyond_this_host_it_needs_insecure(monkeypatch: pytest.MonkeyPatch) -> 
     def command(fabric: str) -> None:
         click.echo(f"uses {fabric}")
 
-    monkeypatch.setenv(fabric.FABRIC_VARIABLE, "")  # put back after the test, because the option sets it
+    monkeypatch.setenv(fabric.FABRIC_VARIABLE, "")  # restored after the test, because the option sets it
     refused = CliRunner().invoke(command, ["--fabric", "ib0"])
     assert refused.exit_code == 2
     assert "--fabric 10.1.0.9 is beyond this host" in refused.output

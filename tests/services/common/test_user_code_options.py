@@ -1,4 +1,5 @@
-"""Operators can require isolation, turn it off and pass variables; a service that cannot keep the promise does not start."""
+"""Operators can require isolation, turn it off and pass variables; a service that cannot isolate as required does not
+start."""
 
 from __future__ import annotations
 

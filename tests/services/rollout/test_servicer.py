@@ -1,4 +1,5 @@
-"""Calls of `Generate`: bounds, the gate, and the turns of sessions, which continue on another worker after a drain."""
+"""Calls of `Generate`: bounds, the gate, and the turns of conversations, which continue on another worker after a
+drain."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Context:
         raise Aborted(code, details)
 
     async def send_initial_metadata(self, _: object) -> None:
-        """A session's request was accepted."""
+        """A turn's request was accepted."""
 
 
 class Aborted(Exception):
@@ -97,9 +98,6 @@ async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWor
     bench.engine.held.set()
     assert len((await generate(worker, prompt="1", n=2)).completions) == 2
     assert len(bench.engine.asked) == gate.places + 2
-
-
-# Sessions
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class EndedRun:
 
 
 class EndedByItself(EndedRun):
-    """Run that the exchange has ended by the time that it is cancelled: it returns."""
+    """Run that the exchange has ended before it is cancelled: it returns."""
 
     async def generate_forever(self) -> None:
         self.began.set()

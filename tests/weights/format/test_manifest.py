@@ -1,4 +1,4 @@
-"""The places of a version's bytes, and the conditions on a manifest from outside."""
+"""The offsets of a version's bytes, and the conditions on a foreign manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections are taken, whatever peers do."""
+"""Connections are accepted, whatever peers do."""
 
 from __future__ import annotations
 

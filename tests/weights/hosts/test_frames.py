@@ -1,4 +1,4 @@
-"""The only message of a reader: what is none is refused before it is kept."""
+"""The only message of a reader: anything else is refused before it is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.weights.hosts import frames
 
 
 class Said:
-    """A channel on which somebody has said everything already."""
+    """A channel on which the peer has sent everything already."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data

@@ -1,9 +1,9 @@
-"""The versions of a host: which memory a new one takes, and who is told that an old one is gone."""
+"""The versions of a host: the memory of a new one, and the notice that an old one is gone."""
 
 from __future__ import annotations
 
 import pytest
-from host_agents import RUN, layout
+from host_relays import RUN, layout
 
 from paceline.errors import Unavailable
 from paceline.groups import Version

@@ -183,7 +183,7 @@ def test_pages_are_locked_where_the_weights_lie_until_the_segment_is_closed() ->
     address = segment.flat().data_ptr()
     assert segment.page_lock([(100, 200)]) == mmap.PAGESIZE
     assert segment.page_lock() == 4 * mmap.PAGESIZE
-    del segment  # as when it is closed: another mapping may come to the same address
+    del segment  # as after closing: another mapping may get the same address
     second = address + mmap.PAGESIZE
     assert calls[:2] == [(address, mmap.PAGESIZE, 0), (second, 3 * mmap.PAGESIZE, 0)]
     assert sorted(calls[2:]) == [(address,), (second,)]

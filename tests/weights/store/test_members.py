@@ -1,4 +1,4 @@
-"""Offers of stored weights to a worker in a separate process, which is stopped, meets damage, and must never
+"""Offers of stored weights to a worker in a separate process, which is stopped, reads damaged files, and must never
 label a token with a version that it does not hold."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Worker:
         self.reader.start()
 
     def publish(self, step: int) -> None:
-        """Moves the weights far enough that no two versions give the same log-probabilities."""
+        """Move the weights far enough that no two versions give the same log-probabilities."""
         version = Version(1, step)
         torch.manual_seed(step)
         with torch.no_grad():
@@ -93,14 +93,14 @@ class Worker:
         self.writer.put(version, local_slices(self.model, None), plan_tensors(self.model, None))
 
     def wait_for(self, step: int) -> None:
-        """Until the worker says that it serves this version."""
+        """Wait until the worker reports that it serves this version."""
         while True:
             result = self.results.get(timeout=DEADLINE_S)
             if result.ok and result.version.step == step:
                 return
 
     def completion(self) -> dict[str, Any]:
-        """The next completion, its log-probabilities compared with those of the versions it names; that is the point."""
+        """Return the next completion, after comparing its log-probabilities with those of the versions that it names."""
         completion = self.completions.get(timeout=DEADLINE_S)
         token_ids = completion["token_ids"]
         ids_1L = torch.tensor([PROMPT_IDS + token_ids])
@@ -116,7 +116,7 @@ class Worker:
         return completion
 
     def completion_of(self, step: int) -> dict[str, Any]:
-        """The first completion that is of this version from its first token on; all before it are compared too."""
+        """Return the first completion that is of this version from its first token on; all before it are compared too."""
         while True:
             completion = self.completion()
             if completion["spans"][0][:2] == [1, step]:

@@ -1,4 +1,4 @@
-"""Calls beyond a limit are refused with a time at which they are taken, at a real server."""
+"""Calls beyond a limit are refused with the time to wait, at a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that cannot set a run up report why, try again automatically, and report when they can."""
+"""Workers that cannot set up a run report the reason, retry automatically, and report when they succeed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 class Membership:
-    """Membership that records reports, and lets every request wait for ever."""
+    """Membership that records reports, and lets every request wait forever."""
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[worker_pb2.RunReport] = asyncio.Queue()

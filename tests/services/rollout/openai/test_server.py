@@ -246,7 +246,7 @@ async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_vers
     client: AsyncOpenAI, run: EndpointRun, weights: Any
 ) -> None:
     def ask(model: str) -> Any:
-        # The update comes after the first chunk and before these many tokens are through.
+        # The update comes after the first chunk and before this many tokens.
         return client.completions.create(
             model=model, prompt="abc", max_tokens=LONG, stream=True, extra_body={"min_tokens": LONG}
         )
