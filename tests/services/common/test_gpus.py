@@ -115,7 +115,7 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
     assert unused_gpus("learner", []) == ""
     assert unused_gpus("learner", ["0", "1"]) == (
         "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any; see "
-        "`paceline doctor`, or say --device cpu if that is meant"
+        "`paceline doctor`, or give --device cpu if that is intended"
     )
 
 
