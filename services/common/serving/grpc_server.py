@@ -9,7 +9,7 @@ import functools
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -142,6 +142,7 @@ class GrpcServer:
         *,
         mutual: bool = False,
         people_port: int | None = None,
+        options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ):
         """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new
         connection is closed at once. Under TLS `mutual` accepts only clients with a certificate, and `people_port` is a
@@ -150,7 +151,7 @@ class GrpcServer:
         # The guard runs before the limits, because they count by the caller that it identifies.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
         limit = ("grpc.max_allowed_incoming_connections", max_connections)
-        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, limit])
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*options, limit])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]

@@ -16,7 +16,7 @@ from paceline.services.rollout.weights import RolloutWeights
 from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0
-MAX_WAIT_S = 2.0
+MAX_WAIT_S = 1.0
 V1 = Version(1, 1)
 
 

@@ -15,8 +15,7 @@ import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Conflict
-from paceline.services.common.serving import grpc_server
-from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.serving.grpc_server import SERVER_OPTIONS, GrpcServer
 from paceline.services.common.worker import membership as member
 from paceline.services.common.worker.membership import Membership
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -475,11 +474,10 @@ async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.Cap
     assert capfd.readouterr().err == ""
 
 
-async def test_connections_without_a_call_keep_nobody_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_a_call_keep_nobody_out_for_ever() -> None:
     """Strangers take all connections of a port and send nothing; a client gets in once they have been idle long enough."""
-    options = [*grpc_server.SERVER_OPTIONS, ("grpc.max_connection_idle_ms", 1_000)]
-    monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", options)
-    server = GrpcServer("127.0.0.1", 0, max_connections=2)
+    options = {**dict(SERVER_OPTIONS), "grpc.max_connection_idle_ms": 500}
+    server = GrpcServer("127.0.0.1", 0, max_connections=2, options=list(options.items()))
     async with server, asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as opened:
         strangers = []
         for _ in range(3):

@@ -159,7 +159,7 @@ async def test_tools_whose_calls_could_not_be_read_are_refused(client: AsyncOpen
         run.spec = run.spec.model_copy(update={"environment": environment})
         answer = await client.chat.completions.create(**ASK, tools=[TOOL])
         assert len(answer.choices[0].message.tool_calls or []) == calls
-    with pytest.raises(openai.BadRequestError, match="take 'auto'"):
+    with pytest.raises(openai.BadRequestError, match="use 'auto'"):
         await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required")
 
 

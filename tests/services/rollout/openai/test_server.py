@@ -609,7 +609,7 @@ async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
                 "/completions",
                 {"data": b"{", "headers": {"Content-Type": "application/json"}},
                 400,
-                "no JSON",
+                "not JSON",
             ),
         ):
             async with session.request(method, url + path, **options) as answer:  # type: ignore[arg-type]
