@@ -50,7 +50,7 @@ class RolloutWorker:
         self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self.membership = Membership(coordinator, self._hello, self.on_directive, self._gauges)
         self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator)
         self.drained = asyncio.Event()
         self._host = host
@@ -163,7 +163,7 @@ class RolloutWorker:
                 await self.assigned.set_up()
                 return run
 
-    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+    async def on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         run = self._run
         match directive.WhichOneof("directive"):
             case "welcome":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import InvalidInput, WireError
@@ -63,22 +64,33 @@ def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[Tens
     return sorted(share)
 
 
-def verify(flat: torch.Tensor, manifest: WeightManifest, pieces: Sequence[TensorBytes], *, digests: bool) -> int:
+def verify(
+    flat: torch.Tensor,
+    manifest: WeightManifest,
+    pieces: Sequence[TensorBytes],
+    *,
+    digests: bool,
+    num_threads: int = THREADS,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> int:
     """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
 
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
     infinite elements. With `digests` False only the numbers are checked, because the checksums were compared already.
     """
-    with ThreadPoolExecutor(THREADS, "paceline-checksums") as threads:
-        for _ in threads.map(lambda piece: _verify_piece(flat, piece, manifest.algorithm, digests), pieces):
+    check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
+    with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
+        for _ in threads.map(check, pieces):
             pass  # no deadline: it hashes memory
     return sum(piece.end - piece.start for piece in pieces)
 
 
-def _verify_piece(flat: torch.Tensor, piece: TensorBytes, algorithm: Algorithm, digests: bool) -> None:
+def _verify_piece(
+    flat: torch.Tensor, algorithm: Algorithm, digests: bool, chunk_bytes: int, piece: TensorBytes
+) -> None:
     digest, is_finite = hasher(algorithm), True
-    for start in range(piece.start, piece.end, CHUNK_BYTES):
-        chunk = flat[start : min(start + CHUNK_BYTES, piece.end)]
+    for start in range(piece.start, piece.end, chunk_bytes):
+        chunk = flat[start : min(start + chunk_bytes, piece.end)]
         if digests:
             digest.update(chunk.numpy())
         is_finite = is_finite and _is_finite(chunk, piece.dtype)

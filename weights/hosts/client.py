@@ -42,9 +42,9 @@ class RelayClient:
     """Connection to the relay with the socket `name`. `host` is the address that the relay listens on for other hosts,
     `advertised` the one at which they reach it."""
 
-    def __init__(self, name: str, host: str, advertised: str, zone: str = "") -> None:
+    def __init__(self, name: str, host: str, advertised: str, zone: str = "", silence_s: float = SILENCE_S) -> None:
         self.name = name
-        self._host, self._advertised, self._zone = host, advertised, zone
+        self._host, self._advertised, self._zone, self._silence_s = host, advertised, zone, silence_s
         self.forget()
         self._connection: LocalConnection | None = None
         self._identity: host_agent_pb2.AgentIdentity | None = None
@@ -140,10 +140,10 @@ class RelayClient:
         while not self._closed:
             received = connection.receive(host_agent_pb2.AgentReply, ASK_S)
             if received is None:
-                if time.monotonic() - heard_s > SILENCE_S:
+                if time.monotonic() - heard_s > self._silence_s:
                     with contextlib.suppress(OSError):
                         os.kill(connection.peer_pid, signal.SIGKILL)
-                    raise Unavailable(f"it was silent for {SILENCE_S:.0f} s; another one is started")
+                    raise Unavailable(f"it was silent for {self._silence_s:.0f} s; another one is started")
                 number += 1
                 connection.send(host_agent_pb2.AgentRequest(alive=host_agent_pb2.Alive(number=number)))
                 continue

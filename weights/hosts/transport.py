@@ -104,7 +104,9 @@ class Listener:
         self._socket.close()
 
 
-def next_connection(listener: socket.socket, is_closed: Callable[[], bool]) -> tuple[socket.socket, Any] | None:
+def next_connection(
+    listener: socket.socket, is_closed: Callable[[], bool], pause_s: float = PAUSE_S
+) -> tuple[socket.socket, Any] | None:
     """Return the next connection and its address; None once `is_closed`. Retries after errors, such as too few descriptors."""
     while True:
         try:
@@ -113,7 +115,7 @@ def next_connection(listener: socket.socket, is_closed: Callable[[], bool]) -> t
             if is_closed():
                 return None
             seldom.warning("accept", "a connection could not be accepted: %s; trying again", error)
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
 
 
 class Channel:

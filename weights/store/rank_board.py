@@ -93,8 +93,8 @@ def serve_rendezvous(bind_host: str) -> tuple[Any, int]:
 class _TcpBoard(RankBoard):
     """Board on torch's TCP store; used by one thread of each rank."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, poll_s: float = POLL_S) -> None:
+        self._store, self._poll_s = store, poll_s
 
     def put(self, key: str, note: bytes) -> None:
         self._store.set(key, note)
@@ -105,11 +105,11 @@ class _TcpBoard(RankBoard):
                 return bytes(self._store.get(key))
             started_s = time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=POLL_S))
+                self._store.wait([key], timedelta(seconds=self._poll_s))
             except RuntimeError:  # torch's DistError
                 # A time-out and a lost rendezvous raise the same error; neither may become a busy loop. `check` above
                 # raises for a lost one.
-                closed.wait(max(0.0, POLL_S - (time.monotonic() - started_s)))
+                closed.wait(max(0.0, self._poll_s - (time.monotonic() - started_s)))
         return None
 
     def remove(self, key: str) -> None:

@@ -92,8 +92,8 @@ class Rates:
     """The rate of each caller's calls of each method, by the generic cell rate algorithm: one number each, the time at
     which all its calls until now would be due."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_kept: int = MAX_KEPT):
+        self._clock, self._max_kept = clock, max_kept
         self._due_s: dict[Key, float] = {}
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class Rates:
         if early_s <= 0:
             due_s += 1 / limit.per_s
         self._due_s[key] = due_s  # to the end: the first entries are those that were idle the longest
-        if len(self._due_s) > MAX_KEPT:
+        if len(self._due_s) > self._max_kept:
             del self._due_s[next(iter(self._due_s))]
         return max(0.0, early_s)
 

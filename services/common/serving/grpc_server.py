@@ -249,11 +249,11 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
     await main(stop)
 
 
-async def remind(sentence: str) -> None:
-    """Log a warning, now and every `REMIND_S` seconds, until cancelled; return at once if it is empty."""
+async def remind(sentence: str, period_s: float = REMIND_S) -> None:
+    """Log a warning, now and every `period_s` seconds, until cancelled; return at once if it is empty."""
     while sentence:
         log.warning("%s", sentence)
-        await asyncio.sleep(REMIND_S)
+        await asyncio.sleep(period_s)
 
 
 ACCEPTED_KEY = "paceline-accepted"

@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.weights.hosts import client as module
-from paceline.weights.hosts.client import RelayClient
+from paceline.weights.hosts.client import SILENCE_S, RelayClient
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE, LABEL_VARIABLE, socket_name
 
 WAIT_S = 60.0
-Start = Callable[[], RelayClient]
+Start = Callable[..., RelayClient]
 
 
 @pytest.fixture(params=["abstract", "folder"])
@@ -29,8 +28,9 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(FOLDER_VARIABLE, folder)
     clients: list[RelayClient] = []
 
-    def started() -> RelayClient:
-        clients.append(RelayClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here"))
+    def started(silence_s: float = SILENCE_S) -> RelayClient:
+        name = socket_name("127.0.0.1:7070", "127.0.0.1")
+        clients.append(RelayClient(name, "127.0.0.1", "127.0.0.1", "here", silence_s))
         clients[-1].start()
         return clients[-1]
 
@@ -59,11 +59,8 @@ def test_all_processes_of_a_host_have_one_relay(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_relay_that_dies_or_stops_is_replaced(
-    start: Start, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.5)
-    client, again = start(), threading.Event()
+def test_a_relay_that_dies_or_stops_is_replaced(start: Start, number: signal.Signals) -> None:
+    client, again = start(silence_s=1.5), threading.Event()
     assert client.wait(WAIT_S)
     before = client.identity
     client.on_connected = again.set

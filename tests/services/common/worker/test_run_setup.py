@@ -125,7 +125,7 @@ async def test_a_rollout_worker_waits_for_its_model(tmp_path: Path, monkeypatch:
     worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01))
     membership = join(worker)
     policy = {"model_name": str(folder), "generation": {"max_new_tokens": 4}}
-    await worker._on_directive(assigned(tmp_path, policy=policy))
+    await worker.on_directive(assigned(tmp_path, policy=policy))
     working = asyncio.create_task(worker.work())
     for _ in range(2):
         report = await membership.next()
