@@ -256,7 +256,6 @@ class DecodeBatch:
         total_R += 1
 
     def _ended(self) -> list[int]:
-        """Return the indices of the sequences that end with their newest token."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]

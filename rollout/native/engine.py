@@ -162,7 +162,7 @@ class NativeEngine:
             raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
 
     def _sequence_of(self, request: GenerationRequest) -> RunningSequence:
-        """Return the sequence of a request, after all checks that could fail later. Raises InvalidInput."""
+        """Return the sequence of a request, after checks for everything that could fail later. Raises InvalidInput."""
         limit = request.limit(self._model.max_tokens, self._model.vocab_size)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
         return RunningSequence(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
@@ -268,7 +268,7 @@ class NativeEngine:
                 loop.call_soon_threadsafe(sequence.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
-        """Answer all waiting callers: after `close` with their completions until now, after an error with it."""
+        """Answer all waiting callers: with their completions until now after `close`, with the reason after an error."""
         with self._wake:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()

@@ -138,7 +138,7 @@ class Reading:
         return None
 
     def _parts(self, held: HeldVersion, manifest: HostManifest) -> list[tuple[int, int]]:
-        """Return (stream, source) of each stream; source -1 where one upstream has everything."""
+        """Return (stream, source) of each stream; source -1 if one upstream has everything."""
         with self._lock:
             several = any(len(upstream.addresses) > 1 for upstream in self._upstreams)
         sources = range(manifest.sources) if several else (-1,)

@@ -228,7 +228,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:
-        """Raise NotPermitted for the run of another caller."""
         try:
             owner = self._owner(run_id)
         except PacelineError:  # no such run, which the method itself reports
@@ -294,7 +293,6 @@ def worker_guard(coordinator: str = "") -> TokenGuard:
 
 
 def _log_refusal(call: Call) -> None:
-    """Log a call that was refused because of its caller."""
     if call.code in OF_GUARD:
         seldom.warning("call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details)
 

@@ -238,7 +238,6 @@ def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMetho
 
 
 async def _refuse(_requests: Any, context: Any) -> Any:
-    """Answer a call of an unknown method."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     yield  # makes it a stream
 

@@ -147,7 +147,6 @@ class HttpListener:
             self.check()
 
     def _protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
         server = self._runner.server
         assert server is not None
         return _Connection(self, server(), self._clock)

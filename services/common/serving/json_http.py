@@ -125,7 +125,6 @@ async def send_event(response: web.StreamResponse, event: Json, name: str = "") 
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as the API's JSON."""
     try:
         return await handler(request)
     except PacelineError as error:

@@ -73,5 +73,4 @@ async def member_metrics(role: str, membership: Membership, host: str, port: int
 
 
 def _name(gauge: str) -> str:
-    """Return a gauge's name in the form for instruments."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", gauge)[:200]

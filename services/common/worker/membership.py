@@ -329,7 +329,6 @@ class Membership:
             await self._send(pending)
 
     async def _send(self, pending: Pending) -> None:
-        """Send a request under a new number."""
         if pending.reply.done():
             return
         request, one_answer = pending.request, pending.request.WhichOneof("body") in NEWEST_REPLY_ONLY
@@ -364,7 +363,6 @@ class Membership:
         return list({id(pending): pending for pending in self._pending.values()}.values())
 
     def _drop_request(self, pending: Pending) -> None:
-        """Drop a request: later replies to it are ignored."""
         for number in pending.terms:
             del self._pending[number]
 
