@@ -1,1 +1,1 @@
-"""Generating completions: engines, sampling, receiving weights. Independent of servers and learner."""
+"""Generates completions: engines, sampling, receiving weights. Independent of servers and learner."""

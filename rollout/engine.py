@@ -1,8 +1,8 @@
 """The interface of an engine: token ids in, sampled token ids with log-probabilities and version spans out.
 
-Promise, of every engine: every token comes with the log-probability under the distribution that it was
-sampled from and with the version of the weights that made it; a request's tokens depend on its seed, not on what
-else is in the batch; weights change only between two decode steps; and an abort loses no generated token.
+Promise of every engine: every token has the log-probability under the distribution that it was sampled from, and the
+version of the weights that made it; a request's tokens depend on its seed, not on the rest of the batch; weights change
+only between two decode steps; and an abort loses no generated token.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_STOP_IDS = 256
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request. Raises InvalidInput for a value that no distribution has."""
+    """Sampling parameters of one request. Raises InvalidInput for a value outside its range."""
 
     max_new_tokens: int
-    """Longest completion in tokens, a prefix included."""
+    """Longest completion in tokens, including a prefix."""
     min_new_tokens: int = 0
-    """No stop token before this many tokens; they have probability 0 until then."""
+    """Stop tokens have probability 0 before this many tokens."""
     temperature: float = 1.0
     """Divisor of the logits; above 0 (1e-4 is practically greedy)."""
     top_p: float = 1.0
@@ -50,10 +50,10 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Divisor of the positive logits, and factor of the negative ones, of tokens that prompt or completion have already."""
+    """Repetition penalty: divides positive and multiplies negative logits of tokens seen in prompt or completion."""
 
     def __post_init__(self) -> None:
-        for name, good, wanted in (
+        for name, good, allowed in (
             ("max_new_tokens", self.max_new_tokens > 0, "positive"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
             ("temperature", self.temperature > 0, "above 0; use 1e-4 for greedy decoding"),
@@ -69,7 +69,7 @@ class SamplingParams:
             ),
         ):
             if not good:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r:.200}, must be {wanted}")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r:.200}, must be {allowed}")
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
@@ -77,8 +77,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
-        """Return the parameters of a lease, in which every field is set; those that a lease has no field for are the
-        run's."""
+        """Return the parameters of a lease, which sets every field that it has; the others are the run's."""
         return replace(
             run,
             max_new_tokens=params.max_new_tokens,
@@ -91,8 +90,8 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`,
-        as are those that a request has no field for."""
+        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of
+        `default`, and so are those without a field in a request."""
         return replace(
             default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
@@ -115,31 +114,31 @@ class GenerationRequest:
     params: SamplingParams
     seed: int
     """Seed of each token's random number, whatever the batch. After a prefix `native` continues with the numbers of an
-    unbroken request; `vllm` draws others."""
+    uninterrupted request; `vllm` draws others."""
     prefix: Completion | None = None
     """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Called with the completion so far, as an abort would return it, whenever it has grown; on the caller's loop, in order,
-    and never after `generate` has returned a result. The last tokens may come with the result only."""
+    """Called with the completion until now, as an abort would return it, whenever it has grown; on the caller's loop,
+    in order, and never after `generate` has returned a result. The last tokens may come with the result only."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
 
     @property
-    def known_ids(self) -> IntArray:
+    def given_ids(self) -> IntArray:
         """Prompt and prefix: the tokens that an engine computes before it samples."""
         prefix = self.prefix
         return self.prompt_ids if prefix is None else np.concatenate([self.prompt_ids, prefix.token_ids])
 
     def limit(self, max_tokens: int, vocab_size: int) -> int:
-        """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that could
-        later fail in an engine whose model takes `max_tokens`."""
+        """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that
+        could later fail in an engine whose model takes `max_tokens`."""
         if self.prefix is not None:
             check_prefix(self.prefix)
         check_prompt_length(len(self.prompt_ids), max_tokens)
-        known = self.known_ids
-        if known.min() < 0 or known.max() >= vocab_size:
+        ids = self.given_ids
+        if ids.min() < 0 or ids.max() >= vocab_size:
             raise InvalidInput(
-                f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
+                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
                 f"{vocab_size - 1}; is it the model's own tokenizer?"
             )
         return min(len(self.prompt_ids) + self.params.max_new_tokens, max_tokens)
@@ -147,14 +146,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs:
-    """Log-probabilities of given tokens under the model itself: temperature 1, nothing left out."""
+    """Log-probabilities of given tokens under the model itself: temperature 1, no masks."""
 
     logprobs: FloatArray
-    """[P] of each token after those before it; the first one, which follows nothing, is NaN."""
+    """[P] of each token given those before it; the first one, which has none before it, is NaN."""
     top_ids: IntArray
     """[P] the likeliest token at each position; the first one is -1."""
     top_logprobs: FloatArray
-    """[P] its log-probability: equal to `logprobs` where the given token is as likely. The first one is NaN."""
+    """[P] the likeliest token's log-probability: equal to `logprobs` if the given token is as likely; NaN first."""
     version: Version
     """The one version that computed all of them."""
 
@@ -183,25 +182,25 @@ class Engine(Protocol):
         """Wait until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
 
     async def watch(self) -> None:
-        """Wait until it is closed. Raises EngineDied as soon as it has died, even when no caller waits for a token."""
+        """Wait until it is closed. Raises EngineDied as soon as it has died, even if no caller waits for a token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Return the completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
+        """Return the completion of `request`, including a prefix, with an empty `text`. Cancelling aborts the request.
         Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use. Raises Unavailable:
         no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error."""
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
         """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass. Raises
-        InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
-        `generate`."""
+        InvalidInput: no tokens, too many, or unknown ones. Raises Unavailable and EngineDied like `generate`."""
 
     def abort(self, request_id: str) -> None:
-        """Make its `generate` return the completion so far, with finish_reason `abort`. An unknown id is no error."""
+        """Make its `generate` return the completion until now, with finish_reason `abort`. An unknown id is ignored."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
-        """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
-        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.format.lora_names`. Weights
-        in a segment of host memory (`HostWeights`) are mapped and loaded from there.
+        """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, if the
+        run trains an adapter (policy.lora_cfg), the adapter alone with the names of
+        `paceline.weights.format.lora_names`. Weights in a segment of host memory (`HostWeights`) are mapped and
+        loaded from there.
 
         Return the seconds in which no token was sampled because of it. The tensors must not change before it returns. A
         cancelled call may still take effect, which `version` shows.
@@ -210,12 +209,12 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """End the engine. Remaining requests return their completions so far, with finish_reason `abort`."""
+        """End the engine. Remaining requests return their completions until now, with finish_reason `abort`."""
 
 
 def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
-    """Raise InvalidInput for a prompt without tokens, PromptTooLong for one that leaves no room for a completion: both have
-    at most `max_tokens` together."""
+    """Raise InvalidInput for a prompt without tokens, and PromptTooLong for one that leaves no room for a completion,
+    because both together have at most `max_tokens`."""
     if not 0 < num_tokens < max_tokens:
         raise (PromptTooLong if num_tokens else InvalidInput)(
             f"the prompt has {num_tokens} tokens, must have 1 to {max_tokens - 1}: "
@@ -224,7 +223,7 @@ def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
 
 
 def check_scored_ids(token_ids: IntArray, max_tokens: int, vocab_size: int) -> None:
-    """Raise InvalidInput for tokens that `Engine.prompt_logprobs` cannot take."""
+    """Raise InvalidInput for tokens that `Engine.prompt_logprobs` does not accept."""
     if not 0 < len(token_ids) <= max_tokens:
         raise (PromptTooLong if len(token_ids) else InvalidInput)(
             f"the text to score has {len(token_ids)} tokens, must have 1 to {max_tokens}: "

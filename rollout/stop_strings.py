@@ -1,7 +1,7 @@
 """Stop strings: a completion ends with the token that completes one of them.
 
-Promise: tokens and log-probabilities are exact to the cut, because the engine samples nothing after that token; the text
-ends with the stop string, even where the token goes on behind it.
+Promise: tokens and log-probabilities are exact up to there, because the engine samples nothing after that token; the
+text ends with the stop string, even if the token has further characters.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Decode = Callable[[list[int]], str]
 
 
 class StopStrings:
-    """Strings that end a completion, with the decoder of the run's tokenizer: `decode` gives the text that is read, `decode_all`
-    all tokens, so that a mark of the chat may be a stop string too."""
+    """Strings that end a completion, with the decoder of the run's tokenizer: `decode` gives the text of the
+    completion, `decode_all` that of all tokens, so that a special token of the chat may be a stop string too."""
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, decode_all: Decode | None = None) -> None:
-        """Raises ValueError for an empty string, which every text holds."""
+        """Raise ValueError for an empty string, which every text contains."""
         if not all(strings):
             raise ValueError("a stop string is empty; every text would end with it")
         self.strings, self._decode, self._decode_all = strings, decode, decode_all or decode
 
     @classmethod
     def of(cls, tokenizer: Any, strings: tuple[str, ...]) -> StopStrings | None:
-        """Return the stop strings of completions by a tokenizer; None without any."""
+        """Return the stop strings of completions for a tokenizer; None without any."""
         decode_all = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         return cls(strings, partial(text_of, tokenizer), decode_all) if strings else None
 
     def scanner(self, min_tokens: int = 0, prefix: Completion | None = None) -> StopScanner:
-        """Return the scanner of one completion, which has the tokens of `prefix` already. A string that is complete
+        """Return the scanner of one completion that begins with the tokens of `prefix`. A string that is complete
         before `min_tokens` tokens ends nothing."""
         scanner = StopScanner(self.strings, self._decode_all, min_tokens)
         if prefix is not None:
@@ -44,17 +44,17 @@ class StopStrings:
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return the text of a completion up to and with the stop string that its last token completes; None where that is none.
-        A stop string with a mark of the chat is no text, so the text ends before it."""
+        """Return the text of a completion, up to and including the stop string that its last token completes; None if
+        it completes none. A stop string with a special token of the chat is not text, so the text ends before it."""
         ids = token_ids.tolist()
         for decode in (self._decode, self._decode_all):
             text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))
-            found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
-            ends = [start + len(string) for start, string in found if start >= 0]
+            starts = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
+            ends = [start + len(string) for start, string in starts if start >= 0]
             if ends and decode is self._decode:
                 return text[: min(ends)]
             if ends:
-                start = min(start for start, _ in found if start >= 0)
+                start = min(start for start, _ in starts if start >= 0)
                 kept = next(n for n in range(len(ids), -1, -1) if len(decode(ids[:n])) <= start)
                 return self._decode(ids[:kept])
         return None
@@ -65,19 +65,19 @@ class StopScanner:
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, min_tokens: int) -> None:
         self.num_tokens = 0
-        """Tokens taken; once a stop string is complete, none are added."""
+        """Number of scanned tokens; once a stop string is complete, none are added."""
         self.stopped = False
         """True once a stop string is complete."""
         self._strings, self._decode, self._min_tokens = strings, decode, min_tokens
         self._overlap = max(map(len, strings)) - 1
         self._window: list[int] = []
-        """Last tokens: those whose text is known, then those whose characters are not complete."""
+        """Last tokens: those with known text, then those with incomplete characters."""
         self._known = 0
         self._tail = ""
         """Last characters, which may begin a stop string."""
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Take tokens up to the one that completes a stop string; return whether there was one."""
+        """Scan tokens up to the one that completes a stop string; return whether there was one."""
         for token_id in token_ids:
             if self.stopped:
                 break
@@ -93,7 +93,7 @@ class StopScanner:
         return self.stopped
 
     def _new_text(self) -> str:
-        """Return the text of the last token, decoded with the tokens before it, because a decoder may join neighbours."""
+        """Return the last token's text, decoded with the tokens before it, because a decoder may join neighbours."""
         before, now = self._decode(self._window[: self._known]), self._decode(self._window)
         if len(now) <= len(before) or now.endswith(UNFINISHED):
             return ""

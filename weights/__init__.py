@@ -1,1 +1,1 @@
-"""The way of a version's weights from the learner's ranks to the engines: by the memory of hosts, or by an object store."""
+"""Carries a version's weights from the learner's ranks to the engines, by the memory of hosts or an object store."""

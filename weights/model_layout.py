@@ -1,7 +1,8 @@
-"""Facts about a model that an engine needs before it has weights: names and shapes of tensors, limits, end tokens.
+"""Reads the facts about a model that an engine needs before it has weights: tensor names and shapes, limits, end
+tokens.
 
 Both engines check new weights by the same rules, so that both accept the same weights.
-An adapter is merged into its base whenever a new one comes (`AdapterSlot`).
+`AdapterSlot` merges an adapter into its base whenever a new one comes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class WeightLayout:
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN.
 
-        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights`
-        are looked at for NaN when they are verified, and not again here.
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
+        `HostWeights` are not checked for NaN here, because their verification does that.
         """
         _refuse("unknown weights", [name for name in weights if name not in self.shapes])
         _refuse(
@@ -77,7 +78,7 @@ class WeightLayout:
                     )
 
     def completed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return checked `weights` under all names: tied ones that were left out are the same tensors."""
+        """Return checked `weights` under all names: omitted tied names get the tensor that they share."""
         sent = {
             name: next(alias for alias in (name, *names) if alias in weights) for names in self.tied for name in names
         }
@@ -87,7 +88,7 @@ class WeightLayout:
 
 
 def meta_layout(config: PreTrainedConfig) -> WeightLayout:
-    """Return the layout of the model that `config` describes, without any memory for it."""
+    """Return the layout of the model that `config` describes, without allocating memory for it."""
     return WeightLayout.of(skeleton(AutoModelForCausalLM, config))
 
 
@@ -98,7 +99,7 @@ def read_config(policy: PolicySection) -> PreTrainedConfig:
 
 
 def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
-    """Return the most tokens of prompt and completion together that the run allows and the model supports."""
+    """Return the largest number of prompt and completion tokens together that the run allows and the model supports."""
     return min(
         policy.max_total_sequence_length,
         getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
@@ -106,14 +107,14 @@ def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
 
 
 def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
-    """Return the type of the engine's weights, from policy.generation_precision."""
+    """Return the dtype of the engine's weights, from policy.generation_precision."""
     dtype: torch.dtype = getattr(torch, resolved_dtype(policy.generation_precision, torch.device(device).type))
     return dtype
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of all sources, because chat models often name them in one of them only."""
-    found: set[int] = set()
+    """Return the end-of-sequence tokens of all sources, because many chat models name them in one source only."""
+    token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))
     bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
@@ -121,13 +122,13 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(policy.tokenizer_name or policy.model_name))
         sources.append(tokenizer.eos_token_id)
     for ids in sources:
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return tuple(sorted(found))
+        token_ids.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(token_ids))
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
-    one, other = ((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (first, second))
-    return one == other or torch.equal(first, second)
+    first_key, second_key = ((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (first, second))
+    return first_key == second_key or torch.equal(first, second)
 
 
 def _refuse(what: str, names: list[str]) -> None:
@@ -143,8 +144,8 @@ class AdapterSlot:
     """The adapter of one model whose base weights are loaded. One thread calls `replace`; `check` may run in another.
 
     Promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
-    never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as much as
-    without one; merging takes a copy of the adapted layers' weights.
+    never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as much
+    as without one; merging takes a copy of the adapted layers' weights.
     """
 
     def __init__(self, module: nn.Module, lora: LoraSection) -> None:
@@ -158,7 +159,7 @@ class AdapterSlot:
         """Raise InvalidInput if `adapter` does not fit: another base, an unknown layer, a wrong shape, a NaN."""
         if FINGERPRINT not in adapter:
             raise InvalidInput(
-                f"no tensor {FINGERPRINT!r}: these are no adapter's weights, but policy.lora_cfg.enabled is true; "
+                f"no tensor {FINGERPRINT!r}: these weights are not an adapter, but policy.lora_cfg.enabled is true; "
                 f"{KEPT}"
             )
         if not torch.equal(adapter[FINGERPRINT].cpu(), self._fingerprint):
@@ -169,7 +170,7 @@ class AdapterSlot:
         for name, a_RI, b_OR in pairs(adapter):
             layer = self._layers.get(name)
             if layer is None:
-                raise InvalidInput(f"the adapter is for {name!r}, no linear layer of this model; {KEPT}")
+                raise InvalidInput(f"the adapter is for {name!r}, which is not a linear layer of this model; {KEPT}")
             expected = (self._dim, layer.in_features), (layer.out_features, self._dim)
             if (tuple(a_RI.shape), tuple(b_OR.shape)) != expected:
                 raise InvalidInput(

@@ -1,7 +1,8 @@
-"""NCCL's C interface, as far as sending between GPUs needs it: no process group, no watchdog, nothing that blocks.
+"""Binds the part of NCCL's C interface that sends between GPUs: no process group, no watchdog, no blocking call.
 
-A communicator is made in non-blocking mode: every call returns at once, and `state` says when it is done or has failed. So a peer
-that never comes, or dies, costs a poll with a deadline and an `abort`, and touches no other communicator of the process.
+A communicator is made in non-blocking mode: every call returns at once, and `done` tells whether it has ended or
+failed. So a peer that never comes, or dies, costs a poll with a deadline and an `abort`, and affects no other
+communicator of the process.
 
 Source: NVIDIA, NCCL user guide, "Communicator creation and management functions" and "Fault tolerance"
 (ncclCommInitRankConfig with blocking = 0, ncclCommGetAsyncError, ncclCommAbort).
@@ -23,7 +24,7 @@ MAGIC = 0xCAFEBEEF
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t up to the fields of NCCL 2.14: `size` tells the library that there are no more."""
+    """ncclConfig_t with the fields of NCCL 2.14 only: `size` tells the library that there are no more."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -38,10 +39,10 @@ class _UniqueId(ctypes.Structure):
 
 
 class LoadedNccl:
-    """The library that torch brings along, or the system's. Handles are opaque. All methods raise Unavailable."""
+    """NCCL as installed with torch, or the system's. Handles are opaque. All methods raise Unavailable."""
 
     def __init__(self) -> None:
-        """Raises Unavailable where there is none."""
+        """Load the library. Raises Unavailable if there is none."""
         site = sysconfig.get_paths()["purelib"]
         paths = [*glob.glob(f"{site}/nvidia/nccl/lib/libnccl.so.2"), "libnccl.so.2"]
         for path in paths:
@@ -56,12 +57,12 @@ class LoadedNccl:
 
     def version(self) -> int:
         """Return NCCL's version, such as 22907 for 2.29.7. Two versions never form a communicator."""
-        found = ctypes.c_int()
-        self._check(self._library.ncclGetVersion(ctypes.byref(found)))
-        return found.value
+        version = ctypes.c_int()
+        self._check(self._library.ncclGetVersion(ctypes.byref(version)))
+        return version.value
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator, for both sides."""
+        """Return the id of a new communicator, which both sides need."""
         made = _UniqueId()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(made)))
         return bytes(made)
@@ -78,7 +79,7 @@ class LoadedNccl:
         return communicator
 
     def done(self, communicator: ctypes.c_void_p) -> bool:
-        """Return whether everything that was begun on the communicator's host side has ended. Raises Unavailable if it failed."""
+        """Return whether all operations on the communicator's host side have ended. Raises Unavailable if it failed."""
         state = ctypes.c_int()
         self._check(self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state)))
         self._check(state.value)
@@ -89,11 +90,11 @@ class LoadedNccl:
         self._transfer(self._library.ncclSend, communicator, pointer, size_bytes, peer, stream)
 
     def receive(self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
-        """Enqueue receiving into the bytes at `pointer`."""
+        """Enqueue a receive into the bytes at `pointer`."""
         self._transfer(self._library.ncclRecv, communicator, pointer, size_bytes, peer, stream)
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """End the communicator and all that is under way on it; kernels that wait for the peer return."""
+        """End the communicator with its pending operations; kernels that wait for the peer return."""
         self._check(self._library.ncclCommAbort(communicator))
 
     def _transfer(

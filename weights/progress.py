@@ -1,4 +1,4 @@
-"""How far a member is with a version, how long it may take, and how an attempt to bring one to it ended."""
+"""Progress of a member with a version, its time limits, and the result of an attempt to bring a version to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from paceline.groups import Version
 
 Phase = Literal["receiving", "loading"]
 Failure = Literal["", "link", "silent", "refused"]
-"""Reason why a version did not reach a member: the bytes did not arrive in time; no answer came; or the answer was no."""
+"""Reason why a version did not reach a member: the bytes came too late; no answer came; or the member refused it."""
 
 FLOOR_BYTES_PER_S = 20e6
-"""The slowest rate at which a member may check and load a version; slower is taken for a fault, however often it reports."""
+"""The slowest rate at which a member may check and load a version; a slower one counts as a fault despite reports."""
 
 
 class WeightProgress(NamedTuple):
@@ -43,9 +43,9 @@ class PublishResult:
     attempt: int
     version: Version
     ok: bool
-    """True when the member acknowledged the version, which is the only proof."""
+    """True if the member acknowledged the version, which is the only proof."""
     transfer_s: float = 0.0
-    """Seconds in which its host got the bytes."""
+    """Seconds until its host had the bytes."""
     ack_s: float = 0.0
     """Seconds from the last byte to the member's answer: checksums and the engine's swap."""
     size_bytes: int = 0

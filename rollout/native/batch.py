@@ -1,17 +1,18 @@
 """The running batch of the native engine: sequences join, decode one token a step, and leave when they end.
 
-Slots [0, n) of every tensor hold the running sequences; the last ones overwrite one that ends. The data of a step are
+Slots [0, n) of every tensor hold the running sequences; the last ones replace one that ends. The data of a step are
 tensors on the model's device, and the data of the host are in `RunningSequence`, so a step has no Python work per
 sequence and reads back one flag per sequence.
 
 Promise: a sequence's tokens are those that it would get alone.
 
-The last token of a sequence has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
-positions, and after a change of weights only those have to be computed again. Requests with equal tokens, as the completions of
-one group, share one prefill pass also when they join at different times (`PromptCache`); it is cleared when the weights change.
+The last token of a sequence has no keys and values yet, because it is the input of the next step. So the cache holds
+`total` - 1 positions, and only those are computed again after a change of weights. Requests with equal tokens, such as
+the completions of one group, share one prefill pass even if they join at different times (`PromptCache`); it is cleared
+when the weights change.
 
-Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary,
-H key-value heads, D head size.
+Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V
+vocabulary, H key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalis
 from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""
+"""Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed in one pass."""
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """The data of the host for one running sequence."""
+    """The host's data about one running sequence."""
 
     request: GenerationRequest
     stop_ids: frozenset[int]
     limit: int
-    """Tokens, prompt included, at which it ends by its length."""
+    """Tokens, including the prompt, at which it ends by its length."""
     spans: list[VersionSpan] = field(default_factory=list)
     birth: int = 0
     """Decode step at which it would have had 0 tokens: its `total` is the batch's step minus this."""
     computed_at: int = 0
-    """Changes of weights that the batch had seen when the oldest keys and values of it were computed."""
+    """Number of changes of weights in the batch when its oldest keys and values were computed."""
     scanner: StopScanner | None = None
     """Search for the request's stop strings."""
 
@@ -68,11 +69,11 @@ class RunningSequence:
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
 
-    def known_ids(self) -> IntArray:
-        return np.asarray(self.request.known_ids, np.int32)
+    def given_ids(self) -> IntArray:
+        return np.asarray(self.request.given_ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
-        """Assign to `version` the tokens up to `num_tokens` of the completion that no span has yet."""
+        """Assign the completion's tokens without a span, up to `num_tokens`, to `version`."""
         start = self.spans[-1].end if self.spans else 0
         if start == num_tokens:
             return
@@ -112,15 +113,14 @@ class DecodeBatch:
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Add sequences: compute their prompts, equal ones once a version, and sample their first tokens. Return those that end
-        by it."""
+        """Add sequences: compute their prompts, equal ones once a version, and sample their first tokens. Return the ended."""
         by_prompt: dict[bytes, list[RunningSequence]] = {}
         for sequence in sequences:
-            by_prompt.setdefault(sequence.known_ids().tobytes(), []).append(sequence)
+            by_prompt.setdefault(sequence.given_ids().tobytes(), []).append(sequence)
         computed = {prompt: self._prompts.get(prompt) for prompt in by_prompt}
         for prompt, group in by_prompt.items():
             shared_by = len(group) if computed[prompt] is not None else len(group) - 1
-            self.prefix_hits += shared_by * len(group[0].known_ids())
+            self.prefix_hits += shared_by * len(group[0].given_ids())
         for shared in _chunks([group for prompt, group in by_prompt.items() if computed[prompt] is None]):
             self._prefill(shared)
         for prompt, state in computed.items():
@@ -130,7 +130,7 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def step(self) -> list[Ended]:
-        """Sample one more token for every sequence. Return the sequences that end by it, which have left."""
+        """Sample one more token for every sequence. Return the sequences that end with it, which have left."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
@@ -143,17 +143,17 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def remove(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Remove `sequences` unfinished, and return them with their tokens so far."""
+        """Remove unfinished `sequences`, and return them with their tokens until now."""
         return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
-        """Return the completion so far of each sequence with a progress callback; none leaves."""
+        """Return each sequence that has a progress callback with its completion until now; none leaves."""
         watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
     def change_version(self, version: Version, recompute_after: int | None) -> None:
-        """Assign tokens from now on to `version`, whose weights the model has; renew keys and values that are from
-        `recompute_after` or more changes before (None: none)."""
+        """Assign tokens from now on to `version`, whose weights the model has; compute keys and values again that are
+        `recompute_after` or more changes old (None: none)."""
         if self.version is not None:
             for sequence in self.sequences:
                 sequence.add_span(self.version, self._step - sequence.birth - sequence.prompt_length)
@@ -182,7 +182,7 @@ class DecodeBatch:
             self._tokens_SL[leaders_U, :longest], self._counts[leaders_U, TOTAL], self._cache
         )
         for row, (leader, *_), logits_V in zip(leaders, shared, logits_UV, strict=True):
-            ids = leader.known_ids()
+            ids = leader.given_ids()
             state = PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
             self._prompts.put(ids.tobytes(), state)
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
@@ -196,11 +196,11 @@ class DecodeBatch:
         """Write tokens and parameters of new sequences to the next slots; return the first slot, the one after the last, and
         the tokens of the longest sequence."""
         first, end = len(self.sequences), len(self.sequences) + len(sequences)
-        known = [sequence.known_ids() for sequence in sequences]
-        longest = max(map(len, known))
+        token_ids = [sequence.given_ids() for sequence in sequences]
+        longest = max(map(len, token_ids))
         ids_RL = np.zeros((len(sequences), longest), np.int64)
         logprobs_RL = np.zeros((len(sequences), longest), np.float32)
-        for index, (sequence, ids) in enumerate(zip(sequences, known, strict=True)):
+        for index, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
             ids_RL[index, : len(ids)] = ids
             if sequence.request.prefix is not None:
                 logprobs_RL[index, sequence.prompt_length : len(ids)] = sequence.request.prefix.logprobs
@@ -209,13 +209,15 @@ class DecodeBatch:
         device = self.model.device
         self._tokens_SL[first:end, :longest] = torch.from_numpy(ids_RL).to(device)
         self._logprobs_SL[first:end, :longest] = torch.from_numpy(logprobs_RL).to(device)
-        self._write_parameters(sequences, known, first, end)
+        self._write_parameters(sequences, token_ids, first, end)
         self.sequences += sequences
         return first, end, longest
 
-    def _write_parameters(self, sequences: list[RunningSequence], known: list[IntArray], first: int, end: int) -> None:
+    def _write_parameters(
+        self, sequences: list[RunningSequence], token_ids: list[IntArray], first: int, end: int
+    ) -> None:
         counts, floats = [], []
-        for sequence, ids in zip(sequences, known, strict=True):
+        for sequence, ids in zip(sequences, token_ids, strict=True):
             params, prompt = sequence.request.params, sequence.prompt_length
             min_total, seed = prompt + params.min_new_tokens, mix_seed(sequence.request.seed)
             counts.append((len(ids), prompt, sequence.limit, min_total, seed, params.top_k))
@@ -254,7 +256,6 @@ class DecodeBatch:
         total_R += 1
 
     def _ended(self) -> list[int]:
-        """Return the sequences, by index, that end with their newest token."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         last_R1 = self._tokens_SL[self._index_S[:num_rows], total_R - 1][:, None]
@@ -265,16 +266,16 @@ class DecodeBatch:
         return ended
 
     def _stopped(self, last_ids: list[int]) -> list[int]:
-        """Return the sequences, by index, whose newest token completes a stop string."""
+        """Return the indices of the sequences whose newest token completes a stop string."""
         for sequence, last_id in zip(self.sequences, last_ids, strict=True):
             scanner, num_tokens = sequence.scanner, self._step - sequence.birth - sequence.prompt_length
-            # Those that only see others join have no new token.
+            # Sequences that were running while others join have no new token.
             if scanner is not None and scanner.num_tokens < num_tokens:
                 scanner.push([last_id])
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index; without `reason` it is `stop` or `length` by their last token and stop strings."""
+        """Remove sequences by index; without `reason` it is `stop` or `length`, by last token and stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -285,7 +286,7 @@ class DecodeBatch:
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """Return the completions of sequences by index, as they are now; the reason as for `_take`."""
+        """Return the present completions of sequences by index; `reason` as for `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
         sequences = [self.sequences[index] for index in indexes]
         totals = [self._step - sequence.birth for sequence in sequences]
@@ -298,7 +299,7 @@ class DecodeBatch:
             stopped = sequence.stopped or int(ids_L[total - 1]) in sequence.stop_ids
             why = reason or ("stop" if stopped else "length")
             taken = slice(sequence.prompt_length, total)
-            # Copies, so that a completion does not keep the arrays of all alive.
+            # Copies, so that a completion does not keep the arrays of all in memory.
             ids_T, logprobs_T = ids_L[taken].copy(), logprobs_L[taken].copy()
             completions.append((sequence, Completion(ids_T, logprobs_T, tuple(sequence.spans), why)))
         return completions
@@ -319,21 +320,21 @@ class DecodeBatch:
         del self.sequences[num_left:]
 
     def _measure(self) -> None:
-        """Update the host's facts about all sequences, after some joined or left."""
+        """Update the host's data about all sequences, after some joined or left."""
         self._longest = max((self._step - sequence.birth for sequence in self.sequences), default=0)
         self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
         self._note_masks(self.sequences)
 
     def _note_masks(self, sequences: Sequence[RunningSequence]) -> None:
-        """Note which changes of the logits the parameters of `sequences` need, besides those of other sequences."""
+        """Add the changes of the logits that the parameters of `sequences` need."""
         params = [sequence.request.params for sequence in sequences]
-        self._masks_top |= any(one.top_k > 0 or one.top_p < 1 for one in params)
-        self._masks_stop |= any(one.min_new_tokens > 0 for one in params)
-        self._masks_min_p |= any(one.min_p > 0 for one in params)
-        self._penalises |= any(one.repetition_penalty != 1 for one in params)
+        self._masks_top |= any(p.top_k > 0 or p.top_p < 1 for p in params)
+        self._masks_stop |= any(p.min_new_tokens > 0 for p in params)
+        self._masks_min_p |= any(p.min_p > 0 for p in params)
+        self._penalises |= any(p.repetition_penalty != 1 for p in params)
 
     def _recompute(self, start: int, stop: int) -> None:
-        """Compute keys and values of all but the last token of the sequences [start, stop) again, with the current weights."""
+        """Compute keys and values of the sequences [start, stop) again with new weights, but for their last tokens."""
         for sequence in self.sequences[start:stop]:
             sequence.computed_at = self._changes
         longest = self._longest - 1
@@ -345,7 +346,7 @@ class DecodeBatch:
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the neighbours that are true."""
+    """Yield (start, end) of each run of true values."""
     place = 0
     for is_true, run in itertools.groupby(flags):
         start, place = place, place + len(list(run))
@@ -358,7 +359,7 @@ def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSe
     part: list[list[RunningSequence]] = []
     longest = 0
     for group in groups:
-        length = len(group[0].known_ids())
+        length = len(group[0].given_ids())
         if part and max(longest, length) * (len(part) + 1) > PREFILL_TOKENS:
             yield part
             part, longest = [], 0
@@ -369,12 +370,12 @@ def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSe
 
 
 MAX_BYTES = 1 << 28
-"""Bytes of all entries together; the least recently used go first."""
+"""Bytes of all entries together; the least recently used are dropped first."""
 
 
 @dataclass(frozen=True)
 class PromptState:
-    """What a prefill pass has computed for one prompt."""
+    """Results of a prefill pass for one prompt."""
 
     layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
     """Index, keys and values of each layer."""
@@ -388,8 +389,8 @@ class PromptState:
 
 
 class PromptCache:
-    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes of the
-    token ids, within `max_bytes`; 0 keeps none."""
+    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes
+    of the token ids, within `max_bytes`; 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -397,13 +398,13 @@ class PromptCache:
         self._num_bytes = 0
 
     def get(self, prompt: bytes) -> PromptState | None:
-        """Return the entry of a prompt, which counts as used now."""
+        """Return the entry of a prompt, and mark it as used now."""
         if prompt in self._entries:
             self._entries.move_to_end(prompt)
         return self._entries.get(prompt)
 
     def put(self, prompt: bytes, state: PromptState) -> None:
-        """Keep an entry; one that is larger than all room is not kept."""
+        """Keep an entry, unless it is larger than the whole cache."""
         size = state.num_bytes
         if size > self.max_bytes or prompt in self._entries:
             return
@@ -414,6 +415,6 @@ class PromptCache:
             self._num_bytes -= oldest.num_bytes
 
     def clear(self) -> None:
-        """Forget all entries, because the weights are others."""
+        """Drop all entries, because the weights have changed."""
         self._entries.clear()
         self._num_bytes = 0

@@ -1,10 +1,11 @@
 """The native engine: continuous batching over a Hugging Face model, on a separate thread, for any machine.
 
-Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses model and batch;
-callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get their answers through futures on
-their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, score some given texts, decode one token
-for every sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
-thread, all waiting and later callers get its reason. A given text's log-probabilities are those that it would get alone.
+Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses
+model and batch; callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get
+their answers through futures on their loops. In each turn the thread takes the inbox, aborts, changes weights, lets
+requests join, scores some given texts, and decodes one token for every sequence. So aborts and new weights wait for one
+decode step, and new requests for free slots. When an error ends the thread, all waiting and later callers get its
+reason. A given text's log-probabilities are those that it would get alone.
 
 Axis suffixes: R texts of a pass, T tokens of the longest.
 """
@@ -99,15 +100,15 @@ class NativeEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         sequence = self._sequence_of(request)
-        done = 0 if request.prefix is None else len(request.prefix.token_ids)
-        if sequence.prompt_length + done >= sequence.limit and request.prefix is not None:
+        num_prefix = 0 if request.prefix is None else len(request.prefix.token_ids)
+        if sequence.prompt_length + num_prefix >= sequence.limit and request.prefix is not None:
             prefix = request.prefix
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._wake:
             self._refuse_if_unready()
             if request.request_id in self._by_id:
-                raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
+                raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request a separate one")
             self._by_id[request.request_id] = sequence
             self._answers[sequence] = answer
             self._waiting.append(sequence)
@@ -119,7 +120,7 @@ class NativeEngine:
             raise
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """See `Engine.prompt_logprobs`. Texts that wait are scored together; between two passes the batch decodes."""
+        """See `Engine.prompt_logprobs`. Waiting texts are scored together; between two passes the batch decodes."""
         check_scored_ids(token_ids, self._model.max_tokens, self._model.vocab_size)
         answer: asyncio.Future[PromptLogprobs] = asyncio.get_running_loop().create_future()
         with self._wake:
@@ -135,7 +136,7 @@ class NativeEngine:
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values. Without
-        in-flight updates running sequences are decoded to their end first, which is not part of the pause."""
+        in-flight updates running sequences are first decoded to their end, which is not part of the pause."""
         if isinstance(weights, HostWeights):
             await asyncio.to_thread(self._prepare, weights)
         await asyncio.to_thread(self._model.check, weights)
@@ -152,7 +153,7 @@ class NativeEngine:
             weights.segment.page_lock()
 
     async def close(self) -> None:
-        """See `Engine.close`. Raises Unavailable if the step under way does not end."""
+        """See `Engine.close`. Raises Unavailable if the step in progress does not end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -161,8 +162,7 @@ class NativeEngine:
             raise Unavailable(f"the engine's decode step has not ended after {CLOSE_TIMEOUT_S} s")
 
     def _sequence_of(self, request: GenerationRequest) -> RunningSequence:
-        """Return the sequence of a request, which was checked for everything that could later fail in the batch. Raises
-        InvalidInput."""
+        """Return the sequence of a request, after checks for everything that could fail later. Raises InvalidInput."""
         limit = request.limit(self._model.max_tokens, self._model.vocab_size)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
         return RunningSequence(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
@@ -232,8 +232,8 @@ class NativeEngine:
         return True
 
     def _joining(self) -> list[RunningSequence]:
-        """Return the requests that join now: as soon as all waiting ones fit, else when an eighth of the batch is free.
-        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch."""
+        """Return the requests that join now: all waiting ones as soon as they fit, else some when an eighth of the
+        batch is free. A prefill pass for each sequence that ends would cost as much as a decode step of the batch."""
         free = self._batch.num_free
         with self._wake:
             if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):
@@ -268,7 +268,7 @@ class NativeEngine:
                 loop.call_soon_threadsafe(sequence.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
-        """Answer all waiting callers: after `close` with their completions so far, after an error with its reason."""
+        """Answer all waiting callers: with their completions until now after `close`, with the reason after an error."""
         with self._wake:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()
@@ -330,7 +330,7 @@ def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 PASS_TOKENS = 8192
-"""Padded tokens of one pass, which bound its activations. A single longer text is computed whole."""
+"""Padded tokens of one pass, which bound its activations. A single longer text is computed in one pass."""
 
 
 @dataclass(eq=False)
@@ -343,29 +343,29 @@ class Scoring:
 
 
 def score_next(waiting: deque[Scoring], model: NativeModel, version: Version) -> list[tuple[asyncio.Future[Any], Any]]:
-    """Take the oldest texts that fit one pass from `waiting`, and return what each of them is answered. One thread calls it."""
+    """Take the oldest texts that fit one pass from `waiting`, and return each one's answer. One thread calls it."""
     taken: list[Scoring] = []
     longest = 0
     while waiting and (not taken or max(longest, len(waiting[0].token_ids)) * (len(taken) + 1) <= PASS_TOKENS):
-        one = waiting.popleft()
-        if not one.answer.done():  # a caller that has gone cancels its future
-            taken.append(one)
-            longest = max(longest, len(one.token_ids))
+        text = waiting.popleft()
+        if not text.answer.done():  # a caller that has gone cancels its future
+            taken.append(text)
+            longest = max(longest, len(text.token_ids))
     if not taken:
         return []
     ids_RT = np.zeros((len(taken), longest), np.int64)
-    lengths_R = np.array([len(one.token_ids) for one in taken])
-    for row, one in zip(ids_RT, taken, strict=True):
-        row[: len(one.token_ids)] = one.token_ids
+    lengths_R = np.array([len(text.token_ids) for text in taken])
+    for row, text in zip(ids_RT, taken, strict=True):
+        row[: len(text.token_ids)] = text.token_ids
     device = model.device
     try:
         scored = model.score(torch.from_numpy(ids_RT).to(device), torch.from_numpy(lengths_R).to(device))
     except InvalidInput as error:
-        return [(one.answer, error) for one in taken]
+        return [(text.answer, error) for text in taken]
     rows = zip(*(tensor.cpu().numpy() for tensor in scored), strict=True)
     return [
-        (one.answer, _answer([values_T[:length] for values_T in row], version))
-        for one, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
+        (text.answer, _answer([values_T[:length] for values_T in row], version))
+        for text, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
     ]
 
 

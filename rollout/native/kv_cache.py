@@ -21,8 +21,8 @@ BLOCK_TOKENS = 64
 
 class SlotCache(Cache):
     """Keys and values of up to `num_slots` sequences, per layer [S, H, C, D]; right-padded, allocated on first use.
-    Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal, no
-    mask needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`)."""
+    Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal,
+    no mask needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`)."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(layers=[])
@@ -41,8 +41,8 @@ class SlotCache(Cache):
         """Make room for sequences of `num_tokens`; grow by half, so that each token is copied about once."""
         if num_tokens <= self.capacity:
             return
-        wanted = max(num_tokens, self.capacity * 3 // 2)
-        self.capacity = -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS
+        num_positions = max(num_tokens, self.capacity * 3 // 2)
+        self.capacity = -(-num_positions // BLOCK_TOKENS) * BLOCK_TOKENS
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):
             for layer, old_SHCD in store_SHCD.items():
                 new_SHCD = self._allocate(old_SHCD)
@@ -50,8 +50,8 @@ class SlotCache(Cache):
                 store_SHCD[layer] = new_SHCD
 
     def begin_prefill(self, first_row: int, num_rows: int, num_tokens: int, source_R: Tensor | None) -> None:
-        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). `source_R`
-        gives the row of the pass for each row of the cache, where rows share a prompt; None: the same row."""
+        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). If rows share a prompt,
+        `source_R` gives the row of the pass for each row of the cache; None: the same row."""
         self.reserve(num_tokens)
         self._first_row, self._num_rows, self._source_R = first_row, num_rows, source_R
         self._positions_R = None
@@ -66,7 +66,7 @@ class SlotCache(Cache):
         """Return [R, 1, 1, kv_length], to add to attention scores: 0 at the last `window` positions up to the row's (None:
         at all of them), else the type's lowest."""
         if self._positions_R is None:
-            raise RuntimeError("decode_mask() outside of a decode pass")
+            raise RuntimeError("decode_mask() outside a decode pass")
         positions_R = self._positions_R
         index_C = torch.arange(self._kv_length, device=positions_R.device)
         beyond_RC = index_C > positions_R[:, None]
@@ -103,7 +103,7 @@ class SlotCache(Cache):
         )
 
     def write_rows(self, first_row: int, end_row: int, layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]) -> None:
-        """Write what `read_row` has returned to each of the rows [first_row, end_row)."""
+        """Write the result of `read_row` to each of the rows [first_row, end_row)."""
         for layer, keys_HTD, values_HTD in layers_HTD:
             num_tokens = keys_HTD.shape[1]
             self.reserve(num_tokens)
@@ -118,7 +118,7 @@ class SlotCache(Cache):
                 view_SHCD[target_R] = view_SHCD[source_R]
 
     def wipe(self, first_row: int) -> None:
-        """Zero the rows from `first_row` on, because masked values take part in sums, where a NaN would spread."""
+        """Zero the rows from `first_row` on, because masked values take part in sums, and would spread a NaN."""
         for store_SHCD in (self._keys_SHCD, self._values_SHCD):
             for layer_SHCD in store_SHCD.values():
                 layer_SHCD[first_row:] = 0

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model for the native engine: prefill, decode one token, replace weights.
 
-Promise: `replace` changes all weights or none, because `check` finds every fault before anything is written; and only the
-positions that are sampled from reach the LM head.
+Promise: `replace` changes all weights or none, because `check` finds every fault before anything is written; and only
+the positions that are sampled from reach the LM head.
 
 Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
 """
@@ -39,11 +39,11 @@ ONEDNN_ROWS = 32
 SCORED_LOGITS = 1 << 26
 """Float32 logits that scoring holds at a time."""
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
-"""Model types that give every layer the window of their config, where it names one."""
+"""Model types that give every layer the window of their config, if it names one."""
 
 
 class SlidingWindow(NamedTuple):
-    """The last tokens that a token attends to, itself included, in all layers or in those of that kind."""
+    """The last tokens that a token attends to, including itself, in all layers or in those of that kind."""
 
     num_tokens: int
     in_every_layer: bool
@@ -80,7 +80,7 @@ class NativeModel:
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         if is_faster(self.device, self.dtype):
             for layer in module.modules():
-                # Of a quantized layer the weight is no plain parameter, and torchao multiplies by it.
+                # A quantized layer's weight is not a plain parameter, and torchao multiplies by it.
                 if type(layer) is nn.Linear and layer.bias is None and type(layer.weight) is nn.Parameter:
                     layer.forward = partial(_linear, layer)
 
@@ -144,8 +144,7 @@ class NativeModel:
         return logprobs_RT, top_ids_RT, tops_RT
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter,
-        `weights` are one."""
+        """Raise InvalidInput if `weights` (an adapter if the run trains one) do not fit, see `WeightLayout.check`."""
         if self._adapter is not None:
             self._adapter.check(weights)
         else:
@@ -170,7 +169,7 @@ class NativeModel:
             torch.cuda.synchronize(self.device)
 
     def _decode_mask(self, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the mask of a decode pass; by kind of layer where some have a window and others have none."""
+        """Return the mask of a decode pass; by kind of layer if only some have a window."""
         if self._window is None:
             return cache.decode_mask(self.dtype)
         sliding = cache.decode_mask(self.dtype, self._window.num_tokens)
@@ -179,7 +178,7 @@ class NativeModel:
         return {"full_attention": cache.decode_mask(self.dtype), "sliding_attention": sliding}
 
     def _keep_last(self, _: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        # In front of the LM head, so that it works for every architecture, scaled or soft-capped logits included.
+        # In front of the LM head, so that it works for every architecture, with scaled or soft-capped logits too.
         if self._last_R is None:
             return None
         self._hidden_RTH = inputs[0]
@@ -188,8 +187,8 @@ class NativeModel:
 
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
-    """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
-    where the run trains an adapter, whose base is loaded here. Raises InvalidInput: files that cannot be loaded, or an
+    """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, unless
+    the run trains an adapter, whose base is loaded here. Raises InvalidInput: files that cannot be loaded, or an
     architecture that is not supported."""
     try:
         return _load(policy, device, load_weights)
@@ -220,7 +219,7 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
 
 
 def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | None:
-    """Return the window of the layers that have one; None where no sequence is longer. Raises InvalidInput for a model
+    """Return the window of the layers that have one; None if no sequence is longer. Raises InvalidInput for a model
     type whose layers' windows are not known."""
     num_tokens = getattr(config, "sliding_window", None)
     kinds = config.to_dict().get("layer_types")
@@ -235,7 +234,7 @@ def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | Non
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return the layer's product, by oneDNN where there are enough rows."""
+    """Return the layer's product, by oneDNN if there are enough rows."""
     if x.numel() < ONEDNN_ROWS * layer.in_features:
         return nn.functional.linear(x, layer.weight)
     return product(x, layer.weight)
@@ -252,7 +251,7 @@ class Float32Head:
             head.forward = self._logits
 
     def refresh(self) -> None:
-        """Take over changed weights."""
+        """Update the copy from changed weights."""
         self._copy_VH = None
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Drawing tokens from logits: pure functions over rows, with one random number per (seed, position).
+"""Draws tokens from logits: pure functions over rows, with one random number per (seed, position).
 
 Promise: the returned log-probability is that of the distribution from which the token was drawn (after repetition
-penalty, minimum length, temperature, min-p, top-k and top-p), and a row's token depends only on its logits, seed and position.
+penalty, minimum length, temperature, min-p, top-k and top-p), and a row's token depends only on its logits, seed and
+position.
 
 Axis suffixes: R rows of the batch, V vocabulary, K stop tokens.
 """
@@ -39,10 +40,10 @@ def _shift_xor(x: Tensor, bits: int) -> Tensor:
 def splitmix64(state_R: Tensor, position_R: Tensor) -> Tensor:
     """Return [R] int64: output number `position_R` (from 0) of the SplitMix64 generator started at `state_R`.
 
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser that
-    their reference code uses (D. Stafford's variant 13). The generator adds a constant in each step and hashes the
-    sum, so its i-th output can be computed alone, as of a counter-based generator.
-    Arithmetic modulo 2^64 is int64 arithmetic that wraps.
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the finaliser of their
+    reference code (D. Stafford's variant 13). The generator adds a constant in each step and hashes the sum, so its
+    i-th output can be computed alone, as in a counter-based generator. Arithmetic modulo 2^64 is int64 arithmetic that
+    wraps.
     """
     z_R = state_R + (position_R + 1) * _signed(GOLDEN_GAMMA)
     z_R = _shift_xor(z_R, 30) * _signed(MIX_1)
@@ -61,7 +62,7 @@ def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -
     """Return [R, V] logits with the row's stop tokens at -inf where `masked_R`. Ids below 0 are padding."""
     num_tokens = logits_RV.shape[1]
     known_RK = (stop_ids_RK >= 0) & (stop_ids_RK < num_tokens)
-    # Padding goes to an extra column, which is cut off again.
+    # Padding goes to an extra column, which is removed again.
     index_RK = torch.where(known_RK, stop_ids_RK, num_tokens)
     hit_RV = torch.zeros(len(logits_RV), num_tokens + 1, dtype=torch.bool, device=logits_RV.device)
     hit_RV = hit_RV.scatter_(1, index_RK, True)[:, :num_tokens]
@@ -69,8 +70,8 @@ def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -
 
 
 def mask_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Return [R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of what is left.
-    top-k keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest tokens
+    """Return [R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of the rest. top-k
+    keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest tokens
     whose probability reaches p, at least one (nucleus sampling, Holtzman et al. 2020)."""
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
@@ -91,8 +92,8 @@ def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
 
 
 def penalise(logits_RV: Tensor, tokens_RL: Tensor, total_R: Tensor, penalty_R: Tensor) -> Tensor:
-    """Return [R, V] logits in which those of the row's first `total_R` tokens are divided by the penalty where they are
-    positive, and multiplied with it where they are negative (Keskar et al. 2019, arXiv 1909.05858)."""
+    """Return [R, V] logits of the row's first `total_R` tokens divided by the penalty if positive, and multiplied by it
+    if negative; other logits are unchanged (Keskar et al. 2019, arXiv 1909.05858)."""
     is_token_RL = torch.arange(tokens_RL.shape[1], device=tokens_RL.device) < total_R[:, None]
     # Padding repeats the first token: equal indices write equal values.
     index_RL = torch.where(is_token_RL, tokens_RL, tokens_RL[:, :1])
@@ -124,6 +125,6 @@ def sample(
     logprobs_RV = logits_RV.log_softmax(-1)
     cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
     target_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
-    # The clamp is for NaN alone: an index out of range would take a CUDA context down with it.
+    # The clamp is for NaN alone: an index out of range would end the process's CUDA context.
     tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
     return tokens_R1.squeeze(1), logprobs_RV.gather(1, tokens_R1).squeeze(1)

@@ -17,7 +17,7 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.weights.model_layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
-"""Default on a CPU, where vLLM would take a fraction of all memory."""
+"""Default on a CPU, because vLLM would take a fraction of all memory."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one step on a CPU, at least one whole prompt."""
 TRANSFER = "paceline"
@@ -25,11 +25,11 @@ TRANSFER = "paceline"
 
 
 def require_vllm() -> None:
-    """Raise InvalidInput, with the remedy, where vLLM cannot run."""
+    """Raise InvalidInput, with the remedy, if vLLM cannot run."""
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
             "policy.generation.backend is 'vllm', but vLLM is not installed here; `pip install 'paceline[vllm]'` brings "
-            "it for GPUs, docs/use/vllm.md says how to get it for CPUs, and backend 'native' needs nothing"
+            "it for GPUs, docs/use/vllm.md tells how to get it for CPUs, and backend 'native' needs nothing"
         )
     if not sys.platform.startswith("linux"):
         raise InvalidInput(f"policy.generation.backend is 'vllm', which needs Linux; this is {sys.platform}")
@@ -70,7 +70,7 @@ def engine_arguments(
     if settings.kv_cache_memory_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
     if on_cpu:
-        # A prompt in parts would need the seeded generators to step back, which PyTorch's on CPUs cannot.
+        # A prompt in parts would require that the seeded generators step back, which PyTorch's on CPUs cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, arguments["max_model_len"])
     overrides: dict[str, Any] = {}
@@ -84,27 +84,27 @@ def engine_arguments(
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:
-    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message
-    when it refuses an argument or the model."""
+    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message if
+    it refuses an argument or the model."""
     _set_environment(guard, device)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:
         return AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise InvalidInput(f"vLLM refuses what policy.generation asks for: {error}") from error
+        raise InvalidInput(f"vLLM refuses the settings of policy.generation: {error}") from error
 
 
 def _set_environment(guard: ProcessGuard, device: str) -> None:
     """Set the environment that vLLM's processes inherit; the user's variables win, except over the guard's."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
-        # nobind: several engines of one host would all be bound to the first cores. No compilation: the engine runs
-        # eagerly, and the sampler's log-probabilities alone would need a C++ compiler and 15 s.
-        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    for name, value in wanted.items():
+        # nobind: several engines of one host would all be bound to the first cores. No compilation, because the engine
+        # runs eagerly, and the sampler's log-probabilities alone would need a C++ compiler and 15 s.
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -1,10 +1,10 @@
 """The number of sequences that an engine should have: a state machine fed with its scheduler's report of each step.
 
-An engine with a paged KV cache has room for as many sequences as their tokens fit, which is not known beforehand: few if
-all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a preempted
-sequence is done again. So the limit starts where even the longest sequences fit, and then
+An engine with a paged KV cache holds as many sequences as their tokens fit, a number that is not known beforehand: few
+if all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a
+preempted sequence is repeated. So the limit starts at the number that fits even with the longest sequences, and then
 
-- *grows* by an eighth when it holds the engine back: all sequences run and the cache has room;
+- *grows* by an eighth when it limits the engine: all sequences run and the cache has room;
 - is *trimmed* to the running sequences when the cache is nearly full: those that end are not replaced;
 - is *cut* by a fifth when a sequence was preempted, and does not grow for a while.
 """
@@ -62,8 +62,8 @@ class ConcurrencyLimit:
         return self.limit
 
     def ignore_preemptions(self, running: int) -> None:
-        """Ignore the next `running` preemptions: after new weights the engine computes the cache of its running sequences
-        again, and reports each as preempted."""
+        """Ignore the next `running` preemptions: after new weights the engine computes the cache of its running
+        sequences again, and reports each as preempted."""
         self._excused = running
 
     def _set(self, limit: int) -> None:

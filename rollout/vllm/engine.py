@@ -1,12 +1,12 @@
-"""The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with the run's weights, and no process left behind.
+"""The vLLM engine: vLLM's AsyncLLM behind the engine protocol, with the run's weights, leaving no process behind.
 
 A separate thread (`engine_thread`) runs the asyncio loop of AsyncLLM, so that neither its start nor its bookkeeping for
-hundreds of sequences blocks the service. Callers wait for futures. The methods below the line belong to that loop. A guard
-(`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they end with this
-process however it ends.
+hundreds of sequences blocks the service. Callers wait for futures. The methods below the line belong to that loop. A
+guard (`process_guard`) watches vLLM's processes (the engine core, a worker for each part of the model): they end with
+this process however it ends.
 
-Every request is one completion (`requests`); siblings are submitted one after the other, so vLLM's prefix cache computes
-their prompt once. vLLM itself reports the versions of tokens.
+Every request is one completion (`requests`); siblings are submitted one after the other, so vLLM's prefix cache
+computes their prompt once. vLLM itself reports the versions of tokens.
 
 An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
 pause ends the engine, because its weights are then unknown.
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
 
 WATCH_S = 0.2
-"""Seconds between two checks whether the engine lives, because vLLM does not report its end."""
+"""Seconds between two checks that the engine lives, because vLLM does not report its end."""
 END_S = 0.5
-"""Seconds in which the engine's processes may end by themselves, which they never do on CPUs; then the guard kills them."""
+"""Seconds in which the engine's processes may end by themselves (never on CPUs); then the guard kills them."""
 SCORING_ATTEMPTS = 3
-"""Attempts to score a text under one version; new weights in between make another one."""
+"""Attempts to score a text under one version; each is repeated if new weights come during it."""
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +87,7 @@ class VllmEngine:
     """See `paceline.rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the
+        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput if vLLM or the
         model's config cannot be used."""
         config = read_config(spec.policy)
         self._spec = spec
@@ -95,7 +95,7 @@ class VllmEngine:
         self._vocab_size = layout.vocab_size
         self._arguments = engine_arguments(spec, config, layout.architecture, device, load_weights)
         if load_weights:
-            # vLLM samples on with a head at random where the files lack it.
+            # vLLM samples with a random head if the files lack it.
             check_model(AutoModelForCausalLM, self._arguments["model"], "policy.model_name")
         lora = spec.policy.lora_cfg.enabled
         self._weights = MergedAdapter(spec.policy, layout, device) if lora else WholeWeights(layout)
@@ -147,7 +147,7 @@ class VllmEngine:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
         self._refuse_if_unready()
         if request.request_id in self._live:
-            raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
+            raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request a separate one")
         name = f"{request.request_id}#{next(self._numbers)}"
         sequence = _Sequence(request, name, limit, asyncio.get_running_loop())
         self._live[request.request_id] = sequence
@@ -158,7 +158,7 @@ class VllmEngine:
                 del self._live[request.request_id]
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """See `Engine.prompt_logprobs`: vLLM's own, of a request that samples one token more."""
+        """See `Engine.prompt_logprobs`: vLLM's, from a request that samples one token more."""
         check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
         self._refuse_if_unready()
         return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
@@ -187,8 +187,8 @@ class VllmEngine:
         return sum(report.prefix_hits for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
-        """Return the bytes of the last version that each worker has verified, and those that each worker loads; with data
-        parallelism, of one replica."""
+        """Return the bytes of the last version that each worker has verified, and those that each worker loads; with
+        data parallelism, of one replica."""
         loaded = await self._thread.result(self._thread.submit(self._updates.loaded_bytes()))
         return self._updates.verified_bytes, loaded
 
@@ -253,7 +253,7 @@ class VllmEngine:
         try:
             queue = await self._llm.add_request(
                 sequence.name,
-                {"prompt_token_ids": request.known_ids.tolist(), "cache_salt": self._updates.label},
+                {"prompt_token_ids": request.given_ids.tolist(), "cache_salt": self._updates.label},
                 sampling_params(request, sequence.limit, stop_ids),
             )
             sequence.submitted = True
@@ -299,7 +299,7 @@ class VllmEngine:
                 raise Unavailable(f"vLLM refused to score a text: {error}") from error
             if {label} == {span[0] for span in reported_spans(final.outputs[0])}:
                 return scored(token_ids, final.prompt_logprobs, version_of(label))
-        raise Unavailable("new weights came each time while a text was scored; try again")
+        raise Unavailable("new weights came during each attempt to score a text; try again")
 
     def _tell_progress(self, sequence: _Sequence, output: Any) -> None:
         tell = sequence.request.on_progress
@@ -360,7 +360,7 @@ def _generation_config(model_name: str) -> Any:
 
 
 class WholeWeights:
-    """The whole model's tensors from a weight channel's. One update at a time calls `whole`; `check` may run in another thread."""
+    """Converts a weight channel's tensors to the whole model's, one update at a time; `check` may run beside it."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout
@@ -375,8 +375,8 @@ class WholeWeights:
 
 
 class MergedAdapter(WholeWeights):
-    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name`, in this process's memory
-    and in the type that the engine samples in, with the adapter merged while the engine decodes."""
+    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name`, in this
+    process's memory and in the engine's sampling type; the adapter is merged while the engine decodes."""
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
         super().__init__(layout)

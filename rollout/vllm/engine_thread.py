@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Thread that runs `live` after `start`. When it has ended, `at_end` is called, and then all waiting callers are answered."""
+    """Thread that runs `live` after `start`. At its end `at_end` is called, then waiting callers are answered."""
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """Set by `live`. Fails with Unavailable when the engine was closed before, with EngineDied when it died before."""
+        """Set by `live`. Fails with Unavailable if the engine was closed before, with EngineDied if it died before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
         """The error that ended the engine."""
@@ -42,7 +42,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run `work` on the engine's loop. Raises what `refuse_if_ended` raises, also when the loop has just ended."""
+        """Run `work` on the engine's loop. Raises like `refuse_if_ended`, also if the loop has just ended."""
         with self._gate:
             if not self._over:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -51,13 +51,13 @@ class EngineThread:
         raise Unavailable("the engine is closed")
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call `function` on the engine's loop, if it still runs."""
+        """Call `function` on the engine's loop if it still runs."""
         with self._gate:
             if not self._over:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     async def result(self, future: Future[ResultT]) -> ResultT:
-        """Return the result of submitted work; when the engine's end has cancelled it, raise the reason of that end."""
+        """Return the result of submitted work; if the engine's end has cancelled it, raise the reason of that end."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -2,10 +2,11 @@
 
 An engine of several processes outlives a killed owner, and shared memory outlives them all. So the owner starts a guard
 first: a bare interpreter, in a separate session and without a parent, that waits for the end of a pipe which only the
-owner holds. Then it kills every process that has the engine's mark in its environment, and unlinks the shared memory that
-they mapped.
+owner holds. Then it kills every process that has the engine's mark in its environment, and unlinks the shared memory
+that they mapped.
 
-Promise: this holds for any end of the owner, SIGKILL of its whole process group included; only a killed guard breaks it.
+Promise: this holds for any end of the owner, including SIGKILL of its whole process group; only a killed guard breaks
+it.
 
 Run as a file, it imports no module of this project. Linux only: it reads /proc.
 """
@@ -30,8 +31,8 @@ VARIABLE = "PACELINE_ENGINE"
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Longest seconds between two checks of the processes' shared memory, before and after the owner has reported their start;
-the guard also checks whenever a new file appears."""
+"""Longest seconds between two checks of the processes' shared memory, before and after the owner has reported their
+start; the guard also checks whenever a new file appears."""
 LOOK_S = 0.02
 """Shortest seconds between two checks, however many files other programs put into shared memory."""
 IN_CREATE = 0x100
@@ -41,11 +42,11 @@ KILL_S = 10.0
 
 
 class ProcessGuard:
-    """The owner's side. Make it before the engine, start the engine with `environment`, and `close` it after the engine's end."""
+    """The owner's side. Make it before the engine, start the engine with `environment`; `close` it after its end."""
 
     def __init__(self) -> None:
-        # The resource tracker of this process removes the process's semaphores at its end. It has to run before the mark
-        # is in the environment, or it would count as one of the engine's processes.
+        # The resource tracker of this process removes the process's semaphores at its end. It has to run before the
+        # mark is in the environment, or it would count as one of the engine's processes.
         resource_tracker.ensure_running()
         mark = uuid.uuid4().hex
         self.directory = tempfile.mkdtemp(prefix="paceline-")
@@ -63,7 +64,7 @@ class ProcessGuard:
         assert guard.stdout is not None
         self._owner, self._end = guard.stdin, guard.stdout
         self._lock = threading.Lock()
-        guard.wait()  # the guard itself goes on as a separate process
+        guard.wait()  # the guard itself continues as a separate process
 
     def started(self) -> None:
         """Report that all of the engine's processes have started, and wait until the guard has noted their shared
@@ -75,7 +76,7 @@ class ProcessGuard:
             os.read(self._end.fileno(), 1)
 
     def kill(self) -> None:
-        """Kill the engine's current processes; the guard goes on."""
+        """Kill the engine's current processes; the guard continues."""
         with self._lock:
             if not self._owner.closed:
                 self._owner.write(b"k")
@@ -138,7 +139,7 @@ class _Engine:
         with contextlib.suppress(OSError):
             process = os.pidfd_open(pid)
             try:
-                # Checked again with the process held, because another process may have got its number in between.
+                # Checked again while the process is held, because another process may have got its number in between.
                 if self._mark in _read(pid, "environ").split(b"\0"):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
@@ -146,7 +147,7 @@ class _Engine:
 
 
 def watch_folder(path: str) -> int:
-    """Return a file descriptor that can be read when a file was created in `path`; -1 where the system has none."""
+    """Return a file descriptor that becomes readable when a file is created in `path`; -1 if the system has none."""
     import ctypes
 
     libc = ctypes.CDLL(None)

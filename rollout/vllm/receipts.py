@@ -1,9 +1,10 @@
-"""Receipts of an engine's workers for weights that they have mapped and verified, in a page of memory that all of them share.
+"""Receipts of an engine's workers for weights that they have mapped and verified, in a page of memory that all of them
+share.
 
-A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise: a
-receipt is for one order and for the reader's own part of these contents, so an old one or another's counts for nothing, and
-with all receipts every byte of a version was verified. Orders are numbered for the engine's life, because nothing else tells
-two versions apart: two segments count their generations alike, and a manifest that came by hosts has no checksums.
+A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise:
+a receipt is valid for one order and the reader's part of these contents only, and with all receipts every byte of a
+version was verified. Orders are numbered for the engine's life, because nothing else distinguishes two versions: two
+segments count their generations alike, and a manifest that came by hosts has no checksums.
 
 The page is a memfd without a name: it ends with the processes.
 """
@@ -35,17 +36,17 @@ from paceline.weights.hosts.host_weights import MAX_SEGMENTS
 from paceline.weights.hosts.segment import HostSegment, identity_of
 
 SLOT = struct.Struct("<32sQQBxH204s")
-"""The receipt, the order's number, the bytes that the reader has verified; of an error its kind, length and text."""
+"""The receipt, the order's number, the number of verified bytes; for an error its kind, length and text."""
 ERROR_BYTES = 204
 FAILED = b"\xff" * 32
 KINDS: tuple[type[PacelineError], ...] = (Unavailable, WireError, InvalidInput)
-"""What an error means to whoever waits, by the number that stands for it."""
+"""Type of the error that the engine raises, by the kind's number."""
 POLL_S = 0.002
 
 
 @dataclass(frozen=True)
 class ReadOrder:
-    """What a worker is asked to map and verify; it travels as keyword arguments of a call."""
+    """An order for a worker to map and verify a version; it is sent as keyword arguments of a call."""
 
     number: int
     """Number of the order, from `Receipts.next_order`."""
@@ -54,7 +55,7 @@ class ReadOrder:
     generation: int
     manifest: bytes
     digests: bool
-    """Whether checksums are to be compared, or were already."""
+    """True if checksums are to be compared, False if they were already."""
     receipts: str
     """Path of the page with the receipts."""
     num_readers: int
@@ -85,9 +86,9 @@ class Receipts:
         return self._orders
 
     async def verified(self, content_hash: str, order: int, timeout_s: float) -> list[int]:
-        """Wait for all receipts of an order, and return the bytes that each reader has verified. Raises the error of a
-        reader that failed: WireError for other bytes than the sender's, InvalidInput for numbers that are not finite,
-        Unavailable for memory that it could not read; and Unavailable when a receipt is missing after `timeout_s`."""
+        """Wait for all receipts of an order, and return the number of bytes that each reader has verified. Raises a
+        failed reader's error: WireError for other bytes than the sender's, InvalidInput for numbers that are not
+        finite, Unavailable for memory that it could not read; and Unavailable for no receipt within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_readers))
         num_bytes = [0] * self.num_readers
@@ -116,7 +117,7 @@ class Receipts:
 
 
 def write_receipt(path: str, reader: int, receipt: bytes, order: int, num_bytes: int) -> None:
-    """Write a reader's receipt: whoever sees it can rely on everything that this thread did before."""
+    """Write a reader's receipt, which proves that everything that this thread did before has happened."""
     _write(path, reader, SLOT.pack(receipt, order, num_bytes, 0, 0, b""))
 
 
@@ -147,11 +148,11 @@ class ReadWeights:
 
 
 class SegmentReader:
-    """Reader number `reader` of an engine. `load` runs on the worker's own thread, `read` on others.
+    """Reader number `reader` of an engine. `load` runs on the worker's main thread, `read` on others.
 
-    It maps a segment once and compares its part of each version's checksums; the others compare the rest. A segment stays mapped
-    for the versions after, the two last ones at most, and on a GPU those of its pages that this worker loads stay locked, so that
-    a later version is loaded at the speed of the bus.
+    It maps a segment once and compares its part of each version's checksums; the others compare the rest. A segment
+    stays mapped for the versions after, the two last ones at most. On a GPU those of its pages that this worker loads
+    stay locked, so that a later version is loaded at bus speed.
     """
 
     def __init__(self, reader: int, device: torch.device) -> None:
@@ -161,14 +162,14 @@ class SegmentReader:
         self._mapped: OrderedDict[tuple[int, int], HostSegment] = OrderedDict()
         self._layout = ""
         self._part: list[tuple[int, int]] = []
-        """Byte ranges that this worker loads of weights with `_layout`."""
+        """Byte ranges that this worker loads from weights with `_layout`."""
         self._record: LoadRecord | None = None
-        """While the first version of a layout is loaded."""
+        """Set while the first version of a layout is loaded."""
         self.loaded_bytes = 0
         """Bytes of a version that this worker loads; 0 before the first."""
 
     def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
-        """Map and verify, give the weights to `take`, and then write the receipt: whoever sees it can rely on `take` having
+        """Map and verify, give the weights to `take`, and then write the receipt, which proves that `take` has
         returned. An error is written too, and raised."""
         try:
             manifest = WeightManifest.from_bytes(order.manifest)
@@ -194,14 +195,14 @@ class SegmentReader:
             model.load_weights(iter(weights.tensors.items()))
 
     def finish(self, finalize: Callable[[], None]) -> None:
-        """Call `finalize`, which loads what vLLM has put off. With the first version of a layout, note what was loaded."""
+        """Call `finalize`, which loads the tensors that vLLM has deferred. Note the ranges of a first version."""
         with self._record or nullcontext():
             finalize()
         if self._record is not None:
             self._part, self.loaded_bytes, self._record = self._record.ranges, self._record.num_bytes, None
 
     def _segment(self, path: str) -> HostSegment:
-        """Return the segment at `path`, mapped before where it is the same memory."""
+        """Return the segment at `path`, with its earlier mapping if it is the same memory."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             identity = identity_of(fd)
@@ -234,7 +235,7 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation; of a copy from the memory into a real tensor note the source."""
+        """Run the operation; if it copies from the memory into a real tensor, note the source."""
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:
             self._note(args[1])
         elif func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):

@@ -29,7 +29,7 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Take a step's numbers; vLLM calls it after each step's output."""
+        """Store a step's numbers; vLLM calls it after each step's output."""
         preempted = 0
         if iteration_stats is not None:
             preempted = iteration_stats.num_preempted_reqs

@@ -1,4 +1,4 @@
-"""Conversion between this project's requests and vLLM's: checks, sampling parameters, and completions from outputs.
+"""Converts between this project's requests and vLLM's: checks, sampling parameters, and completions from outputs.
 
 The functions do not wait and keep no state. Versions travel through vLLM as labels, `session.step`.
 """
@@ -17,9 +17,8 @@ from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_com
 from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 of vLLM, which raises lower ones to it with no more than a log line. Below it the engine takes
-the likeliest token, which is then certain.
-"""
+"""Lowest temperature above 0 of vLLM, which raises lower ones to it with only a log line. Below it the engine takes the
+likeliest token, which is then certain."""
 LabelSpan = tuple[str, int, int]
 """Label of a version, first token and end, counted from the first token that vLLM sampled."""
 
@@ -39,19 +38,19 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
     from vllm.sampling_params import RequestOutputKind
 
     params = request.params
-    done = 0 if request.prefix is None else len(request.prefix.token_ids)
-    room = limit - len(request.prompt_ids) - done
+    num_prefix = 0 if request.prefix is None else len(request.prefix.token_ids)
+    room = limit - len(request.prompt_ids) - num_prefix
     watched = request.on_progress is not None or request.stop is not None
     return SamplingParams(
         n=1,
         temperature=0.0 if _is_greedy(request) else params.temperature,
         max_tokens=room,
-        min_tokens=min(max(0, params.min_new_tokens - done), room),
+        min_tokens=min(max(0, params.min_new_tokens - num_prefix), room),
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
-        seed=_seed(request.seed, done),
+        seed=_seed(request.seed, num_prefix),
         stop_token_ids=sorted(stop_ids),
         ignore_eos=True,  # the end-of-sequence tokens are among the stop tokens
         logprobs=0,
@@ -98,13 +97,13 @@ def scored(token_ids: Sequence[int], entries: Sequence[Any], version: Version) -
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
-    """Return the completion so far of a running request."""
+    """Return the completion until now of a running request."""
     return _joined(request, output, spans, "abort")
 
 
 def stopped(request: GenerationRequest, output: Any, spans: list[LabelSpan], scanner: StopScanner) -> Completion:
-    """Return the completion up to the token that completes a stop string. vLLM may have sampled more tokens meanwhile. Raises
-    Unavailable as `completion`."""
+    """Return the completion up to the token that completes a stop string. vLLM may have sampled more tokens meanwhile.
+    Raises Unavailable like `completion`."""
     return _finite(request, cut(_joined(request, output, spans, "stop"), scanner.num_tokens))
 
 
@@ -130,16 +129,16 @@ def _finite(request: GenerationRequest, ended: Completion) -> Completion:
 
 
 def spans_so_far(starts: list[tuple[str, int]], num_tokens: int) -> list[LabelSpan]:
-    """Return the versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each of its versions."""
+    """Return the versions of an unfinished sequence's first `num_tokens`, from (label, first token) of each."""
     met = [(label, start) for label, start in starts if start < num_tokens]
     ends = [start for _, start in met[1:]] + [num_tokens]
     return [(label, start, end) for (label, start), end in zip(met, ends, strict=True)]
 
 
 def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], reason: str) -> Completion:
-    """Return prefix and the tokens that vLLM has sampled after it, as one completion."""
+    """Return the prefix and the tokens that vLLM has sampled after it, as one completion."""
     prefix = request.prefix or empty_completion()
-    num_new, done = len(output.token_ids), len(prefix.token_ids)
+    num_new, num_prefix = len(output.token_ids), len(prefix.token_ids)
     logprobs = output.logprobs.logprobs[:num_new] if output.logprobs is not None else []
     sampled = np.array(logprobs, np.float32)
     if _is_greedy(request):
@@ -150,9 +149,9 @@ def _joined(request: GenerationRequest, output: Any, spans: list[LabelSpan], rea
         if end <= start:
             continue
         if joined and joined[-1][:2] == version:
-            joined[-1] = joined[-1]._replace(end=done + end)
+            joined[-1] = joined[-1]._replace(end=num_prefix + end)
         else:
-            joined.append(VersionSpan(*version, done + start, done + end))
+            joined.append(VersionSpan(*version, num_prefix + start, num_prefix + end))
     return Completion(
         np.concatenate([prefix.token_ids, np.array(output.token_ids, np.int32)]),
         np.concatenate([prefix.logprobs, sampled]),
@@ -166,9 +165,8 @@ def _is_greedy(request: GenerationRequest) -> bool:
 
 
 def _seed(seed: int, position: int) -> int:
-    """Return the seed of a request after `position` tokens. vLLM's generator starts again with each request, so a prefix needs
-    another seed: the same noise twice in one completion would not be a sample of the model's distribution.
-    """
+    """Return the seed of a request after `position` tokens. vLLM's generator starts again with each request, so a
+    prefix needs another seed: repeated noise in one completion would not be a sample of the model's distribution."""
     if not position:
         return seed
     digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()

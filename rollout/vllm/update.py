@@ -1,7 +1,7 @@
 """New weights for a running vLLM: verified by every worker while it decodes, loaded between two decode steps.
 
-They lie in a segment of host memory, which every worker maps once; each verifies its part of them while generation goes on.
-When all have, generation pauses, the workers load their parts, and it resumes: with an empty cache, or, where running
+They lie in a segment of host memory, which every worker maps once; each verifies its part of them while generation goes
+on. When all have, generation pauses, the workers load their parts, and it resumes: with an empty cache, or, if running
 sequences keep their keys and values, with one in which new requests find those of the new version only.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
 
 READ_TIMEOUT_S = 300.0
-"""Seconds in which the workers must read and verify new weights, while they go on decoding."""
+"""Seconds in which the workers must read and verify new weights, while they continue to decode."""
 RESUME_TIMEOUT_S = 60.0
 """Seconds for which `swap` waits for the next token, which only measures the pause."""
 
@@ -49,14 +49,14 @@ class WeightUpdates:
         self._kept_updates = 0
         """Updates since keys and values of running sequences were computed again."""
         self.label = ""
-        """Label of the version that the model has, with which requests salt the prefix cache: it changes while generation is
+        """Label of the model's version, with which requests salt the prefix cache: it changes while generation is
         paused, so that no keys and values of other weights are found under it."""
 
     @contextlib.asynccontextmanager
     async def read(self, weights: Mapping[str, Tensor]) -> AsyncIterator[None]:
-        """Have whole `weights` under all names mapped and verified by the workers, for a `swap` within this context.
-        Weights that are not in a segment yet are copied into one. Raises Unavailable, WireError or InvalidInput when
-        the workers could not read them, saw other bytes, or found NaN; no model has changed then."""
+        """Let the workers map and verify whole `weights`, under all names, for a `swap` within this context. Weights
+        that are not in a segment yet are copied into one. Raises Unavailable, WireError or InvalidInput if the
+        workers could not read them, found other bytes, or found NaN; no model has changed then."""
         if isinstance(weights, HostWeights):
             await self._verify(weights)
             yield

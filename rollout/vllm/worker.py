@@ -2,9 +2,9 @@
 
 vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
 transfer. An update has two parts. `paceline_read_weights` maps the weights and verifies this worker's part on a thread,
-while the worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was
-read is loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while
-the model has parts of two versions.
+while the worker continues to decode. Then, between `start_weight_update` and `finish_weight_update`, each worker loads
+its part of all tensors at once. So no step that can fail for an external reason happens while the model has parts of
+two versions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[m
     init_info_cls = NoInit
     update_info_cls = LoadRead
     reader: SegmentReader | None = None
-    """Made with the first order, which knows the worker's number."""
+    """Made with the first order, which has the worker's number."""
 
     def read(self, order: ReadOrder, reader: int) -> None:
         """Begin to map and verify; the outcome is in `receive_weights` as soon as the receipt is written."""
@@ -70,7 +70,7 @@ class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[m
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: LoadRead) -> None:
-        """Load this worker's part of every tensor. The receipts came first, so they are there."""
+        """Load this worker's part of every tensor. The receipts came first, so the tensors are mapped."""
         weights = self._weights.result(timeout=0)
         del self._weights
         assert self.reader is not None
@@ -96,8 +96,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up,
-        which it skips on a CPU without compilation."""
+        """Make the memory in which a later pipeline stage receives the output of the earlier one. vLLM makes it in its
+        warm-up, which it skips on a CPU without compilation."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner

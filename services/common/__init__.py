@@ -1,1 +1,1 @@
-"""Code that all services share: server, membership, options, log."""
+"""Code that all services share: servers, membership, options, reports."""

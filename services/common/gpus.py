@@ -1,8 +1,7 @@
-"""The GPUs of this host, and their division among the processes of `paceline up`.
+"""Finds the GPUs of this host, and divides them among the processes of `paceline up`.
 
 The promise: a host with GPUs never trains on CPUs silently. If a spec names no GPUs, they are divided by a rule that is
-shown on the screen; a division that is not possible is refused with the keys to set. Nothing heavy is imported, not
-even torch.
+shown on the screen; an impossible division is refused with the keys to set. Nothing heavy is imported, not even torch.
 
 A GPU has the number that CUDA has for it in this process: its index in CUDA_VISIBLE_DEVICES if that is set.
 """
@@ -21,7 +20,7 @@ from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
 
 ROLES = ("learner", "rollout", "reward")
-"""Roles that `cluster` has a key of GPUs for."""
+"""Roles for which `cluster` has a key of GPUs."""
 LISTING_S = 20.0
 """Seconds for `nvidia-smi -L`, which may have to wake the driver."""
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -38,7 +37,7 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
 
 
 def memory_of_gpus() -> tuple[int, ...]:
-    """Return the bytes of each GPU that the driver shows; empty where `nvidia-smi` does not tell."""
+    """Return the bytes of each GPU that the driver shows; empty if `nvidia-smi` does not tell."""
     listed = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
         return tuple(int(line) << 20 for line in (listed or "").split())
@@ -47,13 +46,13 @@ def memory_of_gpus() -> tuple[int, ...]:
 
 
 def _nvidia_smi(*options: str) -> str | None:
-    """Return what the program prints; None where it is not installed, or does not work."""
+    """Return the program's output; None if it is not installed, or does not work."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
-        asked = [program, *options]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=LISTING_S, check=True).stdout
+        command = [program, *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=LISTING_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -63,22 +62,22 @@ def visible_gpus(
 ) -> tuple[str, ...]:
     """Return the GPUs that CUDA would show to this process, by their names in CUDA_VISIBLE_DEVICES."""
     number = installed()
-    wanted = environment.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None or not number:
+    names = environment.get("CUDA_VISIBLE_DEVICES")
+    if names is None or not number:
         return tuple(str(gpu) for gpu in range(number))
     visible: list[str] = []
-    for name in (part.strip() for part in wanted.split(",")):
+    for name in (part.strip() for part in names.split(",")):
         is_number = name.isdecimal()
         if (is_number and int(name) >= number) or (not is_number and not name.startswith(("GPU-", "MIG-"))):
-            break  # as CUDA does: the first name that does not exist ends the list
+            break  # as in CUDA: the first name that does not exist ends the list
         visible.append(name)
     return tuple(visible)
 
 
 def torch_is_for_cpus() -> bool:
     """Return whether the installed torch is a build without CUDA and ROCm. It reads one file and does not import torch."""
-    found = importlib.util.find_spec("torch")
-    for folder in (found and found.submodule_search_locations) or ():
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
         try:
             text = (Path(folder) / "version.py").read_text()
         except OSError:
@@ -99,11 +98,13 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """Return the cluster on a host with `number` GPUs, and a sentence on the division; the sentence is empty without
-    GPUs. GPUs that the spec names stay, and the sentence says that a role for which it names none computes on CPUs.
+    """Return the cluster on a host with `number` GPUs, and a sentence about the division, empty without GPUs.
+
+    GPUs in the spec stay, and the sentence names each role that computes on CPUs because the spec names no GPUs for it.
     Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
     the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
-    learner gets all. Raises SpecError, with the keys to set, if no division is possible."""
+    learner gets all. Raises SpecError, with the keys to set, if no division is possible.
+    """
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
         return cluster, unused
@@ -118,7 +119,7 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
 
 
 def missing_gpus(cluster: ClusterSection, number: int) -> str:
-    """Return which named GPU a host that shows `number` GPUs does not have, with the remedy; empty when it has all."""
+    """Return an error about the first named GPU that a host with `number` GPUs lacks, with the remedy, else ""."""
     for role in ROLES:
         for gpu in _gpus_of(cluster, role):
             if gpu >= number:
@@ -130,7 +131,7 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
 
 
 def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch sees none here") -> None:
-    """Refuse to compute a run on CPUs where its spec names GPUs for the role. `sees` says what this process found.
+    """Refuse to compute a run on CPUs if its spec names GPUs for the role. `sees` describes the GPUs of this process.
     Raises Unavailable, because another process of the role may have the GPUs."""
     if gpus := _gpus_of(cluster, role):
         raise Unavailable(
@@ -162,7 +163,7 @@ def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
         return ""
     return (
         f"this {role} computes on CPUs although the host shows {_count(number)}, because torch cannot use any; see "
-        "`paceline doctor`, or say --device cpu if that is meant"
+        "`paceline doctor`, or give --device cpu if that is intended"
     )
 
 
@@ -201,8 +202,7 @@ def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> list[tuple[int, ...]]:
-    """Return the GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError for an uneven
-    division."""
+    """Return the GPUs of each worker: equal parts, or one GPU for several workers. Raises SpecError if neither fits."""
     if not gpus:
         return [()] * workers
     if len(gpus) % workers == 0:

@@ -53,9 +53,9 @@ def _token_file_option(*, exists: bool) -> Callable[[CommandT], CommandT]:
 
 
 token_file_option = _token_file_option(exists=False)
-"""Of services: the coordinator makes the file, and workers may be started before it."""
+"""For services: the coordinator makes the file, and workers may start before it."""
 caller_token_file_option = _token_file_option(exists=True)
-"""Of commands that call a coordinator."""
+"""For commands that call a coordinator."""
 functions_from_option = click.option(
     "--functions-from",
     "functions_from",
@@ -71,7 +71,7 @@ def _built_in(context: click.Context, parameter: click.Parameter, names: tuple[s
     for name in names:
         if name not in BUILTIN_FUNCTIONS:
             raise click.BadParameter(
-                f"{name!r} is no built-in reward function; built in are {', '.join(sorted(BUILTIN_FUNCTIONS))}"
+                f"{name!r} is not a built-in reward function; built in are {', '.join(sorted(BUILTIN_FUNCTIONS))}"
             )
     return names
 
@@ -81,15 +81,15 @@ only_option = click.option(
     multiple=True,
     metavar="FUNCTION",
     callback=_built_in,
-    help="Score only runs all of whose reward functions are built-ins named here; may be given several times. For a pool of its "
-    "own that runs what models wrote: --only code_tests.",
+    help="Score only runs all of whose reward functions are built-ins named here; may be given several times. For a separate "
+    "pool that runs code written by models: --only code_tests.",
 )
 store_option = click.option(
     "--store",
     default="",
     metavar="FOLDER|URL",
     help="Root of checkpoints, exports and stored weights: a folder or an fsspec URL (s3://bucket/runs). Default: the folder "
-    "of --directory, which otherwise keeps the ledger alone.",
+    "of --directory, which otherwise has the ledger alone.",
 )
 _address_option = click.option(
     "--coordinator",
@@ -154,7 +154,7 @@ directory_option = click.option(
 recorded_option = click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Read the records of this folder instead of asking a coordinator; default runs, when none answers.",
+    help="Read the records of this folder instead of calling a coordinator; default runs, if none answers.",
 )
 
 
@@ -164,7 +164,7 @@ def print_json(value: Any) -> None:
 
 
 def find_run(run: str, directory: Path) -> tuple[Path, str]:
-    """Return ledger file and id of a run that is named by its id or by its folder."""
+    """Return the ledger file and the id of a run that is named by its id or its folder."""
     folder = Path(run)
     if folder.is_dir() and (folder.resolve().parent / LEDGER_NAME).is_file():
         return folder.resolve().parent / LEDGER_NAME, folder.resolve().name
@@ -183,7 +183,7 @@ def _finite(value: Any) -> Any:
 
 
 def make_directory(directory: Path) -> None:
-    """Make the folder and those above it. Raises Unreadable when it cannot be made or nothing can be written there."""
+    """Make the folder and its parents. Raises Unreadable if it cannot be made or written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

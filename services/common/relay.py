@@ -1,8 +1,9 @@
-"""How large transfers reach a host: a worker's connection to the relay of its host, made when a run first needs it, and kept for as
-long as the worker lives; and the network interface (`--fabric`) of weights between hosts and of a learner's collectives.
+"""Paths of large transfers to a host: a worker's connection to its host's relay, made when a run first needs it and
+kept for the worker's life; and the network interface (`--fabric`) for weights between hosts and a learner's
+collectives.
 
-Hosts often have a slow network, by which they are named and found, and a fast one for data. Control stays on the first
-(`--host`, `--advertise-host`).
+Hosts often have a slow network, which has their names, and a fast one for data. Control stays on the first (`--host`,
+`--advertise-host`).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from paceline.spec import RunSpec
 
 FABRIC_VARIABLE = "PACELINE_FABRIC"
-"""Environment variable that stands for the option; a learner's ranks get the address by it."""
+"""Environment variable that stands for the option, and passes the address to a learner's ranks."""
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def fabric_address(fabric: str) -> str:
     """Return this host's address on `fabric`: an interface's name, an address of this host, or a network in CIDR
-    notation, of which this host has one address; empty for an empty one. Of an interface's addresses the first IPv4 one
-    is taken. Raises InvalidInput that names the interfaces of this host."""
+    notation with one address of this host; empty for an empty one. For an interface its first IPv4 address is taken.
+    Raises InvalidInput that names the interfaces of this host."""
     if not fabric:
         return ""
     by_interface = addresses_by_interface()
@@ -43,28 +44,28 @@ def fabric_address(fabric: str) -> str:
     try:
         network = ipaddress.ip_network(fabric, strict=False)
     except ValueError:
-        found = []
+        matching = []
     else:
         everything = [address for addresses in by_interface.values() for address in addresses]
-        found = [address for address in everything if ipaddress.ip_address(address) in network]
-    if len(found) == 1:
-        return found[0]
+        matching = [address for address in everything if ipaddress.ip_address(address) in network]
+    if len(matching) == 1:
+        return matching[0]
     named = "; ".join(f"{name} {', '.join(addresses)}" for name, addresses in by_interface.items())
     why = (
-        f"fits {len(found)} addresses of this host, {', '.join(found)}"
-        if found
-        else "is no interface, address or network of it"
+        f"fits {len(matching)} addresses of this host, {', '.join(matching)}"
+        if matching
+        else "is not an interface, address or network of it"
     )
     raise InvalidInput(f"--fabric {fabric!r} {why}; this host has {named}. Name one interface or its address")
 
 
 def addresses_by_interface() -> dict[str, list[str]]:
-    """Return the IP addresses of each interface of this host that has any, without link-local ones."""
-    found = {
+    """Return the IP addresses of each interface of this host, without link-local ones."""
+    by_interface = {
         name: [entry.address for entry in entries if entry.family in FAMILIES and "%" not in entry.address]
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: addresses for name, addresses in by_interface.items() if addresses}
 
 
 def _resolve(context: click.Context, option: click.Parameter, fabric: str) -> str:
@@ -91,14 +92,14 @@ fabric_option = click.option(
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0
-"""Seconds in which a relay has to be there; without one, weights come by the object store."""
+"""Seconds in which a relay has to appear; without one, weights come by the object store."""
 MAX_ZONE = 64
 
 log = logging.getLogger(__name__)
 
 
 class RelayConnection:
-    """The connection of one process. `host` is the address that a relay listens on, `advertised` that at which others reach it."""
+    """The connection of one process. `host` is the address that a relay listens on, `advertised` the others' address."""
 
     def __init__(self, coordinator: str, host: str, advertised: str) -> None:
         self._coordinator, self._host, self._advertised = coordinator, host, advertised
@@ -106,11 +107,11 @@ class RelayConnection:
 
     @property
     def identity(self) -> worker_pb2.HostAgent | None:
-        """The relay, for the control plane; None where there is none."""
+        """The relay, for the control plane; None if there is none."""
         return self._client.identity if self._client is not None else None
 
     def client(self) -> RelayClient:
-        """Return the connection, which may still be under way."""
+        """Return the connection, which may still be incomplete."""
         if self._client is None:
             name = socket_name(self._coordinator, self._host)
             zone = os.environ.get(ZONE_VARIABLE, "")
@@ -119,11 +120,11 @@ class RelayConnection:
         return self._client
 
     async def connected(self) -> RelayClient | None:
-        """Return the connection, once it is there; None, with a line in the log, if it does not come."""
+        """Return the connection once it is complete; None, with a log line, if that does not happen."""
         client = self.client()
         if await asyncio.to_thread(client.wait, WAIT_S):
             return client
-        log.warning("this host has no agent for weights after %.0f s; they come by the object store", WAIT_S)
+        log.warning("this host has no relay for weights after %.0f s; they come by the object store", WAIT_S)
         return None
 
     def close(self) -> None:
@@ -133,13 +134,15 @@ class RelayConnection:
 
 
 def goes_by_host(spec: RunSpec) -> bool:
-    """Return whether the run's weights are brought by hosts' relays, where there are any."""
+    """Return whether the run's weights come by hosts' relays if there are any."""
     return spec.weights.channel == "collective"
 
 
 def _set_zone(_context: click.Context, _option: click.Parameter, zone: str) -> None:
     if len(zone) > MAX_ZONE or not zone.isprintable():
-        raise click.UsageError(str(InvalidInput(f"--zone {zone[:80]!r} is no name of {MAX_ZONE} characters at most")))
+        raise click.UsageError(
+            str(InvalidInput(f"--zone {zone[:80]!r} is not a name of at most {MAX_ZONE} characters"))
+        )
     if zone:
         os.environ[ZONE_VARIABLE] = zone
 

@@ -1,6 +1,6 @@
-"""The options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of the first two
-a worker beyond loopback hides secrets from user code, if the kernel can (`choose_isolation`). One that cannot says so in its log, at its start and every ten minutes.
-"""
+"""Options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of
+the first two a worker beyond loopback hides secrets from user code if the kernel can (`choose_isolation`); otherwise
+its log warns of it at its start and every ten minutes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
     if is_required is None:
         return
     if is_required and (why := why_no_isolation()):
-        raise click.UsageError(
-            f"{option.opts[0]} cannot be kept here: {why}; docs/operate/security_setup.md says what it needs"
-        )
+        raise click.UsageError(f"{option.opts[0]} is impossible here: {why}; docs/operate/security_promises.md has its requirements")
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 
 
@@ -55,8 +53,8 @@ _require_option = click.option(
     envvar=VARIABLE,
     callback=_require,
     expose_value=False,
-    help="Run user code of bundles only, and only where secrets and other programs' credentials can be hidden from it (Linux 6.12); also "
-    f"{VARIABLE}=1. Or hide nothing; also {VARIABLE}=0. Default: where coordinator and worker are on loopback nothing is hidden; else the "
+    help="Run user code of bundles only, and only if secrets and other programs' credentials can be hidden from it (Linux 6.12); also "
+    f"{VARIABLE}=1. Or hide nothing; also {VARIABLE}=0. Default: if coordinator and worker are on loopback nothing is hidden; else the "
     "token, the certificates and other runs' bundles, if the kernel can.",
 )
 _pass_option = click.option(
@@ -65,7 +63,7 @@ _pass_option = click.option(
     metavar="NAME",
     callback=_pass,
     expose_value=False,
-    help="Environment variable that user code gets besides those that say how this host works; may be given several times.",
+    help="Environment variable for user code, besides those that describe this host; may be given several times.",
 )
 
 
@@ -75,9 +73,9 @@ def user_code_options(command: CommandT) -> CommandT:
 
 
 def choose_isolation(coordinator: str, host: str) -> str:
-    """Choose what is hidden from this process' user code, and log it. Return the warning of a worker beyond loopback
-    that can hide nothing; empty else. coordinator: HOST:PORT that it connects to; host: address that it listens on.
-    Raises click.ClickException where the folder of bundles is not known."""
+    """Choose what to hide from this process' user code, and log it. Return the warning of a worker beyond loopback that
+    cannot hide anything, else "". coordinator: HOST:PORT that it connects to; host: address that it listens on.
+    Raises click.ClickException if the folder of bundles is unknown."""
     address = FORM.fullmatch(coordinator)
     is_beyond = not (is_loopback(address[1] if address else coordinator) and is_loopback(host))
     is_chosen = bool(os.environ.get(VARIABLE))

@@ -1,1 +1,1 @@
-"""Requests and answers of the OpenAI API, which rollout workers and the sessions of agents speak; see docs/use/endpoint.md."""
+"""Requests and answers of the OpenAI API, for rollout workers and the conversations of agents; see docs/use/endpoint.md."""

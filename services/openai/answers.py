@@ -1,8 +1,8 @@
 """Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream.
 
 Each choice has an additional field `versions`, a list of [session, step, start, end): the weights of each range of
-tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has `completion`
-where the text that reward functions read is not its content alone: with reasoning, calls or the stop string.
+tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has
+`completion` if reward functions read more than its content: reasoning, calls or the stop string.
 """
 
 from __future__ import annotations
@@ -207,13 +207,12 @@ def message_of(choice: Choice, answer_id: str) -> Json:
 
 
 def reason_of(choice: Choice) -> str:
-    """Return why a choice of a chat ended: a choice that ended by itself after calls waits for their results."""
+    """Return the reason why a choice of a chat ended: one that ended by itself after calls waits for their results."""
     return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
 
 
 def call_id(call: ToolCall, answer_id: str, index: int, number: int) -> str:
-    """Return the id of a call, number `number` of choice `index`: its own, or one that is the same for the same answer, in a
-    stream and whole."""
+    """Return the id of call `number` of choice `index`: the call's, or one that is the same in a stream and whole."""
     return call.id or f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 

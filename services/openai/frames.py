@@ -1,4 +1,4 @@
-"""A choice of an answer, and the interface of the answer's shape: whole, or as the events of a stream. Each route has its own."""
+"""A choice of an answer, and the interface for each route's shape of answers: whole, or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.services.common.serving.json_http import error_answer
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt as a part of an answer, with its log-probabilities where they were requested."""
+    """The prompt as a part of an answer, with its log-probabilities if they were requested."""
 
     logprobs: Sequence[float] | None = None
     """[P] under the model at temperature 1; the first one is NaN."""
@@ -31,7 +31,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class Choice:
-    """A finished completion, cut at its stop string if it met one."""
+    """A finished completion, up to and including its stop string if it has one."""
 
     index: int
     prompt_ids: IntArray
@@ -45,7 +45,7 @@ class Choice:
     text: str
     """The whole completion, as reward functions read it."""
     echo: Echo | None = None
-    """Set when the answer begins with the prompt."""
+    """Set if the answer begins with the prompt."""
 
     @property
     def content(self) -> str:
@@ -73,7 +73,7 @@ class Delta:
     num_calls: int
     """Calls before these parts."""
     spans: tuple[VersionSpan, ...]
-    """Spans of the whole choice so far."""
+    """Spans of the whole choice until now."""
 
 
 def version_name(version: tuple[int, ...]) -> str:
@@ -99,7 +99,7 @@ class Frame:
     """The shape of one answer."""
 
     ends_with_mark = True
-    """True when a stream ends with the line `[DONE]`."""
+    """True if a stream ends with the line `[DONE]`."""
 
     def __init__(self, answer_id: str, run_id: str, at_first: Version) -> None:
         """`at_first` is the version when the request came."""
@@ -144,5 +144,5 @@ def usage(choices: Sequence[Choice]) -> Json:
 
 
 def ranges(spans: Iterable[VersionSpan]) -> list[list[int]]:
-    """Return version spans as the field `versions` has them."""
+    """Return version spans in the form of the field `versions`."""
     return [list(span) for span in spans]

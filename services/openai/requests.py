@@ -1,7 +1,7 @@
 """Requests in the shape of the OpenAI API, checked before anything is generated.
 
-Unsupported fields are refused by name, never ignored: a client that asked for a penalty and got none would not notice.
-Fields that change nothing about the completion (`user`, `metadata` …) are ignored.
+Unsupported fields are refused by name, never ignored, because a client would not notice the missing effect. Fields that
+change nothing about the completion (`user`, `metadata` …) are ignored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
 MAX_STOPS = 16
 MAX_CHOICES = 128
 GREEDY = 1e-4
-"""Temperature that stands for 0."""
+"""Temperature that replaces 0."""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "verbosity", "cache_salt", "priority",
 }  # fmt: skip
-"""Fields that change nothing about the tokens."""
+"""Fields that do not affect the tokens."""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "presence_penalty": (0,),
@@ -60,7 +60,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Fields of both kinds of request. None always means: as the run samples."""
+    """Fields of both kinds of request. None always means the run's value."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,7 +83,7 @@ class Ask(BaseModel):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    """True when the answer holds the token ids of prompt and completion."""
+    """True if the answer includes the token ids of prompt and completion."""
 
     @model_validator(mode="after")
     def _check(self) -> Ask:
@@ -100,7 +100,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; none where the run's apply."""
+        """Return the stop strings of the request; none if the run's apply."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -120,7 +120,7 @@ class CompletionAsk(Ask):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
     echo: bool | None = None
-    """True when the answer begins with the prompt; with `logprobs` it has the log-probabilities of the prompt too."""
+    """True if the answer begins with the prompt; with `logprobs` it has the log-probabilities of the prompt too."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionAsk:
@@ -166,9 +166,9 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False leaves reasoning in the content."""
     continue_final_message: bool | None = None
-    """Known of other servers. Here a last message of the assistant is always continued, and no other one is."""
+    """A field of other servers. Here a last message of the assistant is always continued, and no other one is."""
     add_generation_prompt: bool | None = None
-    """The opposite."""
+    """The opposite field."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatAsk:
@@ -228,8 +228,7 @@ class ToolChoice(NamedTuple):
     """What `tool_choice` allows."""
 
     kind: str
-    """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (at least one call) or `function` (a call of
-    `name`)."""
+    """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (calls) or `function` (a call of `name`)."""
     name: str = ""
 
 
@@ -239,7 +238,7 @@ AUTO, NONE, REQUIRED = ToolChoice("auto"), ToolChoice("none"), ToolChoice("requi
 def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     """Return the definitions in the API's form, `{"type": "function", "function": {...}}`, as templates take them.
 
-    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are no object.
+    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object.
     """
     if tools is not None and len(tools) > MAX_TOOLS:
         raise Unsupported(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are possible", "tools")
@@ -247,20 +246,20 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     for tool in tools or ():
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise Unsupported(f"tools has one that is no function: {tool!r:.80}", "tools")
+            raise Unsupported(f"tools has an entry that is not a function: {tool!r:.80}", "tools")
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise Unsupported(f"tools has a function with the name {name!r:.80}", "tools")
         if name in seen:
             raise Unsupported(f"tools has two functions with the name {name!r}; rename one", "tools")
         if not isinstance(function.get("parameters", {}), dict | None):
-            raise Unsupported(f"tools has a function {name!r} whose parameters are no JSON schema", "tools")
+            raise Unsupported(f"tools has a function {name!r} whose parameters are not a JSON schema", "tools")
         seen.add(name)
     return list(tools or ())
 
 
 def read_choice(choice: Any, tools: Sequence[Json]) -> ToolChoice:
-    """Return what `tool_choice` allows. Raises Unsupported for an unknown value or a function that `tools` does not have."""
+    """Return the calls that `tool_choice` allows. Raises Unsupported if it is unknown, or not in `tools`."""
     if choice is None:
         return AUTO if tools else NONE
     if choice in ("auto", "none"):

@@ -1,10 +1,10 @@
-"""`POST /v1/responses`: a request is read as the chat that it means. The server keeps nothing between two of them.
+"""`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between two of them.
 
-A request carries the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant
-are one message of the chat. What would need a memory of earlier answers is refused by name.
+A request has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant
+are one message of the chat. Features that would require earlier answers are refused by name.
 
-Every part of an answer is an item: reasoning, a message with one text, or a call. The typed events of a stream have running
-numbers; those of an item come in the order added, deltas, done. The last event has the whole answer.
+Every part of an answer is an item: reasoning, a message with one text, or a call. The typed events of a stream have
+running numbers; those of an item come in the order added, deltas, done. The last event has the whole answer.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Fields that are known and not supported, with the values that have no effect. Reasoning is in the answer as it is, so
-nobody needs it encrypted."""
+"""Unsupported fields, with the values without effect. The answer's reasoning is plain text, so no field encrypts it."""
 
 
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
-"""Fields of a response by those of the chat that it means."""
+"""Fields of a response by the equivalent fields of a chat."""
 
 
 class ResponsesAsk(BaseModel):
@@ -72,7 +71,7 @@ class ResponsesAsk(BaseModel):
     stream_options: Json | None = None
 
     def chat(self) -> ChatAsk:
-        """Return the chat that the request means. Raises Unsupported, InvalidInput."""
+        """Return the equivalent chat. Raises Unsupported, InvalidInput."""
         rest = dict(self.model_extra or {})
         for name, values in NEUTRAL.items():
             value = rest.pop(name, None)
@@ -99,33 +98,38 @@ class ResponsesAsk(BaseModel):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
-        said: Json | None = None
+        assistant: Json | None = None
         """The assistant's message that the next item may belong to."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
                 case "message" if item.get("role") != "assistant":
                     messages.append(_message(item))
-                    said = None
+                    assistant = None
                 case "message":
-                    if said is None or said["content"] or said["tool_calls"]:
-                        messages.append(said := _said())
-                    said["content"] = _message(item)["content"]
+                    if assistant is None or assistant["content"] or assistant["tool_calls"]:
+                        messages.append(assistant := _assistant_message())
+                    assistant["content"] = _message(item)["content"]
                 case "reasoning":
-                    if said is None or said["content"] or said["tool_calls"] or said["reasoning_content"]:
-                        messages.append(said := _said())
-                    said["reasoning_content"] = _reasoning(item)
+                    if (
+                        assistant is None
+                        or assistant["content"]
+                        or assistant["tool_calls"]
+                        or assistant["reasoning_content"]
+                    ):
+                        messages.append(assistant := _assistant_message())
+                    assistant["reasoning_content"] = _reasoning(item)
                 case "function_call":
-                    if said is None:
-                        messages.append(said := _said())
-                    said["tool_calls"].append(_call(item))
+                    if assistant is None:
+                        messages.append(assistant := _assistant_message())
+                    assistant["tool_calls"].append(_call(item))
                 case "function_call_output":
                     answered = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
                     messages.append({"role": "tool", **answered})
-                    said = None
+                    assistant = None
                 case _:
                     raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown here", "input")
-        return [message for message in messages if message != _said()]
+        return [message for message in messages if message != _assistant_message()]
 
 
 def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
@@ -139,7 +143,7 @@ def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
 
 @contextlib.contextmanager
 def fields_of_responses() -> Iterator[None]:
-    """Name the field of the request in errors about the chat that it means."""
+    """Name the field of the request in errors about the equivalent chat."""
     try:
         yield
     except Unsupported as error:
@@ -147,7 +151,7 @@ def fields_of_responses() -> Iterator[None]:
         raise
 
 
-def _said() -> Json:
+def _assistant_message() -> Json:
     return {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": []}
 
 
@@ -174,13 +178,15 @@ def _call(item: Json) -> Json:
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise Unsupported(f"tools has one of type {tool.get('type')!r:.60}; only functions are possible here", "tools")
+        raise Unsupported(
+            f"tools has an entry of type {tool.get('type')!r:.60}; only functions are possible here", "tools"
+        )
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
 
 def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> Any:
-    """Return the one key of a section that has an effect. Raises Unsupported for another one."""
+    """Return the one effective key of a section. Raises Unsupported for another one."""
     for other, value in (section or {}).items():
         if other != key and other not in ignored and value is not None:
             raise Unsupported(f"{name}.{other} is unknown; remove it (it is {value!r:.60})", name)
@@ -204,7 +210,7 @@ class ResponseAnswer(Frame):
         self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
-        """Items whose events are sent."""
+        """Items with sent events."""
         self._open: Json | None = None
         """The last of them, while its text grows."""
 
@@ -254,8 +260,8 @@ class ResponseAnswer(Frame):
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: PacelineError) -> list[Event]:
-        told = error_answer(error)[1]["error"]
-        return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
+        fields = error_answer(error)[1]["error"]
+        return [self._event("error", message=fields["message"], code=fields["code"], param=fields["param"])]
 
     def _begin_text(self, part: TextPart) -> list[Event]:
         item = self._item(TextPart("", part.reasoning), self._items)

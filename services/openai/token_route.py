@@ -1,7 +1,7 @@
-"""`POST /inference/v1/generate`: token ids in, token ids out, as vLLM has it for clients that render chats themselves.
+"""`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM, for clients that render chats themselves.
 
-The request is `{model, token_ids, sampling_params}`; each token of the answer has its log-probability, under the name
-`token_id:N` too, which is what such clients check.
+The request is `{model, token_ids, sampling_params}`; each token of the answer has its log-probability, also under the name
+`token_id:N`, which such clients check.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ NOT_IN_ANSWERS = (
     "detokenize",
     "routed_experts_prompt_start",
 )
-"""Fields of sampling_params that say how to write a text, or from where on to report the routes of experts: the answer has
-neither."""
+"""Fields of sampling_params for texts, or for reported routes of experts: the answer has neither."""
 
 
 class TokenAsk(Ask):
@@ -33,7 +32,7 @@ class TokenAsk(Ask):
     """`<run>` or `<run>@<version>`; empty is the served run."""
     token_ids: Annotated[Ids, Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """0 and 1 both give those of the sampled tokens, and none of others."""
+    """0 and 1 both give those of the sampled tokens only."""
     request_id: str | None = None
     output_mode: str | None = None
 

@@ -1,1 +1,1 @@
-"""The rollout service: leases in, groups out, weights received while it samples."""
+"""The rollout service: takes leases, submits groups, and receives weights while it samples."""

@@ -1,5 +1,5 @@
-"""Samples of a leased group: each completion is generated, or continued from the tokens of an earlier attempt. The chat template
-may be corrected on the disk meanwhile, and a worker's pace is measured for its heartbeats."""
+"""Samples leased groups: each completion is generated, or continued from the tokens of an earlier attempt. A chat
+template that is corrected on disk meanwhile is reloaded, and a worker's pace is measured for its heartbeats."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class TemplateFile:
         self._stamp = stamp(self._folder, FILES)
         self._lock = threading.Lock()
         self.reloads = 0
-        """Number of times that another template was taken: an attempt that began before one may fail by the old one."""
+        """Number of reloads of a changed template: an attempt that began before one may fail by the old template."""
 
     def reload(self, tokenizer: Any) -> bool:
-        """Give `tokenizer` the template that is on the disk now; return whether that is another one."""
+        """Set `tokenizer`'s template to the one on disk; return whether it changed."""
         with self._lock:
             now = stamp(self._folder, FILES)
             if now == self._stamp:
@@ -53,7 +53,7 @@ class TemplateFile:
                 return False
             tokenizer.chat_template = template
             self.reloads += 1
-        log.warning("the chat template in %s was changed and is read anew", self._folder)
+        log.warning("the chat template in %s was changed and is reloaded", self._folder)
         return True
 
 
@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended, `on_warning` what people have to
-    know of the run, once."""
+    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended, `on_warning` each
+    warning about the run, once."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class GroupSampler:
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run, which end external requests too."""
         self._request_ids: dict[str, None] = {}
-        """Requests that the engine works on."""
+        """Requests in the engine."""
         self.generated_tokens = 0
 
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
@@ -106,7 +106,7 @@ class GroupSampler:
         ]
 
     def abort(self) -> None:
-        """End all running samples as they are."""
+        """End all running samples with their tokens until now."""
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
@@ -138,13 +138,13 @@ class GroupSampler:
 
 
 def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
-    """Return whether the chat template opened the reasoning, in which completions of the prompt then begin."""
+    """Return whether the chat template opened the reasoning, so that completions of the prompt begin in it."""
     is_chat = not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
     return is_chat and opens_reasoning(tokenizer, prompt_ids)
 
 
 def warnings_of_opening(spec: RunSpec) -> list[str]:
-    """Return a warning for each reward that looks for the opening of the reasoning in completions, where prompts have it."""
+    """Return a warning for each reward that expects the reasoning's opening in completions, if prompts have it."""
     remedies = [
         (reward.label, f"leave {THINK} out of its pattern")
         for reward in spec.rewards
@@ -161,27 +161,27 @@ def warnings_of_opening(spec: RunSpec) -> list[str]:
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:
-    """Return the prompt's tokens and the completions that an earlier worker began; None where they cannot be used."""
+    """Return the prompt's tokens and the completions that an earlier worker began; None if they cannot be used."""
     reasons = lease.prefix_finish_reasons
     try:
         prompt_ids, begun = decode_completions(prefix, reasons, [""] * len(reasons))
     except WireError as error:
-        log.error("group %d begins anew: %s", lease.group_id, error)
+        log.error("group %d starts from the beginning: %s", lease.group_id, error)
         return None
     if len(begun) != lease.num_generations:
-        log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
+        log.error("group %d came with %d samples and starts from the beginning", lease.group_id, len(begun))
         return None
     return prompt_ids, begun
 
 
 class Pace:
-    """Pace since the last heartbeat. A worker begins without a lease."""
+    """A worker's pace since the last heartbeat. It begins without a lease."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._empty_since_s: float | None = clock()
         self._empty_s = 0.0
-        """Seconds without a lease in all, up to `_empty_since_s`."""
+        """Total seconds without a lease, up to `_empty_since_s`."""
         self._reported = (clock(), 0, 0.0)
         """Time, tokens and seconds without a lease at the last heartbeat."""
 

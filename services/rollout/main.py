@@ -93,7 +93,7 @@ def main(
             await worker.drain(grace_s)
             await worker.endpoint.close()
             await worker.membership.leave()
-            worker.agent.close()
+            worker.relay.close()
             for loop in loops:
                 loop.cancel()
 
@@ -101,7 +101,7 @@ def main(
     shut_down_tracing()
     from paceline.host.process import end_process
 
-    end_process()  # a thread that reads weights, which nobody waits for, does not survive the interpreter's finalisation
+    end_process()  # a thread that still reads weights, which nothing waits for, would not survive the interpreter's finalisation
 
 
 def _device(device: str) -> str:

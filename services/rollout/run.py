@@ -1,13 +1,13 @@
-"""A rollout worker's work on one run: request leases as there is room, generate, submit the groups.
+"""A rollout worker's work on one run: requests leases while there is room, generates, submits the groups.
 
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
-(`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that environment
-workers ask for (`services/rollout/servicer.py`).
+(`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that
+environment workers request (`services/rollout/servicer.py`).
 
-A lease has no deadline, because a long completion is no fault, and heartbeats go on while an engine hangs. So a probe tests
-whether it runs: a request of one token is submitted and aborted at once, which any engine answers between two decode steps,
-however long its queue is and whatever it generates.
+A lease has no deadline, because a long completion is no fault, and heartbeats continue while an engine hangs. So a hang
+probe tests the engine: a request of one token is submitted and aborted at once, which any engine answers between two
+decode steps, however long its queue and whatever its sequences.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RETURN_BYTES_PER_S = 8 << 20
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4
-"""Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
+"""Unforeseen errors in a row that count as faults of their groups; more of them count as a fault of the worker."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
@@ -69,7 +69,7 @@ class RolloutRun:
         engine: Engine,
         tokenizer: Any,
         directory: str,
-        agent: RelayClient | None = None,
+        relay: RelayClient | None = None,
     ):
         self.spec = spec
         self.run_id = run_id
@@ -86,7 +86,7 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = 0
-        """Turns of sessions that are being sampled."""
+        """Turns of conversations that are being sampled."""
         self._turn_tokens = 0
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
@@ -99,7 +99,7 @@ class RolloutRun:
         self._unexpected = 0
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
-        self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, agent)
+        self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, relay)
 
     @classmethod
     async def start(
@@ -109,10 +109,10 @@ class RolloutRun:
         member_id: str,
         membership: Membership,
         device: str,
-        agent: RelayClient | None = None,
+        relay: RelayClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store. Raises
-        InvalidInput for a model that cannot be used, EngineDied when the engine did not start."""
+        """Load tokenizer and engine; weights come later, from `relay` or from the object store. Raises InvalidInput for
+        a model that cannot be used, EngineDied if the engine did not start."""
         started_s = time.monotonic()
         log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
@@ -123,11 +123,11 @@ class RolloutRun:
             await engine.close()
             raise
         log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
-        return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, agent)
+        return cls(spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, relay)
 
     @property
     def generated_tokens(self) -> int:
-        """Return the tokens that this worker has generated for leases of the run and for sessions of its episodes."""
+        """Return the number of tokens that this worker has generated for leases of the run and turns of its episodes."""
         return self._sampler.generated_tokens + self._turn_tokens
 
     @property
@@ -184,10 +184,10 @@ class RolloutRun:
         await self._no_external.wait()
 
     async def _pause_requests(self, refusal: str) -> None:
-        """Wait before the next request for leases, because the exchange refuses one. Groups under way go on: if this
-        worker ended, they would be lost, and the end would count as their crash."""
+        """Wait before the next request for leases, because the exchange refused one. Groups in progress continue: if
+        this worker ended, they would be lost, and the end would count as their crash."""
         pause_s = self.refused_pause.next_s()
-        log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        log.error("the exchange refused the lease request, retrying in %.0f s: %s", pause_s, refusal)
         await self._await_room(pause_s)
 
     async def _await_room(self, timeout_s: float) -> None:
@@ -197,12 +197,12 @@ class RolloutRun:
                 await self._room.wait()
 
     async def _end_if_hung(self) -> None:
-        """Exit with status 1, as after a crash, because nothing else ends a hung engine. The coordinator counts the crash for
-        every group that this worker holds."""
+        """Exit with status 1, as after a crash, because nothing else ends a hung engine. The coordinator counts the
+        crash for every group that this worker holds."""
         stall_s = self.spec.policy.generation.stall_s
         await until_hung(self.engine, stall_s)
         log.critical(
-            "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s in hand; this worker ends, "
+            "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s leased; this worker ends, "
             "so that others get them",
             stall_s,
             sorted(self._running_by_group),
@@ -213,8 +213,8 @@ class RolloutRun:
 
     async def drain(self, grace_s: float) -> int:
         """Take no further lease; let running samples finish, then return the rest unfinished. Returns the number of
-        unfinished leases. External requests have the same time, and then end as they are. Returns within `grace_s`
-        seconds, also when no coordinator accepts the returned leases: it then notices the worker's silence."""
+        unfinished leases. External requests have the same time, and then end with their tokens until now. Returns
+        within `grace_s` seconds, even if no coordinator accepts them: then it notices the silence later."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -237,10 +237,9 @@ class RolloutRun:
         return 0
 
     async def generate_external(self, request: GenerationRequest) -> Completion:
-        """Generate a completion for a request from outside of the run: no lease, no token accounting. Raises the errors
-        of `Engine.generate`."""
+        """Generate a completion for an external request, without lease or accounting. Raises like `Engine.generate`."""
         if self.draining:
-            raise Unavailable("this worker is leaving; ask another")
+            raise Unavailable("this worker is leaving; try another")
         self._external[request.request_id] = None
         self._no_external.clear()
         try:
@@ -251,7 +250,7 @@ class RolloutRun:
                 self._no_external.set()
 
     async def generate_turn(self, request: GenerationRequest) -> Completion:
-        """Generate a turn of an episode, or its end after a prefix: the run's own work. Raises as `generate_external`."""
+        """Generate a turn of an episode, or its rest after a prefix, as work of the run. Raises like `Engine.generate`."""
         self._turns += 1
         self._note_occupancy()
         if self._turns == 1:
@@ -268,7 +267,7 @@ class RolloutRun:
         return completion
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion, as reward functions read it."""
+        """Return the text of a completion, as reward functions get it."""
         return self._sampler.text(completion)
 
     def gauges(self) -> dict[str, float]:
@@ -285,10 +284,8 @@ class RolloutRun:
         report = worker_pb2.RunReport(run_id=self.run_id, warning=text)
         await self._membership.report(worker_pb2.ConnectRequest(run_report=report))
 
-    # One group
-
     async def _generate(self, lease: pb.Lease, prefix: bytes | None) -> None:
-        """Generate the group of a lease, from the lease to the exchange's reply."""
+        """Generate a leased group, and submit or return it."""
         started_s = time.monotonic()
         try:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
@@ -322,7 +319,7 @@ class RolloutRun:
             return await self._sampler.sample(lease, prefix)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
-        """Return a group with an unforeseen error, as a fault of its data. Raises the error where the engine is the
+        """Return a group with an unforeseen error, as a fault of its data. Raises the error if the engine is the
         likelier cause: the engine does not answer, or several groups in a row had an error."""
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"
@@ -363,8 +360,8 @@ class RolloutRun:
         error: str = "",
         reason: str = "bad_prompt",
     ) -> None:
-        """Return a lease, with what was generated or with an error. With the reason `bad_prompt` or `prompt_too_long` no
-        other attempt would succeed; with an empty one another may."""
+        """Return a lease, with its generated tokens or an error. The reasons `bad_prompt` and `prompt_too_long` mean
+        that no other attempt would succeed, an empty reason that one may."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -401,8 +398,8 @@ class RolloutRun:
 
 
 async def _created(spec: RunSpec, device: str) -> Engine:
-    """Return a new engine. When the caller is cancelled, close the engine first: the thread that creates it goes on, and an engine
-    that nobody has keeps its processes and its memory."""
+    """Return a new engine. If the caller is cancelled, close the engine first, because the thread that creates it goes
+    on, and an unused engine keeps its processes and its memory."""
     creating = asyncio.create_task(asyncio.to_thread(create_engine, spec, device=device))
     try:
         return await asyncio.shield(creating)
@@ -414,7 +411,7 @@ async def _created(spec: RunSpec, device: str) -> Engine:
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:
-    """Return the seconds of a drain's grace that the return of up to so many tokens needs: half of the grace at most."""
+    """Return the seconds of a drain's grace that returning up to that many tokens needs: at most half of it."""
     return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)
 
 
@@ -423,7 +420,7 @@ PROMPT_IDS = np.zeros(1, np.int32)
 
 
 async def until_hung(engine: Engine, stall_s: float) -> None:
-    """Return when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
+    """Return when the engine has sequences to decode but has answered no hang probe for `stall_s` seconds; else never."""
     for number in itertools.count():
         await asyncio.sleep(stall_s / PROBES_PER_LIMIT)
         if engine.num_running and not await answers(engine, f"probe/{number}", stall_s):
@@ -431,7 +428,7 @@ async def until_hung(engine: Engine, stall_s: float) -> None:
 
 
 async def answers(engine: Engine, request_id: str, within_s: float) -> bool:
-    """Return whether the engine answers the probe `request_id` within so many seconds."""
+    """Return whether the engine answers the hang probe `request_id` within `within_s` seconds."""
     request = GenerationRequest(request_id, PROMPT_IDS, SamplingParams(max_new_tokens=1), seed=0)
     probe = asyncio.create_task(engine.generate(request))
     try:

@@ -1,9 +1,11 @@
-"""`RolloutService`: completions for any client of a rollout worker, and turns for the sessions of environment workers.
+"""`RolloutService`: completions for any client of a rollout worker, and turns for the conversations of environment
+workers.
 
-Requests of external clients wait behind the gate that they share with the HTTP endpoint (`services/rollout/openai/server.py`).
-Requests with a `session` are the run's own work: they enter the engine as leases do. A client that cancels its call, or
-whose connection breaks, ends the sequences of the call. No token is lost by a drain: what was sampled by its deadline is
-answered with the finish reason `abort`, and another worker goes on from there (`GenerateRequest.begun_ids`).
+Requests of external clients wait behind the gate that they share with the HTTP endpoint
+(`services/rollout/openai/server.py`). Requests with a `session` are turns of the run's episodes: they enter the engine
+as leases do. A client that cancels its call, or whose connection breaks, ends the sequences of the call. A drain loses
+no token: those sampled by its deadline are returned with the finish reason `abort`, and another worker continues from
+them (`GenerateRequest.begun_ids`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SESSION_CHARS = 256
 BEGUN_VERSION = Version(0, 0)
-"""Version of the tokens that a request brings; they are no part of the answer."""
+"""Version of the tokens in a request; they are not part of the answer."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -60,7 +62,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         number = request.n or 1
         if request.session:
-            # The caller then knows that a broken answer was one in the middle of sampling.
+            # Tells the caller that an interrupted answer was being sampled.
             await context.send_initial_metadata(ACCEPTED)
             completions = await gather_or_cancel(sample(index) for index in range(number))
         else:
@@ -101,7 +103,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None:
-    """Raises InvalidInput for a request whose numbers or texts are larger than anything that could be generated."""
+    """Raise InvalidInput for a request whose numbers or texts exceed anything that could be generated."""
     bounds = (
         ("n", request.n, MAX_CHOICES),
         ("the number of prompt_ids", len(request.prompt_ids), max_tokens),
@@ -117,29 +119,29 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 
 def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> None:
-    """Raises Conflict when the request wants another run or other weights than this worker has now. Steps of published
-    versions only grow, also from one session of the learner to the next, so the step comes first."""
+    """Raise Conflict if the request asks for another run or other weights than this worker has now. Steps of published
+    versions only grow, also from one session of the learner to the next, so they are compared first."""
     version = run.engine.version
     assert version is not None
     if request.run_id and request.run_id != run.run_id:
-        raise Conflict(f"this worker works on run {run.run_id}, not on {request.run_id:.100}; ask another")
+        raise Conflict(f"this worker works on run {run.run_id}, not on {request.run_id:.100}; try another")
     if request.HasField("pinned_version"):
         pinned = _version(request.pinned_version)
         if pinned != version:
-            raise Conflict(f"this worker holds version {tuple(version)}, not {tuple(pinned)}; ask another")
+            raise Conflict(f"this worker holds version {tuple(version)}, not {tuple(pinned)}; try another")
     if request.HasField("min_version"):
         oldest = _version(request.min_version)
         if (version.step, version.session) < (oldest.step, oldest.session):
             raise Conflict(
-                f"this worker holds version {tuple(version)}, older than {tuple(oldest)}; ask another or later"
+                f"this worker holds version {tuple(version)}, older than {tuple(oldest)}; try another, or later"
             )
 
 
 def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersion) -> None:
-    """Raises Conflict when weights changed while a request of an evaluation ran."""
+    """Raise Conflict if weights changed during a request of an evaluation."""
     spans = {Version(span.session, span.step) for each in completions for span in each.spans}
     if others := spans - {_version(pinned), BEGUN_VERSION}:
-        raise Conflict(f"this worker took version {tuple(max(others))} meanwhile; ask another")
+        raise Conflict(f"this worker received version {tuple(max(others))} meanwhile; try another")
 
 
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:
@@ -169,7 +171,7 @@ def _begun(request: rollout_pb2.GenerateRequest) -> Completion | None:
     if wrong := [token_id for token_id in request.begun_ids if not 0 <= token_id <= MAX_ID]:
         raise InvalidInput(f"begun_ids holds {wrong[0]}, must be token ids from 0")
     span = VersionSpan(*BEGUN_VERSION, 0, number)
-    # Engines read ids alone; the log-probabilities of these tokens stay with the caller.
+    # Engines use only the ids; the caller keeps the log-probabilities of these tokens.
     return Completion(np.array(request.begun_ids, np.int32), np.zeros(number, np.float32), (span,), "abort")
 
 

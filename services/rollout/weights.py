@@ -1,8 +1,8 @@
-"""The way of weights to a rollout worker's engine: versions in the memory of its host or in the object store, the
-swap, the answer to the learner.
+"""Brings weights to a rollout worker's engine: versions in the memory of its host or in the object store, the swap, the
+answer to the learner.
 
 Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which
-swaps between two decode steps. The engine's version only ever grows.
+swaps between two decode steps. The engine's version only grows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from paceline.weights.store.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
-"""Seconds between two reports on weights that are being received or loaded; a quarter of the learner's patience at
-most."""
+"""Seconds between two reports on weights that are received or loaded; at most a quarter of the allowed silence."""
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
     "loading": worker_pb2.WEIGHT_PHASE_LOADING,
@@ -49,9 +48,9 @@ class RolloutWeights:
         engine: Engine,
         max_wait_s: float,
         store_url: str,
-        agent: RelayClient | None = None,
+        relay: RelayClient | None = None,
     ):
-        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent."""
+        """`store_url` is the folder of the run's stored weights, `relay` the connection to this host's relay."""
         self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
@@ -61,19 +60,19 @@ class RolloutWeights:
         self._report_s = min(REPORT_S, max_wait_s / 4)
         self._last_yes: worker_pb2.WeightAck | None = None
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
-        self._agent = agent
+        self._relay = relay
         self._host_receiver: HostReceiver | None = None
-        if agent is not None:
+        if relay is not None:
             self._host_receiver = HostReceiver(
                 run_id=run_id,
-                client=agent,
+                client=relay,
                 on_weights=self._on_weights,
                 on_ack=lambda version, ok, message, transfer: self._on_ack(version, ok, message, transfer=transfer),
-                on_agent=self._report_agent,
+                on_relay=self._report_relay,
             )
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:
-        """Take the coordinator's plan of where this host's agent reads a version."""
+        """Pass on the coordinator's plan, which tells this host's relay where to read a version."""
         if self._host_receiver is None:
             return
         try:
@@ -85,8 +84,8 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """Take the learner's offer of a version in the object store. An invalid offer is answered with an error, as is
-        one that fails later."""
+        """Accept the learner's offer of a version in the object store. An invalid offer is answered with an error, as
+        is one that fails later."""
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
@@ -100,7 +99,7 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     async def report_progress(self) -> None:
-        """Tell the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
+        """Tell the learner that weights are being received or loaded, as long as they are. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._report_s)
             by_host = self._host_receiver.at_work if self._host_receiver is not None else ()
@@ -132,10 +131,8 @@ class RolloutWeights:
         if self._host_receiver is not None:
             self._host_receiver.close()
 
-    # On the receivers' threads
-
     def _on_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
-        # The agent and the store may bring weights at the same time. Other processes may receive into the segment.
+        # The relay and the object store may bring weights at once, and others may receive into the segment.
         with self._swapping, weights.reading() if isinstance(weights, HostWeights) else nullcontext():
             serving = self._engine.version
             if serving is not None and version <= serving:
@@ -144,12 +141,12 @@ class RolloutWeights:
                 raise Conflict(f"{tuple(version)} came after {tuple(serving)}, which this worker serves already")
             started_s = time.monotonic()
             swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
-            # The engine answers or raises; the learner has its own deadline.
+            # The engine answers or raises; the learner has a separate deadline.
             self._pause_s = swap.result()
             self._swap_s = time.monotonic() - started_s
 
-    def _report_agent(self) -> None:
-        if self._agent is not None and (identity := self._agent.identity) is not None:
+    def _report_relay(self) -> None:
+        if self._relay is not None and (identity := self._relay.identity) is not None:
             report = self._membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             asyncio.run_coroutine_threadsafe(report, self._loop)
 

@@ -1,9 +1,9 @@
-"""The rollout service: it takes leases, submits groups, and receives weights while it samples.
+"""The rollout service: takes leases, submits groups, and receives weights while it samples.
 
 `RolloutWorker` is a member of the pool; `services/rollout/run.py` is its work on one run, `services/rollout/servicer.py`
 answers `RolloutService`. Started by `paceline serve rollout` (also `paceline-rollout`). Workers of one run may have different
-engines and sizes (`--engine KEY=VALUE`): only keys of `policy.generation` that say how a worker computes can differ; what it
-samples from is the run's.
+engines and sizes (`--engine KEY=VALUE`): only keys of `policy.generation` for how a worker computes may differ; the distribution
+that it samples from is the run's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 class RolloutWorker:
     """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
-    for as long as the run is assigned; `pause` is that backoff. `host` is this machine's address for weights, `bind`
+    as long as the run is assigned; `pause` is that back-off. `host` is this machine's address for weights, `bind`
     the one to listen on, if another."""
 
     def __init__(
@@ -50,17 +50,17 @@ class RolloutWorker:
         self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        self.membership = Membership(coordinator, self._hello, self.on_directive, self._gauges)
         self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator)
         self.drained = asyncio.Event()
         self._host = host
-        self.agent = RelayConnection(coordinator, bind or host, host)
-        """Connection to the agent that brings weights to this host."""
+        self.relay = RelayConnection(coordinator, bind or host, host)
+        """Connection to this host's relay, which brings weights."""
         self._device = device
         self.cpu_chosen = False
-        """True when the service was started with --device cpu."""
+        """True if the service was started with --device cpu."""
         self.engine_settings: Sequence[str] = ()
-        """Settings of this worker's engine in place of the run's (`with_engine_settings`)."""
+        """Settings of this worker's engine that replace the run's (`with_engine_settings`)."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
@@ -68,7 +68,7 @@ class RolloutWorker:
 
     @property
     def served(self) -> RolloutRun | None:
-        """The run that callers are answered from: the current one, else the last one."""
+        """The run that serves callers: the current one, else the last one."""
         return self._run or self._ended_run
 
     async def work(self) -> None:
@@ -104,7 +104,7 @@ class RolloutWorker:
                 await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
-        """Finish what is possible in `grace_s` seconds and return the rest; return the number of unfinished leases."""
+        """Finish as much as possible in `grace_s` seconds and return the rest; return the number of unfinished ones."""
         run = self.served
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()
@@ -150,20 +150,20 @@ class RolloutWorker:
                 spec = with_engine_settings(spec_of(assignment), self.engine_settings)
                 if self._device == "cpu" and not self.cpu_chosen:
                     refuse_cpu(spec.cluster, "rollout")
-                agent = await self.agent.connected() if goes_by_host(spec) else None
-                run = await RolloutRun.start(spec, assignment, self.member_id, self.membership, self._device, agent)
-                if agent is not None and (identity := agent.identity) is not None:
+                relay = await self.relay.connected() if goes_by_host(spec) else None
+                run = await RolloutRun.start(spec, assignment, self.member_id, self.membership, self._device, relay)
+                if relay is not None and (identity := relay.identity) is not None:
                     await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             except EngineDied:
                 raise
-            except Exception as error:  # what cannot be loaded now may be there later; an exit would not help
+            except Exception as error:  # retried, because missing files may appear later; an exit would not help
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 await asyncio.sleep(self._set_up_pause.next_s())
             else:
                 await self.assigned.set_up()
                 return run
 
-    async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+    async def on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         run = self._run
         match directive.WhichOneof("directive"):
             case "welcome":
@@ -197,7 +197,7 @@ class RolloutWorker:
             protocol=PROTOCOL,
             http_address=self.http_address,
         )
-        if (identity := self.agent.identity) is not None:
+        if (identity := self.relay.identity) is not None:
             hello.host_agent.CopyFrom(identity)
         if self._run is not None and self._run.engine.version is not None:
             hello.run_id = self._run.run_id
@@ -209,8 +209,7 @@ class RolloutWorker:
 
 
 async def _ended(cancelled: asyncio.Task[None]) -> None:
-    """Wait for a task that was cancelled. Raises the task's error, and CancelledError only if the caller is cancelled
-    too."""
+    """Wait for a task that was cancelled. Raises the task's error, and CancelledError only if the caller is cancelled."""
     try:
         await cancelled
     except asyncio.CancelledError:
@@ -245,7 +244,7 @@ def check_settings(_context: click.Context, _option: click.Parameter, settings: 
 
 
 def with_engine_settings(spec: RunSpec, settings: Sequence[str]) -> RunSpec:
-    """Return the spec with the worker's own engine settings. A worker with another backend than vLLM drops the run's vLLM
+    """Return the spec with the worker's engine settings. A worker with another backend than vLLM drops the run's vLLM
     settings. Raises InvalidInput for a combination that no spec may have."""
     if not settings:
         return spec

@@ -59,7 +59,7 @@ def make_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_spec_in() -> Callable[[Path], Callable[..., RunSpec]]:
-    """`make_spec_in(folder)` is what `make_spec` is, with the model's config in `folder`."""
+    """`make_spec_in(folder)` is like `make_spec`, with the model's config in `folder`."""
     return spec_maker
 
 
@@ -125,9 +125,8 @@ async def start_engine() -> AsyncIterator[Callable[[RunSpec], Engine]]:
 def vllm_engine(
     make_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], Engine]]:
-    """`vllm_engine()`: an engine as `make_spec(make_model(), backend="vllm")` has it, kept from test to test, since it
-    takes long to start; a new one after somebody closed it.
-    """
+    """`vllm_engine()`: an engine of `make_spec(make_model(), backend="vllm")`, shared by tests because it starts slowly; a new
+    one after a test closed it."""
     engines: list[Any] = []
 
     def get() -> Engine:
@@ -143,7 +142,7 @@ def vllm_engine(
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """`await until(lambda: …)`: goes on when it holds, fails after a minute."""
+    """`await until(lambda: …)`: returns when it holds, fails after a minute."""
 
     async def wait(holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):

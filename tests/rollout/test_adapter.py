@@ -1,4 +1,4 @@
-"""Engines under a LoRA run: what they sample from is the merged model, version by version."""
+"""Engines under a LoRA run: they sample from the merged model, version by version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.spec import LoraSection, RunSpec
 from paceline.weights.format.lora_names import FINGERPRINT, fingerprint
 from paceline.weights.model_layout import meta_layout, read_config
 
-# PeftModel, the oracle here, asks transformers by an old name.
+# PeftModel, the reference here, uses an old name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -44,7 +44,7 @@ def model(kind: Any, make_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def lora_spec(make_spec_in: Callable[[Path], Callable[..., RunSpec]]) -> Callable[..., RunSpec]:
-    """`lora_spec(folder, model, backend, **policy)`. The base is saved whole: that is where the engine has it from."""
+    """`lora_spec(folder, model, backend, **policy)`. The whole base is saved, because the engine reads it from there."""
 
     def make(folder: Path, model: Any, backend: str = "native", **policy: Any) -> RunSpec:
         spec = make_spec_in(folder)(model, backend=backend)
@@ -80,7 +80,7 @@ def engine(
 
 
 def make_adapter(model: Any, seed: int, targets: Any = "all-linear") -> tuple[dict[str, torch.Tensor], Any]:
-    """(what a learner would publish, the model with that adapter merged by peft)."""
+    """(the adapter that a learner would publish, the model with that adapter merged by peft)."""
     import copy
 
     config = LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=targets)
@@ -174,11 +174,11 @@ def test_an_engine_that_takes_whole_weights_gets_the_merged_models(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda a: a.pop(FINGERPRINT), "no adapter's weights"),
+        (lambda a: a.pop(FINGERPRINT), "these weights are not an adapter"),
         (lambda a: a.update({FINGERPRINT: a[FINGERPRINT] ^ 1}), "another base"),
         (lambda a: a.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is not one of a pair"),
         (lambda a: a.pop(next(n for n in a if "lora_B" in n)), "is not one of a pair"),
-        (lambda a: _rename(a, "q_proj", "x_proj"), "no linear layer of this model"),
+        (lambda a: _rename(a, "q_proj", "x_proj"), "not a linear layer of this model"),
         (lambda a: _change(a, "lora_A", lambda t: t[:2]), r"shapes \(2, 32\)"),
         (lambda a: _change(a, "lora_B", lambda t: t * float("nan")), "NaN or infinite"),
     ],

@@ -19,7 +19,7 @@ from paceline.spec import RunSpec
 from paceline.weights.hosts.host_weights import HostWeights, SegmentPair, State
 
 ENDLESS = 4000
-"""More tokens than any test waits for: it aborts or closes, so no outcome depends on how fast the engine is."""
+"""More tokens than any test waits for: it aborts or closes, so no outcome depends on the engine's speed."""
 FIRST = Version(1, 0)
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 LETTERS = "abcdefghijklmnopqrstuvw"

@@ -1,4 +1,4 @@
-"""A run whose rollout workers come and go: real services, and the questions that tests ask of them."""
+"""A run whose rollout workers join and leave: real services, and the checks of the tests."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from paceline.weights.hosts.local_socket import LABEL_VARIABLE
 
 HERE = Path(__file__).parent
 DEADLINE_S = 600.0
-"""For anything that must happen; what takes longer is called a hang."""
+"""Deadline for anything that must happen; a longer wait counts as a hang."""
 PROMPT = "07+45="
 PROMPTS, STEP_S = 8, 0.4
 """Groups of a step, and seconds that their rewards take, one after the other."""
 LOGPROB_TOLERANCE = 2e-4
-"""In nats, between the native engine's batched float32 forward pass and transformers' own."""
+"""In nats, between the native engine's batched float32 forward pass and transformers'."""
 
 
 class Hang(AssertionError):
-    """Something that had to happen did not."""
+    """An expected event did not happen."""
 
 
 def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S, pause_s: float = 0.05) -> Any:
-    """Polls until `found` returns something true, and returns that. Raises Hang."""
+    """Poll until `found` returns something true, and return that. Raises Hang."""
     pause, end_s = threading.Event(), time.monotonic() + deadline_s
     while not (value := found()):
         if time.monotonic() > end_s:
@@ -60,8 +60,8 @@ def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S, p
 
 
 class Worker:
-    """A rollout service; a faulty one harms itself when it is told to. `prefix` is a program that becomes it. It is on a host
-    of its own, or on the learner's."""
+    """A rollout service; a faulty one harms itself on orders. `prefix` is a program that becomes it. It is on a
+    separate host, or on the learner's."""
 
     def __init__(
         self,
@@ -93,26 +93,27 @@ class Worker:
             )
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to the process."""
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
     def arm(self, phase: str, signal_name: str) -> None:
-        """Makes it harm itself in that phase of its next transfer."""
+        """Order it to harm itself in that phase of its next transfer."""
         orders = {"phase": phase, "signal": signal_name, "report": str(self._report)}
         self._orders.write_text(json.dumps(orders))
         self.send(signal.SIGUSR1)
 
-    def arm_agent(self, phase: str, signal_name: str, target: str) -> None:
-        """Makes its host's agent harm itself in that phase of its next version, and this worker if `target` is `host`."""
-        agent_orders = self._orders.with_suffix(".agent-orders")
+    def arm_relay(self, phase: str, signal_name: str, target: str) -> None:
+        """Order its host's relay to harm itself in that phase of its next version, and this worker if `target` is
+        `host`."""
+        relay_orders = self._orders.with_suffix(".relay-orders")
         orders = {"phase": phase, "signal": signal_name, "report": str(self._report), "target": target}
-        agent_orders.write_text(json.dumps(orders))
+        relay_orders.write_text(json.dumps(orders))
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.agent_pid(), signal.SIGUSR1)
+            os.kill(self.relay_pid(), signal.SIGUSR1)
 
-    def agent_pid(self) -> int:
-        """Process id of its host's newest agent."""
-        return int(self._orders.with_suffix(".agent-pid").read_text())
+    def relay_pid(self) -> int:
+        """Process id of its host's newest relay."""
+        return int(self._orders.with_suffix(".relay-pid").read_text())
 
     def struck_at_s(self) -> float:
         """Wall-clock time of the fault; 0 before."""
@@ -121,7 +122,7 @@ class Worker:
         return float(json.loads(lines[-1])["time"])
 
     def end(self) -> None:
-        """Kills it, whatever it is doing."""
+        """Kill it, whatever its state."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait(DEADLINE_S)
@@ -150,7 +151,7 @@ class Sampled:
     greedy: list[int]
     random: list[int]
     logprobs: list[float]
-    """Of the tokens of `random`."""
+    """Log-probabilities of the tokens of `random`."""
 
     def difference(self, reference: Reference) -> str:
         """Describe the difference from the expected answer under these weights; empty if there is none."""
@@ -164,7 +165,7 @@ class Sampled:
 
 
 class ElasticRun:
-    """A coordinator, a reward worker, a learner of some ranks, and rollout workers that the test starts itself."""
+    """A coordinator, a reward worker, a learner of some ranks, and rollout workers that the test starts."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class ElasticRun:
         self.cluster.stop()
 
     def start_worker(self, faulty: bool = False, prefix: Sequence[str] = (), beside_learner: bool = False) -> Worker:
-        """One more rollout worker."""
+        """Start one more rollout worker."""
         name = f"elastic-{self._number}"
         self._number += 1
         log = self.directory / "runs" / "logs" / f"{name}.log"
@@ -210,18 +211,16 @@ class ElasticRun:
         return self.workers[name]
 
     def end_worker(self, worker: Worker) -> None:
-        """Kills a worker and forgets it."""
+        """Kill a worker and drop it."""
         worker.end()
         self.workers.pop(worker.name, None)
 
-    # Reports of other services
-
     def step(self) -> int:
-        """Steps trained."""
+        """Number of trained steps."""
         return int(self.client.get(self.run_id).step)
 
     def member(self, worker: Worker) -> Any:
-        """The coordinator's entry for a worker; None while there is none."""
+        """The coordinator's entry for a worker; None if there is none."""
         found = [m for m in self.client.members() if m.member_id.startswith(f"{worker.name}-")]
         return found[0] if found else None
 
@@ -233,7 +232,7 @@ class ElasticRun:
         return Version(member.version.session, member.version.step)
 
     def member_events(self, worker: Worker) -> list[str]:
-        """Return the fate of a worker, by the run's events."""
+        """Return the run's events about a worker."""
         with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
             events = [json.loads(e["json"]) for e in ledger.events(self.run_id, 0) if e["kind"] == "member"]
         return [event["what"] for event in events if event["member_id"].startswith(f"{worker.name}-")]
@@ -251,7 +250,7 @@ class ElasticRun:
         return [line for line in self._metrics if line["kind"] == kind]
 
     def step_begun_after(self, time_s: float) -> float:
-        """Start of the first recorded step that began after the wall-clock instant `time_s`; 0 when there is none yet."""
+        """Start of the first recorded step that began after the wall-clock instant `time_s`; 0 if there is none yet."""
         for line in self.metrics("train"):
             begun_s = float(line["time"] - line["step_s"] - line.get("publish_wait_s", 0.0))
             if begun_s > time_s:
@@ -268,10 +267,8 @@ class ElasticRun:
             return [c.pid for c in children if "paceline.services.learner.rank" in " ".join(c.cmdline())]
         return []
 
-    # The right weights
-
     def hold(self) -> Version:
-        """Pauses the run and returns the version at which the learner stands."""
+        """Pause the run and return the learner's version."""
         self.client.pause(self.run_id)
         seen: list[tuple[Version, float]] = []
 
@@ -282,19 +279,19 @@ class ElasticRun:
             version = Version(status.version.session, status.version.step)
             if not seen or seen[-1][0] != version:
                 seen.append((version, time.monotonic()))
-            # The batch of one more step may have been given out before the pause.
+            # The batch of one more step may have been sent before the pause.
             return version if time.monotonic() - seen[-1][1] > 1.0 else None
 
         version: Version = until("the learner waits", settled)
         return version
 
     def exported(self) -> Reference:
-        """The learner's weights, as they are now."""
+        """The learner's present weights."""
         order = learner_pb2.ExportRequest(name="now")
         return Reference(Path(until("an export", lambda: self._learner("Export", order)).path))
 
     def sampled(self, worker: Worker) -> Sampled:
-        """A greedy and a random sample, both whole under one version: the one that the worker says it has."""
+        """A greedy and a random sample, each entirely under one version: the one that the worker reports."""
         member = self.member(worker)
 
         def both() -> Sampled | None:
@@ -326,7 +323,7 @@ class ElasticRun:
         return f"{worker.name}: {difference}" if difference else ""
 
     def replayed(self, step: int) -> Reference:
-        """The weights after `step` steps, trained once more from the record by `paceline replay`."""
+        """The weights after `step` steps, trained again from the recorded run by `paceline replay`."""
         output = self.directory / f"replay-{step}-{time.monotonic_ns()}"
         with contextlib.closing(Ledger(self.cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
             rows = ledger.db.execute(
@@ -353,7 +350,7 @@ class ElasticRun:
 
     @contextlib.contextmanager
     def learner_status(self) -> Iterator[Callable[[], Any]]:
-        """Return a function that asks the learner what it does, without the coordinator."""
+        """Return a function that asks the learner for its status, without the coordinator."""
         (address,) = {m.address for m in self.client.members() if m.role == Role.Value("ROLE_LEARNER") and m.address}
         with open_channel(address) as channel:
             stub = learner_pb2_grpc.LearnerServiceStub(channel)
@@ -371,8 +368,8 @@ class ElasticRun:
 def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> RunSpec:
     """A model of some megabytes, so that a version is several buckets, on the task of the demo.
 
-    The reward takes its time, so that a step takes a little more than `step_s` whatever the processor, and leaves some of
-    it to the workers that start.
+    The reward takes its time, so that a step takes a little more than `step_s` whatever the processor, and leaves some
+    of it to the workers that start.
     """
     directory.mkdir(parents=True, exist_ok=True)
     make_model(directory / "model", seed=0, hidden=128, layers=4, heads=4)
@@ -403,7 +400,7 @@ def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> 
             "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 2.0},
             "rewards": [{"function": f"{reward}:digits"}],
             "weights": {"max_wait_s": max_wait_s},
-            # The judge replays from one of them, and compares with exports.
+            # The test replays from one of them, and compares with exports.
             "checkpointing": {"save_period": 10, "keep_top_k": 20, "export_dtype": "float32"},
             "logger": {"tensorboard": False},
         }

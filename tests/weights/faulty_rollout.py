@@ -2,10 +2,10 @@
 
     PACELINE_FAULT=/path/of/orders.json python faulty_rollout.py OPTIONS…
 
-At SIGUSR1 it reads the orders: `{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}`. `phase` is where it happens:
-`form` when the coordinator has planned a version for its host; `transfer` when its host's agent has news of it; `answer` with the new weights in use and the acknowledgement not yet
-sent. Its host's agent is `faulty_agent.py`. `signal` is what the process does to itself there, or `wait`: then it stands still until
-SIGUSR2. Just before, one line of JSON is appended to the report.
+At SIGUSR1 it reads the orders: `{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}`. `phase` is the moment:
+`form` when the coordinator has planned a version for its host; `transfer` when its host's relay has news of it; `answer` with the new weights in use and the acknowledgement not yet
+sent. Its host's relay is `faulty_relay.py`. `signal` is what the process sends itself then, or `wait`: then it blocks until
+SIGUSR2. Just before, it appends one line of JSON to the report.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ orders: dict[str, str] = {}
 
 
 def arm(*_: object) -> None:
-    """From now on the next moment of the ordered phase is the one."""
+    """Strike at the next moment of the ordered phase."""
     orders.update(json.loads(ORDERS.read_text()))
     armed.set()
 
 
 def strike(phase: str) -> None:
-    """Harms this process, once, if it is armed for this phase."""
+    """Harm this process, once, if it is armed for this phase."""
     if not armed.is_set() or orders["phase"] != phase:
         return
     armed.clear()
@@ -52,7 +52,7 @@ def strike(phase: str) -> None:
 
 
 class FaultyHostReceiver(HostReceiver):
-    """What a host's agent brings, with the moments of all phases."""
+    """The receiver of a host's weights, with the moments of all phases."""
 
     def __init__(self, **settings: Any) -> None:
         answer = settings.pop("on_ack")
@@ -76,9 +76,9 @@ class FaultyHostReceiver(HostReceiver):
 
 
 def main() -> None:
-    """Serves, with the seams in place."""
+    """Serve, with the faulty classes in place."""
     paceline.services.rollout.weights.HostReceiver = FaultyHostReceiver  # type: ignore[misc]
-    paceline.weights.hosts.client.MODULE = "faulty_agent"
+    paceline.weights.hosts.client.MODULE = "faulty_relay"
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
     paceline.services.rollout.main.main()

@@ -1,5 +1,5 @@
-"""Weights by host over the death of a coordinator: the next one knows no plan and no version, and every host gets its weights
-all the same."""
+"""Weights by host across the death of a coordinator: the next one has no plan and no version, and every host still gets
+its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 
 
 class Restarts:
-    """A run with a worker on the learner's host and one on a host of its own."""
+    """A run with a worker on the learner's host and one on a separate host."""
 
     def __init__(self, run: ElasticRun) -> None:
         self.run = run
@@ -48,7 +48,7 @@ class Restarts:
             until("the step is over", lambda: status().version.step == step + 1)
 
     def check(self) -> None:
-        """Wait until the run goes on, and all workers sample with the learner's weights."""
+        """Wait until the run continues, and all workers sample with the learner's weights."""
         until("the coordinator is back", self._is_back)
         step = self.run.step()
         until("two more steps", lambda: self.run.step() >= step + 2)
@@ -79,11 +79,11 @@ def test_killed_before_it_could_plan_a_version_that_the_learner_stages(restarts:
 
 
 def test_killed_while_a_version_is_on_its_way_to_a_host(restarts: Restarts) -> None:
-    restarts.far.arm_agent("transfer", "SIGSTOP", "agent")
-    until("the agent stands still", restarts.far.struck_at_s)
+    restarts.far.arm_relay("transfer", "SIGSTOP", "agent")
+    until("the relay is stopped", restarts.far.struck_at_s)
     restarts.kill_coordinator()
     with contextlib.suppress(ProcessLookupError):  # its worker may have replaced it
-        os.kill(restarts.far.agent_pid(), signal.SIGCONT)
+        os.kill(restarts.far.relay_pid(), signal.SIGCONT)
     restarts.check()
 
 

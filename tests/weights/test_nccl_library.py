@@ -1,4 +1,4 @@
-"""NCCL's interface by its contract: a library that takes the calls as NCCL documents them, and a machine without one."""
+"""NCCL's interface by its contract: a library that accepts the documented calls, and a machine without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ID = bytes(range(UNIQUE_ID_BYTES))
 
 
 class Recorded:
-    """A C library that keeps what it is called with. `state` is the communicator's, `result` what a call returns."""
+    """A C library that records its calls. `state` is the communicator's, `result` a call's result."""
 
     def __init__(self) -> None:
         self.state, self.result = IN_PROGRESS, SUCCESS

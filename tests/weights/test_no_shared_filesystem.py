@@ -1,5 +1,6 @@
-"""A worker without an agent that joins a run whose store it cannot read, as on another host without `weights.store`: it is named
-with what helps, and the run goes on without it. The other host is a mount namespace in which the runs' directory is empty."""
+"""A worker without a relay that joins a run whose store it cannot read, as on another host without `weights.store`: it
+is named with the remedy, and the run continues without it. The other host is a mount namespace in which the runs'
+directory is empty."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def elsewhere(directory: Path) -> tuple[str, ...]:
-    """Return the command that makes a program see `directory` empty. Skips the test where the kernel does not let us."""
+    """Return the command for a program that sees `directory` empty. Skips the test if the kernel does not permit it."""
     prefix = (*NAMESPACE, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "seen").touch()
@@ -28,7 +29,7 @@ def elsewhere(directory: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_a_joiner_with_neither_agent_nor_store_is_named_with_what_helps(tmp_path: Path) -> None:
+def test_a_joiner_with_neither_relay_nor_store_is_named_with_what_helps(tmp_path: Path) -> None:
     prefix = ("env", f"{FOLDER_VARIABLE}=/proc/nowhere", *elsewhere(tmp_path / "runs"))
     with ElasticRun(tmp_path, ranks=1, steps=1_000_000) as run:
         first = run.start_worker()
@@ -45,5 +46,5 @@ def test_a_joiner_with_neither_agent_nor_store_is_named_with_what_helps(tmp_path
         assert f"{joiner.name}-" in refusals()[0]
         assert "a worker that does not share it cannot read them; set weights.store" in refusals()[0]
         step = run.step()
-        until("the run goes on", lambda: run.step() > step + 2)  # the others are not held up
+        until("the run goes on", lambda: run.step() > step + 2)  # the others are not delayed
         assert not run.version(joiner)

@@ -1,7 +1,7 @@
 """Receivers and a learner rank that die or stop in the middle of a publish: a short form of the campaign `soak`.
 
-Times are not judged here, only the campaign `soak` does; what is: nothing hangs, the learner goes on, everybody ends at the
-learner's version with the right weights, and whoever was harmed was out of the epoch.
+Only `make soak` judges times. Here nothing hangs, the learner continues, all end at the learner's version with the
+right weights, and the harmed process was out of the epoch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The campaign `churn`: a run whose rollout workers come and go every few seconds, from its first step to its last.
+"""`make churn`: a run whose rollout workers join and leave every few seconds, from its first step to its last.
 
     python tests/weights/weight_churn.py --steps 60 --every 3
 
-In turns a worker joins, one is killed, one joins, one drains; nobody leaves while fewer than three serve. The run must end well, the books must balance, and neither
-the learner nor the coordinator may have been restarted.
+In turns a worker joins, one is killed, one joins, one drains; none leaves while fewer than three serve. The run must
+succeed, its token accounting must balance, and neither the learner nor the coordinator may have been restarted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 AT_LEAST = 2
-"""Workers that go on serving when one leaves."""
+"""Workers that keep serving when one leaves."""
 AT_MOST = 5
-"""Workers at one time, those that are still starting included."""
+"""Workers at one time, including those that are still starting."""
 
 
 @dataclass
@@ -50,13 +50,13 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Return whether it ended as promised: well, with balanced books, and nothing but rollout workers was restarted."""
+        """Return whether it ended as promised: successful, balanced, and with restarts of rollout workers only."""
         undisturbed = self.sessions == 1 and self.deaths == 0 and not self.problems
         return self.state == "succeeded" and undisturbed and self.generated == self.accounted
 
 
 def churn(directory: Path, steps: int, every_s: float, step_s: float = STEP_S) -> Outcome:
-    """Runs `steps` steps while every `every_s` seconds a worker joins or leaves."""
+    """Run `steps` steps while every `every_s` seconds a worker joins or leaves."""
     started_s = time.monotonic()
     counts = {"joined": 0, "killed": 0, "drained": 0}
     pause = threading.Event()
@@ -104,7 +104,7 @@ def churn(directory: Path, steps: int, every_s: float, step_s: float = STEP_S) -
 @click.option("--step", "step_s", default=2.0, show_default=True, help="Seconds that a step takes at least.")
 @click.option("--directory", type=click.Path(path_type=Path), help="A new folder; default a temporary one.")
 def main(steps: int, every_s: float, step_s: float, directory: Path | None) -> None:
-    """Lets workers join and leave for a whole run, then says what came of it."""
+    """Let workers join and leave for a whole run, then print the result."""
     directory = (directory or Path(tempfile.mkdtemp(prefix="paceline-churn-"))).resolve()
     print(f"logs and ledger are in {directory}", file=sys.stderr)
     outcome = churn(directory, steps, every_s, step_s)

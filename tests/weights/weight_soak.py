@@ -1,15 +1,16 @@
-"""The campaign `soak`: rollout workers, their hosts' agents and learner ranks that die or stop at the worst moments of a publish, round after
+"""`make soak`: rollout workers, their hosts' relays and learner ranks that die or stop at the worst moments of a publish, round after
 round.
 
     python tests/weights/weight_soak.py --rounds 20 --phase transfer --signal SIGSTOP --target agent
 
-Three ranks of a learner and three receivers as real processes on loopback. In each round one receiver harms itself when a
-version is planned for its host, in the middle of a transfer, or between its swap and its acknowledgement (`faulty_rollout.py`),
-and another process is started in its place (target `worker`); or the agent of its host does so, alone or with the worker (targets `agent` and `host`, `faulty_agent.py`): every receiver is on a
-host of its own, so that one reads from another; or a learner rank is killed while every receiver holds a part of a version. Then
-it is asked: did the learner's next step begin within `weights.max_wait_s`, did the replacement serve the current version
-within 15 s, do all receivers sample like a Hugging Face model with the learner's weights, and did the one that was stopped
-come back?
+Three ranks of a learner and three receivers as real processes on loopback. In each round one receiver harms itself when
+a version is planned for its host, in the middle of a transfer, or between its swap and its acknowledgement
+(`faulty_rollout.py`), and another process is started in its place (target `worker`); or the relay of its host does so,
+alone or with the worker (targets `agent` and `host`, `faulty_relay.py`): every receiver is on a separate host, so that
+one reads from another; or a learner rank is killed while every receiver holds a part of a version. Each round checks:
+did the learner's next step begin within `weights.max_wait_s`, did the replacement serve the current version within 15
+s, do all receivers sample like a Hugging Face model with the learner's weights, and did the one that was stopped come
+back?
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ class Soak:
         self._receivers: list[Worker] = []
 
     def begin(self, receivers: int = RECEIVERS) -> None:
-        """Starts the receivers and waits for the first steps."""
+        """Start the receivers and wait for the first steps."""
         self._receivers = [self.run.start_worker(faulty=True) for _ in range(receivers)]
         for worker in self._receivers:
             until(f"{worker.name} serves", lambda worker=worker: self.run.version(worker))
         until("the first step", lambda: self.run.step() > 0)
 
     def receivers(self, phases: tuple[str, ...], signal_name: str) -> Round:
-        """For each phase the receiver that is there for longest is harmed, and another takes its place."""
+        """For each phase harm the oldest receiver, and replace it."""
         result = self._begin(f"{signal_name} of {self.target}, {' + '.join(phases)}")
         victims, self._receivers = self._receivers[: len(phases)], self._receivers[len(phases) :]
         for victim, phase in zip(victims, phases, strict=True):
             if self.target in ("agent", "host"):
-                victim.arm_agent(phase, signal_name, self.target)
+                victim.arm_relay(phase, signal_name, self.target)
             else:
                 victim.arm(phase, signal_name)
         replacements = []
@@ -95,7 +96,7 @@ class Soak:
         return result
 
     def learner(self, number: int) -> Round:
-        """A learner rank is killed while every receiver has received a part of a version."""
+        """Kill a learner rank while every receiver has a part of a version."""
         result = self._begin("SIGKILL of a learner rank")
         old = self.run.hold()
         for worker in self._receivers:
@@ -116,7 +117,7 @@ class Soak:
                 f"{worker.name} has a version of the next session",
                 lambda worker=worker: (self.run.version(worker) or old).session > old.session,
             )
-        # Where another rank than the sender was killed, the sender may have lived long enough to complete the version.
+        # If another rank than the sender was killed, the sender may have lived long enough to complete the version.
         for name, sampled in said.items():
             version = sampled.version
             if version.session != old.session or version < old:
@@ -149,12 +150,12 @@ class Soak:
         return time.time() - worker.started_s
 
     def _compare(self, result: Round, healthy: list[Worker], stopped: list[Worker]) -> None:
-        """With the run held, everybody must come to the learner's version and sample as its weights do."""
+        """Pause the run, and compare every receiver's version and samples with the learner's weights."""
         for worker in stopped:
             worker.send(signal.SIGCONT)
             if self.target == "host":
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.agent_pid(), signal.SIGCONT)
+                    os.kill(worker.relay_pid(), signal.SIGCONT)
         version = self.run.hold()
         reference = self.run.exported()
         for worker in (*healthy, *stopped):
@@ -195,7 +196,7 @@ def main(
     together: bool,
     directory: Path | None,
 ) -> None:
-    """Harms receivers and learner ranks, then says what came of it."""
+    """Harm receivers and learner ranks, then print the results."""
     directory = (directory or Path(tempfile.mkdtemp(prefix="paceline-soak-"))).resolve()
     print(f"logs and ledger are in {directory}", file=sys.stderr)
     wanted = phases or (*PHASES, "learner")

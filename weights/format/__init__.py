@@ -1,1 +1,1 @@
-"""Layout, checksums and coding of a version's bytes, the same on every way."""
+"""Layout, checksums and coding of a version's bytes, which all weight channels share."""

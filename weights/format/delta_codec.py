@@ -1,24 +1,26 @@
-"""The elements of a flat tensor whose bits changed, as few bytes, and back, at a few nanoseconds an element of one core.
+"""Encodes the changed elements of a flat tensor, and decodes them, at a few nanoseconds an element on one core.
 
-The elements are classed by magnitude, and the positions of the changed ones within each class are coded by themselves
-(`Gaps`). That comes within some percent of the information that is there. What has to be done for every element is a
-comparison or two of whole arrays; all the rest is done for the one in fifty that changed.
+The elements are classed by magnitude, and the positions of the changed ones are coded for each class separately
+(`Gaps`). The result is a few percent larger than the information in it. Every element costs one or two comparisons of
+whole arrays; all other work is for the changed elements only, about one in fifty.
 
-A step of an optimizer is about as large for all weights, a unit in the last place is not, so small weights change their
-bits far more often than large ones. Class 0 is the large ones, by far the most, and is never listed: its elements go by
-their positions. The other classes are listed, each with a quarter of the elements of the one before, so listing them costs
-little. Equal bits and bounds give equal classes, on every machine.
+An optimizer step is about equally large for all weights, but a unit in the last place is not: small weights change
+their bits far more often than large ones. Class 0 has the large weights, by far the most, and is never listed: its
+elements are counted by position. The other classes are listed, each with a quarter of the elements of the class before,
+so listing them is cheap. Equal bits and bounds give equal classes on every machine.
 
-New values are coded relative to the base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in
-the last place or not at all. So a difference is a sign; the few that are further are listed by class like the changed
-elements, and how far they are is coded in planes (all lowest bytes, then all second ones, …) with zstd.
+New values are coded relative to the base's bits: an Adam step with a small learning rate moves a bf16 weight by one
+unit in the last place or not at all. So a difference is a sign. The few elements that moved further are listed by class
+like the changed elements, and their distances are coded in planes (all lowest bytes, then all second ones, …) with
+zstd.
 
 The promise: `decode` returns plain overwrites (positions and new bits) for the base that `find_changes` saw; the caller
-knows that it has that base. Applying them twice is applying them once. Input that no `encode` has made raises WireError,
-and no more memory is set aside for it than the tensor's own elements justify. All functions may run in several threads.
+checks that it has that base. Applying them twice has the same effect as once. Input that `encode` cannot have made
+raises WireError, and never makes `decode` allocate more memory than the tensor's own elements justify. All functions
+may run in several threads.
 
-Axes: N elements of the tensor, K of them changed, in the order of class, then rank: the place among the class's elements
-(of class 0: among all elements). F of them moved by more than one unit.
+Axes: N elements of the tensor, K changed ones, ordered by class, then by rank: the index among the class's elements (in
+class 0: among all elements). F of them moved by more than one unit.
 """
 
 from __future__ import annotations
@@ -39,19 +41,22 @@ Bits = npt.NDArray[Any]
 Places = npt.NDArray[np.int32]
 
 MAGNITUDE_BITS, MAGNITUDE_SHIFT = 0x7FFF, 7
-"""Of a bfloat16 the shifted magnitude is the exponent; of float16 some bits that mean its magnitude as well."""
+"""For bfloat16 the shifted magnitude is the exponent; for float16 it is some other bits of the magnitude."""
 MOST_BOUNDS = 6
 BLOCK = 1 << 17
-"""Elements that are looked at together: what they need fits into a core's cache."""
+"""Elements compared at a time: their working memory fits into a core's cache."""
 _LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
 _FEWEST_LISTED = 1024
-"""A class has to be worth its counts and code tables."""
+"""Fewest elements of a class: below this, its counts and code tables cost more than it saves."""
 _SAMPLE = 1 << 14
 
 
 def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
-    """Return the bounds for these bits, descending: class 0 is [bounds[0], ∞), class c [bounds[c], bounds[c - 1]), the last
-    one goes down to 0. Empty where the elements are few or of no type with 16 bits."""
+    """Return the bounds of the classes of these bits, descending.
+
+    Class 0 is [bounds[0], ∞), class c is [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty if the
+    elements are few or their type has no 16 bits.
+    """
     if bits_N.dtype.itemsize != 2 or len(bits_N) < 8 * _FEWEST_LISTED:
         return ()
     sample = bits_N[:: max(1, len(bits_N) // _SAMPLE)]
@@ -69,7 +74,7 @@ def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
 
 
 def check_bounds(bounds: tuple[int, ...], bits_N: Bits) -> None:
-    """Raise ValueError for bounds that no `choose_bounds` returns."""
+    """Raise ValueError for bounds that `choose_bounds` never returns."""
     descending = all(low < high for high, low in itertools.pairwise(bounds))
     highest = MAGNITUDE_BITS >> MAGNITUDE_SHIFT if bits_N.dtype.itemsize == 2 else 0
     if len(bounds) > MOST_BOUNDS or not descending or (bounds and bounds[0] > highest):
@@ -77,24 +82,24 @@ def check_bounds(bounds: tuple[int, ...], bits_N: Bits) -> None:
 
 
 def listed(bits_N: Bits, bounds: tuple[int, ...]) -> list[Places]:
-    """Return the positions of the elements of each class but class 0, ascending."""
+    """Return the ascending positions of the elements of each class, without class 0."""
     if not bounds:
         return []
     num = min(BLOCK, len(bits_N))
     magnitudes, is_listed = np.empty(num, np.uint16), np.empty(num, np.bool_)
     limit = np.uint16(bounds[0] << MAGNITUDE_SHIFT)
-    found: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    blocks: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for begin in range(0, len(bits_N), BLOCK):
         block = bits_N[begin : begin + BLOCK]
         magnitudes_B = np.bitwise_and(block, MAGNITUDE_BITS, out=magnitudes[: len(block)])
-        places = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
-        found.append((begin, places, magnitudes_B.take(places) >> MAGNITUDE_SHIFT))
-    positions_M = np.empty(sum(len(places) for _, places, _ in found), np.int32)
+        positions_B = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
+        blocks.append((begin, positions_B, magnitudes_B.take(positions_B) >> MAGNITUDE_SHIFT))
+    positions_M = np.empty(sum(len(positions_B) for _, positions_B, _ in blocks), np.int32)
     exponents_M = np.empty(len(positions_M), np.uint8)
     end = 0
-    for begin, places, exponents in found:
-        start, end = end, end + len(places)
-        np.add(places, begin, out=positions_M[start:end], casting="unsafe")
+    for begin, positions_B, exponents in blocks:
+        start, end = end, end + len(positions_B)
+        np.add(positions_B, begin, out=positions_M[start:end], casting="unsafe")
         exponents_M[start:end] = exponents
     classes = []
     for bound in bounds[1:]:
@@ -113,37 +118,37 @@ _WORTH_TRYING_BYTES = 64
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed in a tensor, as a comparison on any device finds it."""
+    """Changed elements of a tensor, as a comparison on any device finds them."""
 
     bounds: tuple[int, ...]
-    """Of the classes."""
+    """Bounds of the classes."""
     sizes: tuple[int, ...]
-    """Elements that the ranks of each class count: N of class 0, the class's own of the others."""
+    """Number of elements that the ranks of each class count: N for class 0, else the class's size."""
     ranks: tuple[Positions, ...]
-    """By class the ranks of the changed elements, ascending."""
+    """Ascending ranks of the changed elements, by class."""
     base_K: Bits
     new_K: Bits
 
 
 def encode(base_N: Bits, new_N: Bits) -> bytes | None:
-    """Encode the elements that differ; None where none does."""
+    """Encode the elements that differ; return None if none does."""
     changes = find_changes(base_N, new_N)
     return None if changes is None else pack(changes)
 
 
 def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
-    """Return what differs between two tensors of equal type and size; None where nothing does."""
+    """Return the differences between two tensors of equal type and size; None if there are none."""
     is_changed_N = np.empty(len(base_N), np.bool_)
-    found = []
+    blocks = []
     for begin in range(0, len(base_N), BLOCK):
         end = begin + BLOCK
-        places = np.flatnonzero(np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end]))
-        if len(places):
-            places += begin
-            found.append(places)
-    if not found:
+        changed_B = np.flatnonzero(np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end]))
+        if len(changed_B):
+            changed_B += begin
+            blocks.append(changed_B)
+    if not blocks:
         return None
-    changed_K = np.concatenate(found)
+    changed_K = np.concatenate(blocks)
     bounds = choose_bounds(base_N)
     first_K = changed_K
     if bounds:
@@ -160,7 +165,7 @@ def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
 
 
 def pack(changes: Changes) -> bytes:
-    """Return the bytes of changes, of which there is at least one."""
+    """Return the encoded bytes of at least one change."""
     parts = _Writer()
     parts.number(len(changes.bounds))
     for number in (*changes.bounds, *map(len, changes.ranks)):
@@ -182,11 +187,11 @@ def pack(changes: Changes) -> bytes:
 
 
 def decode(data: bytes | memoryview, base_N: Bits) -> tuple[Positions, Bits]:
-    """Return ([K] positions, [K] new bits) of what `encode` made with this base. Raises WireError."""
+    """Decode the result of `encode` with the same base into ([K] positions, [K] new bits). Raises WireError."""
     try:
         return _decode(memoryview(data), base_N)
     except (ValueError, zstandard.ZstdError) as error:
-        raise WireError(f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}") from None
+        raise WireError(f"delta of {len(data)} bytes for {len(base_N)} elements cannot be decoded: {error}") from None
 
 
 def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
@@ -219,7 +224,7 @@ def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
 
 
 def _ordered(bits_K: Bits) -> Bits:
-    """Return numbers that grow by one from each floating-point value to the next, through zero."""
+    """Return integers that grow by one from each floating-point value to the next, through zero."""
     ordered_K: Bits = bits_K ^ (_all_of_sign(bits_K) | _sign_bit(bits_K))
     return ordered_K
 
@@ -231,7 +236,7 @@ def _bits(ordered_K: Bits) -> Bits:
 
 
 def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
-    """Return (True for a fall, units beyond the first) of differences that are not 0, wrapping around."""
+    """Return (True if it falls, units beyond the first) of nonzero differences, which wrap around."""
     falls_K = _all_of_sign(difference_K)
     further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
     return falls_K.astype(np.bool_), further_K
@@ -250,16 +255,16 @@ def _sign_bit(bits_K: Bits) -> Any:
 
 
 def _all_of_sign(bits_K: Bits) -> Bits:
-    """Return all bits set where the highest is, else none."""
+    """Return all bits set where the highest bit is set, else no bits."""
     signed_K = bits_K.view(bits_K.dtype.str.replace("u", "i"))
     return (signed_K >> (8 * bits_K.dtype.itemsize - 1)).view(bits_K.dtype)
 
 
 class _Coders(threading.local):
-    """zstd's coders, which serve one thread each."""
+    """zstd's coders for one thread."""
 
     def __init__(self) -> None:
-        # The numbers have no repetitions, and looking for long ones only leaves them to zstd's Huffman coder.
+        # The numbers have no repetitions; a search for long matches would leave them to zstd's Huffman coder anyway.
         entropy_only = zstandard.ZstdCompressionParameters(
             window_log=17,
             chain_log=6,
@@ -276,7 +281,7 @@ _coders = _Coders()
 
 
 class _Writer:
-    """Numbers of seven bits a byte, lowest first, the eighth says that there is more; and bytes."""
+    """Writes bytes, and numbers with seven bits a byte, lowest first; the eighth bit marks that more follow."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -297,7 +302,7 @@ class _Writer:
             self.part(gaps.low)
 
     def packed(self, data: npt.NDArray[np.uint8]) -> None:
-        """Write the bytes with zstd, where that pays, and with their length before them."""
+        """Write the bytes after their length, compressed with zstd if that saves space."""
         packed = _coders.compressor.compress(data.data) if len(data) >= _WORTH_TRYING_BYTES else data.data
         is_packed = len(packed) < len(data)
         self.number(len(packed if is_packed else data) << 1 | (_ZSTD if is_packed else _RAW))
@@ -308,7 +313,7 @@ class _Writer:
 
 
 class _Parts:
-    """What `_Writer` has written, read in order. Every method raises ValueError."""
+    """Reads the output of `_Writer` in order. Every method raises ValueError."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
@@ -316,10 +321,10 @@ class _Parts:
     def number(self) -> int:
         """Return a number below 2^63."""
         number = 0
-        for place, byte in enumerate(self._rest[:9]):
-            number |= (byte & 0x7F) << 7 * place
+        for index, byte in enumerate(self._rest[:9]):
+            number |= (byte & 0x7F) << 7 * index
             if byte < 0x80:
-                self._rest = self._rest[place + 1 :]
+                self._rest = self._rest[index + 1 :]
                 return number
         raise ValueError("a number that does not end")
 
@@ -351,13 +356,14 @@ class _Parts:
 
 
 class Gaps(NamedTuple):
-    """Ascending numbers below a known size as Rice-coded gaps, in parts that whole-array operations read at a few ns a number.
+    """Ascending numbers below a known size as Rice-coded gaps, laid out for whole-array operations at a few ns a
+    number.
 
-    A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits of all
-    gaps, then the second ones, …), eight bits a byte. Where more than half of all numbers are there, the missing ones are
-    coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
+    A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits
+    of all gaps, then the second ones, …), eight bits a byte. If more than half of all numbers are present, the missing
+    ones are coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
 
-    Axes: K numbers, M of them or of the missing ones coded, U bits of the unary part.
+    Axes: K numbers, M coded gaps (of the numbers or of the missing ones), U bits of the unary part.
     """
 
     num_unary: int
@@ -369,16 +375,17 @@ class Gaps(NamedTuple):
 
 
 def parameter(count: int, size: int) -> int:
-    """The k with which `count` numbers below `size`, spread by chance, take the fewest bits.
+    """Return the k that codes `count` random numbers below `size` with the fewest bits.
 
-    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting the Golomb
-    parameter in Rice coding", 2004), with log(1 - p) taken as -p so that integers suffice: both sides must find the same.
+    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting
+    the Golomb parameter in Rice coding", 2004). log(1 - p) is approximated by -p, so that integers suffice and both
+    sides compute the same k.
     """
     return max(0, (9624 * size // (10_000 * max(1, count))).bit_length() - 1)
 
 
 def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
-    """Encode numbers of [0, size) that ascend without repeating; None where count and size alone say which they are."""
+    """Encode strictly ascending numbers of [0, size); return None if count and size alone determine them."""
     if 2 * len(numbers_K) > size:
         numbers_K = _missing(numbers_K, size)
     if not len(numbers_K):
@@ -396,7 +403,7 @@ def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
 
 
 def decode_gaps(source: _Parts, count: int, size: int) -> Positions:
-    """Return the `count` numbers that `encode` got. Raises ValueError."""
+    """Return the `count` numbers that were given to `encode_gaps`. Raises ValueError."""
     if count > size:
         raise ValueError(f"{count} of {size} elements")
     if 2 * count > size:
@@ -415,7 +422,7 @@ def _gaps(source: _Parts, count: int, size: int) -> Positions:
     if len(numbers_M) != count:
         raise ValueError(f"{len(numbers_M)} gaps for {count} of {size} elements")
     if k:
-        # With quotients q, number i is the sum of the gaps (q << k) + low and of the i elements before it.
+        # With quotients q, number i is i plus the sum of the first i + 1 gaps, (q << k) + low.
         numbers_M -= np.arange(count)
         numbers_M <<= k
         steps_M = np.ones(count, np.int64)

@@ -1,5 +1,5 @@
-"""Rules on adapters that learner and rollout workers share: names on the wire, the merge, and the check that the base
-is the same.
+"""Adapter rules that learner and rollout workers share: tensor names on the wire, the merge, and the check for equal
+bases.
 
 A LoRA adapter (Hu et al. 2021, arXiv 2106.09685) adds to the weight W of a linear layer the product of two thin
 matrices, W' = W + (alpha/dim)·B·A, and only A and B are trained. The learner publishes A and B alone; every sampler has
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 FINGERPRINT = "base_fingerprint"
-"""Name of the [8] uint8 tensor that travels with an adapter: `fingerprint` of the base that it was trained on."""
+"""Name of the [8] uint8 tensor that is sent with an adapter: the `fingerprint` of the base that it was trained on."""
 
 
 def wire_names(module: str) -> tuple[str, str]:
-    """Names of A and B of the linear layer `module`, by its name in the Hugging Face model."""
+    """Return the names of A and B for the linear layer with the name `module` in the Hugging Face model."""
     return f"{PREFIX}{module}{A_SUFFIX}", f"{PREFIX}{module}{B_SUFFIX}"
 
 
 def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(layer, A [R, I], B [O, R]) of every adapted layer. Raises InvalidInput for names that are no adapter's."""
+    """Return (layer, A [R, I], B [O, R]) of every adapted layer. Raises InvalidInput for names of other tensors."""
     for name, a_RI in adapter.items():
         if name == FINGERPRINT or name.endswith(B_SUFFIX):
             continue
@@ -57,10 +57,11 @@ def fingerprint(
     identity: Callable[[Tensor], int] | None = None,
     whole: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """[8] uint8 that two bases share if their weights are the same: XXH3 over names and bytes, rounded to bfloat16.
+    """Return [8] uint8 that two bases share if their weights are the same: XXH3 over names and bytes, rounded to
+    bfloat16.
 
-    Rounded, since one side may have read the same files in another precision. Tied weights, which share their `identity`
-    (default: the address of their data), count once. `whole` returns a tensor that has all elements.
+    Rounding makes it independent of the precision in which either side read the files. Tied weights, which share their
+    `identity` (default: the address of their data), count once. `whole` returns a tensor that has all elements.
     """
     import torch
     import xxhash

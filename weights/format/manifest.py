@@ -1,9 +1,9 @@
-"""The bytes of one version of the weights: their layout, their checksums, and the manifest that lists both.
+"""Lays out the bytes of a version of the weights, with their checksums, and lists both in a manifest.
 
 The tensors of a version lie in one flat run of bytes, each at an aligned offset that both sides compute from names,
 dtypes and shapes alone. Buckets are equal slices of that run, so a tensor larger than a bucket is split without a
-special case and a receiver's tensors are views of what arrived. The promise: two manifests with the same layout hash
-put every byte of every tensor in the same place, and a tensor is only handed on when its checksum is the sender's.
+special case and a receiver's tensors are views of the received bytes. The promise: two manifests with the same layout
+hash have every byte of every tensor at the same offset, and a tensor is only passed on if its checksum is the sender's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPE_BYTES = {
 FORMAT = 1
 
 MAX_MANIFEST_BYTES = 64 << 20
-"""A million tensors; a manifest is read between two messages of the control plane."""
+"""A million tensors: an upper bound, because a manifest is read between two messages of the control plane."""
 MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
 
@@ -49,8 +49,7 @@ Algorithm = Literal["xxh3_64", "sha256"]
 
 
 class TensorPlan(NamedTuple):
-    """A tensor before its offset is assigned. `same_as` names an earlier tensor that shares its bytes (tied
-    weights)."""
+    """A tensor without its offset. `same_as` names an earlier tensor that shares its bytes (tied weights)."""
 
     name: str
     dtype: str
@@ -66,7 +65,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     checksum: str
-    """Hex digest of the tensor's bytes; empty until it was computed."""
+    """Hex digest of the tensor's bytes; empty until it is computed."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +75,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """Names, dtypes, shapes, places and checksums of one version's tensors, in order."""
+    """Names, dtypes, shapes, offsets and checksums of one version's tensors, in order."""
 
     entries: tuple[TensorEntry, ...]
     total_bytes: int
@@ -85,7 +84,7 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Give every tensor its place; tensors with `same_as` get the place of the one they name.
+        """Assign an offset to every tensor; tensors with `same_as` share the offset of the tensor named there.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """
@@ -115,18 +114,18 @@ class WeightManifest:
 
     @property
     def layout_hash(self) -> str:
-        """SHA-256 over names, dtypes, shapes and places: equal for every version of one model on one channel."""
+        """Return the SHA-256 over names, dtypes, shapes and offsets, which all versions of a model on a channel share."""
         layout = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
         return hashlib.sha256(json.dumps([FORMAT, layout], separators=(",", ":")).encode()).hexdigest()
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 over layout and checksums: equal exactly where the weights are."""
+        """Return the SHA-256 over layout and checksums: equal only for equal weights."""
         sums = [self.layout_hash, self.algorithm, *(entry.checksum for entry in self.entries)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """JSON, with the layout hash that `from_bytes` checks."""
+        """Return JSON with the layout hash, which `from_bytes` checks."""
         document = {
             "format": FORMAT,
             "algorithm": self.algorithm,
@@ -139,7 +138,7 @@ class WeightManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightManifest:
-        """Read what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
+        """Read the result of `to_bytes`. Raises WireError for anything else, before any memory is allocated for it."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise WireError(f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
         try:
@@ -169,7 +168,7 @@ class WeightManifest:
                     f"weight manifest puts tensor {entry.name!r} at {entry.offset} + {entry.num_bytes} bytes "
                     f"of {self.total_bytes}"
                 )
-        # A hole of the sender's choosing would let a small model claim any amount of memory.
+        # A gap of the sender's choosing would let a small model claim any amount of memory.
         needed = sum(_aligned(entry.num_bytes) for entry in self.entries)
         if self.total_bytes > needed:
             raise WireError(f"weight manifest asks for {self.total_bytes} bytes, its tensors need {needed}")
@@ -183,14 +182,14 @@ class WeightManifest:
 
 
 def algorithm_named(value: Any) -> Algorithm:
-    """Return the checksum algorithm of that name. Raises WireError for another one."""
+    """Return the checksum algorithm of that name. Raises WireError if there is none."""
     if value not in ("xxh3_64", "sha256"):
         raise WireError(f"checksum algorithm {value!r}; this side knows xxh3_64 and sha256")
     return cast(Algorithm, value)
 
 
 def checksum(data: Any, algorithm: Algorithm) -> str:
-    """Hex digest of a bytes-like object (contiguous, one dimension)."""
+    """Return the hex digest of a bytes-like object (contiguous, one dimension)."""
     digest = hasher(algorithm)
     digest.update(data)
     return str(digest.hexdigest())
@@ -216,5 +215,5 @@ def _entry(raw: list[Any]) -> TensorEntry:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a count belongs")
+        raise ValueError(f"{value!r} is not a count")
     return value

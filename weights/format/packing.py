@@ -1,6 +1,6 @@
-"""A version's tensors as one flat run of bytes, and back, with their checksums.
+"""Packs a version's tensors into one flat run of bytes, unpacks them, and computes their checksums.
 
-The promise: no byte is copied to make a tensor out of what arrived.
+The promise: received tensors are views of the received bytes, never copies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> WeightManifest:
-    """Return the layout of `tensors` in their order, without checksums; names of one and the same memory get one
-    place."""
+    """Return the layout of `tensors` in their order, without checksums; names that share memory share one offset."""
     first_names: dict[tuple[int, torch.dtype, torch.Size], str] = {}
     plans = []
     for name, tensor in tensors.items():
@@ -36,7 +35,7 @@ def plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> WeightManife
 
 
 def check_fits(size_bytes: int) -> None:
-    """Raises WireError for a version that this host's memory cannot hold, however empty it were."""
+    """Raise WireError for a version that is larger than this host's whole memory."""
     import psutil
 
     memory_bytes = psutil.virtual_memory().total
@@ -45,14 +44,14 @@ def check_fits(size_bytes: int) -> None:
 
 
 def empty_flat(manifest: WeightManifest) -> torch.Tensor:
-    """[total_bytes] uint8 in host memory, not initialised."""
+    """Return [total_bytes] uint8 in host memory, not initialised."""
     import torch
 
     return torch.empty(manifest.total_bytes, dtype=torch.uint8)
 
 
 def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Every tensor of the manifest as a view of `flat` ([total_bytes] uint8); tied ones share their bytes."""
+    """Return every tensor of the manifest as a view of `flat` ([total_bytes] uint8); tied ones share their bytes."""
     import torch
 
     tensors = {}
@@ -63,12 +62,12 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
 
 
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
-    """Return the hex digest of every tensor's bytes in `flat`, by name; bytes that are shared are read once."""
-    by_place: dict[tuple[int, int], str] = {}
+    """Return the hex digest of every tensor's bytes in `flat`, by name; shared bytes are read once."""
+    by_location: dict[tuple[int, int], str] = {}
     sums = {}
     for entry in manifest.entries:
-        place = (entry.offset, entry.offset + entry.num_bytes)
-        if place not in by_place:
-            by_place[place] = checksum(flat[slice(*place)].cpu().numpy(), manifest.algorithm)
-        sums[entry.name] = by_place[place]
+        location = (entry.offset, entry.offset + entry.num_bytes)
+        if location not in by_location:
+            by_location[location] = checksum(flat[slice(*location)].cpu().numpy(), manifest.algorithm)
+        sums[entry.name] = by_location[location]
     return sums

@@ -1,8 +1,8 @@
-"""Comparison of a version's bytes with the sender's checksums, in several threads, a tensor in one of them.
+"""Compares a version's bytes with the sender's checksums, in several threads, each tensor in one thread.
 
-The promise: `verify` returns only when every piece has the sender's checksum and every number in it is finite. Each byte is
-read from memory once: a chunk that was hashed is looked at for NaN while it is in the processor's cache. Several processes
-can share the work, each with its own pieces; then all of them have to succeed.
+The promise: `verify` returns only if every piece has the sender's checksum and every number in it is finite. Each byte
+is read from memory once: a hashed chunk is checked for NaN while it is in the processor's cache. Several processes can
+share the work, each with separate pieces; then all of them have to succeed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import InvalidInput, WireError
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are hashed at a time, whole elements of each dtype: they stay in the cache, and few enough calls compete for the interpreter."""
+"""Bytes that are hashed at a time, a multiple of every dtype's size: they fit into the cache, and the calls are too few
+to compete for the interpreter."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
-"""Threads of one comparison; one xxh3 thread keeps up with memory, eight SHA-256 threads with a fast network."""
+"""Threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads are as fast as a fast network.
+"""
 
 
 class TensorBytes(NamedTuple):
@@ -35,11 +38,11 @@ class TensorBytes(NamedTuple):
 
 
 def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
-    """Return a piece for every tensor, by offset; tied names share one. Raises WireError where those have two checksums."""
+    """Return a piece for every tensor, by offset; tied names share one. Raises WireError if they have two checksums."""
     pieces: dict[tuple[int, int], TensorBytes] = {}
     for entry in manifest.entries:
-        place = (entry.offset, entry.offset + entry.num_bytes)
-        piece = pieces.setdefault(place, TensorBytes(*place, entry.checksum, entry.name, entry.dtype))
+        location = (entry.offset, entry.offset + entry.num_bytes)
+        piece = pieces.setdefault(location, TensorBytes(*location, entry.checksum, entry.name, entry.dtype))
         if piece.checksum != entry.checksum:
             raise WireError(
                 f"tensors {piece.name!r} and {entry.name!r} share their bytes but have the checksums {piece.checksum!r} and "
@@ -49,8 +52,8 @@ def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
 
 
 def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[TensorBytes]:
-    """Return the pieces that process `index` of `count` compares: every piece belongs to one, and the largest share is at most
-    one piece larger than the smallest."""
+    """Return the pieces that process `index` of `count` compares: each piece belongs to one process, and the largest
+    share is at most one piece larger than the smallest."""
     filled = [0] * count
     share = []
     for piece in sorted(pieces, key=lambda piece: (piece.start - piece.end, piece.start)):
@@ -61,36 +64,49 @@ def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[Tens
     return sorted(share)
 
 
-def verify(flat: torch.Tensor, manifest: WeightManifest, pieces: Sequence[TensorBytes], *, digests: bool) -> int:
+def verify(
+    flat: torch.Tensor,
+    manifest: WeightManifest,
+    pieces: Sequence[TensorBytes],
+    *,
+    digests: bool,
+    num_threads: int = THREADS,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> int:
     """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
 
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
-    infinite elements. With `digests` False the checksums were compared already, and only the numbers are looked at.
+    infinite elements. With `digests` False only the numbers are checked, because the checksums were compared already.
     """
-    with ThreadPoolExecutor(THREADS, "paceline-checksums") as threads:
-        for _ in threads.map(lambda piece: _verify_piece(flat, piece, manifest.algorithm, digests), pieces):
+    check = partial(_verify_piece, flat, manifest.algorithm, digests, chunk_bytes)
+    with ThreadPoolExecutor(num_threads, "paceline-checksums") as threads:
+        for _ in threads.map(check, pieces):
             pass  # no deadline: it hashes memory
     return sum(piece.end - piece.start for piece in pieces)
 
 
-def _verify_piece(flat: torch.Tensor, piece: TensorBytes, algorithm: Algorithm, digests: bool) -> None:
+def _verify_piece(
+    flat: torch.Tensor, algorithm: Algorithm, digests: bool, chunk_bytes: int, piece: TensorBytes
+) -> None:
     digest, is_finite = hasher(algorithm), True
-    for start in range(piece.start, piece.end, CHUNK_BYTES):
-        chunk = flat[start : min(start + CHUNK_BYTES, piece.end)]
+    for start in range(piece.start, piece.end, chunk_bytes):
+        chunk = flat[start : min(start + chunk_bytes, piece.end)]
         if digests:
             digest.update(chunk.numpy())
         is_finite = is_finite and _is_finite(chunk, piece.dtype)
-    # The checksum first: bytes that are not the sender's may look like anything.
-    found = str(digest.hexdigest()) if digests else piece.checksum
-    if found != piece.checksum:
-        raise WireError(f"tensor {piece.name!r} arrived with {algorithm} {found!r}, the sender has {piece.checksum!r}")
+    # The checksum is compared first, because wrong bytes may contain anything.
+    digest_hex = str(digest.hexdigest()) if digests else piece.checksum
+    if digest_hex != piece.checksum:
+        raise WireError(
+            f"tensor {piece.name!r} arrived with {algorithm} {digest_hex!r}, the sender has {piece.checksum!r}"
+        )
     if not is_finite:
         raise InvalidInput(f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving")
 
 
 def _is_finite(raw: torch.Tensor, dtype: str) -> bool:
-    """Return whether all elements are finite. A sum shows it at the speed of memory; only a sum that is not finite needs a
-    look at each element."""
+    """Return whether all elements are finite. A sum shows it at the speed of memory; each element is checked only if
+    the sum is not finite."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

@@ -1,1 +1,1 @@
-"""The way by hosts: each keeps versions in shared memory, and the relays of hosts send them to each other."""
+"""Weights by hosts: each host keeps versions in shared memory, and the hosts' relays send them to each other."""

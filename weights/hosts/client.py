@@ -1,8 +1,8 @@
-"""The connection of a worker or learner rank to its host's relay, which it starts where there is none.
+"""Connects a worker or learner rank to its host's relay, and starts the relay if there is none.
 
-The promise: while `run` lives, a relay is there or is being started: one that dies, or is silent for `SILENCE_S`, is replaced,
-and `on_connected` is called again, which has to repeat what a relay must know. A relay outlives the process that started it
-and ends with its last client.
+The promise: until `close`, a relay runs or is being started: one that dies, or is silent for `SILENCE_S`, is replaced. Then
+`on_connected` is called again, and has to repeat everything that a relay must know. A relay outlives the process that started
+it and ends with its last client.
 
 One thread connects, receives and calls the three callbacks; any thread may send.
 """
@@ -26,7 +26,7 @@ from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection, connect
 
 SILENCE_S = 5.0
-"""Silence after which a relay is taken for stuck; it is asked for a sign of life each second."""
+"""Silence after which a relay counts as stuck; a sign of life is requested each second."""
 ASK_S = 1.0
 START_S = 15.0
 POLL_S = 0.02
@@ -42,18 +42,18 @@ class RelayClient:
     """Connection to the relay with the socket `name`. `host` is the address that the relay listens on for other hosts,
     `advertised` the one at which they reach it."""
 
-    def __init__(self, name: str, host: str, advertised: str, zone: str = "") -> None:
+    def __init__(self, name: str, host: str, advertised: str, zone: str = "", silence_s: float = SILENCE_S) -> None:
         self.name = name
-        self._host, self._advertised, self._zone = host, advertised, zone
+        self._host, self._advertised, self._zone, self._silence_s = host, advertised, zone, silence_s
         self.forget()
         self._connection: LocalConnection | None = None
         self._identity: host_agent_pb2.AgentIdentity | None = None
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="weights-agent", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weights-relay", daemon=True)
 
     def forget(self) -> None:
-        """Call nothing back from now on."""
+        """Make no further callbacks."""
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = close_fd
 
@@ -62,13 +62,13 @@ class RelayClient:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether there is a connection within that time."""
+        """Return whether a connection exists within that time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._identity is not None, timeout_s)
 
     @property
     def identity(self) -> worker_pb2.HostAgent | None:
-        """The relay, for the control plane; None while there is none."""
+        """The relay, for the control plane; None if there is none."""
         identity = self._identity
         if identity is None:
             return None
@@ -76,10 +76,10 @@ class RelayClient:
         return worker_pb2.HostAgent(agent_id=identity.agent_id, address=f"{host}:{identity.port}", zone=self._zone)
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:
-        """Send a request. Raises Unavailable where there is no connection; `on_connected` follows then."""
+        """Send a request. Raises Unavailable if there is no connection; `on_connected` is called when there is one."""
         connection = self._connection
         if connection is None or self._identity is None:
-            raise Unavailable("there is no agent on this host at the moment; it is being started")
+            raise Unavailable("there is no relay on this host at the moment; it is being started")
         connection.send(request)
 
     def close(self) -> None:
@@ -103,10 +103,10 @@ class RelayClient:
                 if self._closed:
                     return
                 failures += 1
-                seldom.warning("agent", "this host's agent for weights is gone: %s", error)
-            except Exception as error:  # of a callback: the relay is needed all the same
+                seldom.warning("agent", "this host's relay for weights is gone: %s", error)
+            except Exception as error:  # raised by a callback; the relay is still needed
                 failures += 1
-                unforeseen.note("a message of this host's agent", error)
+                unforeseen.note("a message of this host's relay", error)
             finally:
                 with self._changed:
                     broken, self._connection, self._identity = self._connection, None, None
@@ -117,7 +117,7 @@ class RelayClient:
                 self._changed.wait_for(lambda: self._closed, pause_s)
 
     def _connect(self) -> LocalConnection:
-        """Return a connection, to a relay that is started if need be. Raises Unavailable."""
+        """Return a connection, starting the relay if necessary. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             return connect(self.name, CONNECT_S)
         process = start_relay(self.name, self._host)
@@ -128,7 +128,7 @@ class RelayClient:
             except Unavailable as error:
                 status = process.poll()
                 if time.monotonic() > deadline_s or status not in (None, 0):
-                    raise Unavailable(f"the agent does not start (exit status {status}): {error}") from error
+                    raise Unavailable(f"the relay does not start (exit status {status}): {error}") from error
             time.sleep(POLL_S)
         raise Unavailable("this client is closed")
 
@@ -140,10 +140,10 @@ class RelayClient:
         while not self._closed:
             received = connection.receive(host_agent_pb2.AgentReply, ASK_S)
             if received is None:
-                if time.monotonic() - heard_s > SILENCE_S:
+                if time.monotonic() - heard_s > self._silence_s:
                     with contextlib.suppress(OSError):
                         os.kill(connection.peer_pid, signal.SIGKILL)
-                    raise Unavailable(f"it was silent for {SILENCE_S:.0f} s; another one is started")
+                    raise Unavailable(f"it was silent for {self._silence_s:.0f} s; another one is started")
                 number += 1
                 connection.send(host_agent_pb2.AgentRequest(alive=host_agent_pb2.Alive(number=number)))
                 continue
@@ -162,8 +162,8 @@ class RelayClient:
 
 
 def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
-    """Start a relay in the background. It ends by itself: with its last client, or at once where another one listens."""
-    # Without a GPU and without the starter's death signal: it belongs to all workers of the host.
+    """Start a relay in the background. It ends by itself: after its last client, or at once if another one listens."""
+    # Without a GPU and without the starter's death signal, because it serves all workers of the host.
     environment = {key: value for key, value in os.environ.items() if key != "PACELINE_STARTER"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -173,11 +173,11 @@ def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    threading.Thread(target=process.wait, name="weights-agent-end", daemon=True).start()  # leaves no zombie
+    threading.Thread(target=process.wait, name="weights-relay-end", daemon=True).start()  # leaves no zombie
     return process
 
 
 def close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
-    """Take a reply without reading it."""
+    """Close the reply's descriptor, and ignore the reply."""
     if fd is not None:
         os.close(fd)

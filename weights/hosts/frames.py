@@ -1,7 +1,8 @@
 """Messages between the relays of two hosts, on a channel of any transport.
 
-The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it has the secret of
-the run's relays. From then on only the listener sends: frames of a head (kind, index, length) and as many bytes.
+The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it knows the
+secret of the run's relays. From then on only the listener sends: frames of a head (kind, index, length) and as many
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame brings."""
+    """Content of a frame."""
 
     WAIT = 1
     """Nothing new yet; sent instead of silence."""
@@ -34,7 +35,7 @@ class Kind(enum.IntEnum):
     MANIFEST = 3
     """The version's manifest."""
     GONE = 4
-    """The version is not here any more, or will not come."""
+    """The version is gone from this host, or will not come."""
     REFUSED = 5
     """The request was refused; the reason in UTF-8."""
 
@@ -53,7 +54,7 @@ def receive_request(channel: Channel) -> host_agent_pb2.ReadRequest:
     try:
         return host_agent_pb2.ReadRequest.FromString(receive(channel, length))
     except DecodeError as error:
-        raise WireError(f"no request of an agent: {error}") from error
+        raise WireError(f"bytes that are not a request of a relay: {error}") from error
 
 
 def send_frame(channel: Channel, kind: Kind, index: int = 0, data: bytes = b"") -> None:
@@ -78,5 +79,5 @@ def receive(channel: Channel, length: int) -> bytes:
 
 
 def proof(token: bytes, nonce: bytes) -> bytes:
-    """Return what shows that its sender has `token`."""
+    """Return the proof that its sender knows `token`."""
     return hmac.digest(token, nonce, hashlib.sha256)

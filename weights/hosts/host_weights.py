@@ -1,7 +1,7 @@
-"""The tensors of one version in a segment of host memory, as a mapping that engines in other processes can map too.
+"""Maps the tensors of one version in a segment of host memory, which engines in other processes can map too.
 
-The promise: the tensors are views, nothing is copied; while `reading` is held, their bytes do not change. Weights that are in no
-segment yet are copied into one of a pair: one is read while the next version is written into the other.
+The promise: the tensors are views, never copies; while `reading` is held, their bytes do not change. Weights outside a
+segment are copied into one of a pair: one is read while the next version is written into the other.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS = 2
 POLL_S = 0.002
-"""Pause between two checks whether the readers have finished, which the kernel does not announce."""
+"""Pause between two checks for the end of reading, which the kernel does not announce."""
 
 
 class SegmentPair:
-    """The writer's segments, made when they are needed and never written while an engine reads them or an operation writes them.
+    """The writer's segments, made when needed; never written while an engine reads them or an operation writes them.
 
-    Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that never
-    ends is given up and never reused; it is freed when the operation ends.
+    Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that
+    never ends is abandoned and never reused; it is freed when the operation ends.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,8 @@ class SegmentPair:
         self._writing: list[HostSegment] = []
 
     def begin(self, size_bytes: int, bucket_bytes: int, timeout_s: float) -> tuple[HostSegment, int]:
-        """Return a segment of this size, to write, and its new generation; call `release` with it at the end. Raises
-        Unavailable when all are read for `timeout_s`.
-        """
+        """Return a segment of this size for writing, and its new generation; call `release` with it at the end. Raises
+        Unavailable if all are read for `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -68,12 +67,12 @@ class SegmentPair:
             time.sleep(POLL_S)
 
     def release(self, segment: HostSegment) -> None:
-        """End writing: no operation writes into `segment` any more."""
+        """End the writing: no operation may write into `segment` any more."""
         with self._lock:
             self._writing = [other for other in self._writing if other is not segment]
 
     def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
-        """Return a new segment where there is room: in place of one that an operation may write for ever, if there must be."""
+        """Return a new segment if there is room, else in place of one that an operation may write forever."""
         if len(self._segments) >= MAX_SEGMENTS:
             stuck = [segment for segment in self._segments if segment in self._writing]
             if len(stuck) < MAX_SEGMENTS:
@@ -87,13 +86,13 @@ class SegmentPair:
 
 
 State = Literal["received", "compared", "verified"]
-"""Received: as the bytes came. Compared: they are the sender's. Verified: and every number is finite."""
+"""Received: not checked. Compared: the checksums are the sender's. Verified: and every number is finite."""
 
 
 class HostWeights(Mapping[str, "torch.Tensor"]):
-    """The tensors that `manifest` places in `generation` of `segment`.
+    """The tensors of `manifest` in `generation` of `segment`.
 
-    An engine loads nothing before the bytes are `verified`, and does what is left of that itself.
+    An engine loads nothing before the bytes are `verified`, and does the missing checks itself.
     """
 
     def __init__(
@@ -106,9 +105,10 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
 
     @classmethod
     def packed(cls, tensors: Mapping[str, torch.Tensor], segments: SegmentPair, timeout_s: float) -> HostWeights:
-        """Copy `tensors` into a segment of `segments`, which the caller releases; names of one memory stay one.
+        """Copy `tensors` into a segment of `segments`, which the caller releases; names that share memory still share
+        it.
 
-        Raises Unavailable when no segment is free within `timeout_s`.
+        Raises Unavailable if no segment is free within `timeout_s`.
         """
         layout = plan(tensors, bucket_bytes=1 << 30)
         segment, generation = segments.begin(max(1, layout.total_bytes), layout.bucket_bytes, timeout_s)
@@ -124,18 +124,18 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
         return cls(segment, generation, manifest)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Keep the bytes from being overwritten. Raises Unavailable when they were already."""
+        """Keep the bytes from being overwritten. Raises Unavailable if they were already."""
         return self.segment.reading(self.generation)
 
     def verify(self) -> None:
-        """Do what is left of comparing checksums and looking at numbers. Raises WireError or InvalidInput, see `verify`."""
+        """Compare checksums and check numbers unless it was done. Raises WireError or InvalidInput, see `verify`."""
         if self.state != "verified":
             pieces, flat = pieces_of(self.manifest), self.segment.flat()
             verify(flat, self.manifest, pieces, digests=self.state == "received")
             self.state = "verified"
 
     def under_names(self, same: Mapping[str, str]) -> HostWeights:
-        """Return the same bytes under further names: each key of `same` shows the tensor that its value names."""
+        """Return the same bytes under further names: each key of `same` gets the tensor that its value names."""
         entries = {entry.name: entry for entry in self.manifest.entries}
         more = tuple(entries[of]._replace(name=name) for name, of in same.items() if name not in entries)
         if not more:

@@ -1,10 +1,10 @@
-"""The Unix socket between a host's relay and the workers and learner ranks of the host. It carries messages and descriptors of
+"""The Unix socket between a host's relay and the host's workers and learner ranks, for messages and descriptors of
 memory.
 
-The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, nothing is left in a file
-system, and binding it is what makes one relay out of several that start at once. Where containers that share no network
-namespace are to share a relay, `PACELINE_AGENT_DIR` names a folder that they share. Both sides accept only processes of their
-own user.
+The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, it leaves nothing in a
+file system, and binding it decides which of several relays that start at once remains. `PACELINE_AGENT_DIR` names a
+shared folder for containers that share a relay but no network namespace. Both sides accept only processes of their own
+user.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 
 FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
 LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
-"""Environment variable that separates the relays of processes on one host, as if they were on several."""
+"""Environment variable that separates the relays of processes on one host, as if the processes were on several."""
 HEAD = struct.Struct("<IB3x")
-"""Bytes of the message, and 1 where a descriptor belongs to it: several messages may be received at once."""
+"""Bytes of the message, and 1 if a descriptor belongs to it, because several messages may be received at once."""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0
@@ -47,7 +47,7 @@ def socket_name(coordinator: str, host: str) -> str:
 
 
 def listen(name: str) -> socket.socket:
-    """Return a listening socket. Raises Conflict when another process listens there, Unavailable."""
+    """Return a listening socket. Raises Conflict if another process listens there, and Unavailable."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if name.startswith("@"):
@@ -59,7 +59,7 @@ def listen(name: str) -> socket.socket:
         listener.close()
         if error.errno != errno.EADDRINUSE:
             raise Unavailable(f"nobody can listen at {name} ({error}); is {FOLDER_VARIABLE} right?") from error
-        raise Conflict(f"another agent listens at {name}") from error
+        raise Conflict(f"another relay listens at {name}") from error
     return listener
 
 
@@ -72,14 +72,14 @@ def connect(name: str, timeout_s: float) -> LocalConnection:
         return LocalConnection(connection)
     except OSError as error:
         connection.close()
-        raise Unavailable(f"no agent at {name}: {error.strerror or error}") from error
+        raise Unavailable(f"no relay at {name}: {error.strerror or error}") from error
 
 
 class LocalConnection:
     """One connection. One thread receives, any may send."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Raises Unavailable when the other side is another user's process."""
+        """Raise Unavailable if the other side is another user's process."""
         self._socket = connection
         self._sending = threading.Lock()
         self._buffer = bytearray()
@@ -91,7 +91,7 @@ class LocalConnection:
             raise Unavailable(f"process {self.peer_pid} of user {user} is not trusted with weights")
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Send a message, with a descriptor if there is one. Raises Unavailable."""
+        """Send a message, with its descriptor if there is one. Raises Unavailable."""
         data = message.SerializeToString()
         data = HEAD.pack(len(data), fd is not None) + data
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -104,8 +104,8 @@ class LocalConnection:
             raise Unavailable(f"the connection to process {self.peer_pid} broke: {error}") from error
 
     def receive(self, kind: type[MessageT], timeout_s: float | None) -> tuple[MessageT, int | None] | None:
-        """Return the next message and its descriptor, which the caller closes; None if none came in time. Raises Unavailable
-        when the other side is gone, WireError."""
+        """Return the next message and its descriptor, which the caller closes; None if none came in time. Raises
+        Unavailable if the other side is gone, and WireError."""
         try:
             while True:
                 parsed = self._parsed(kind)
@@ -142,7 +142,7 @@ class LocalConnection:
         try:
             message = kind.FromString(bytes(self._buffer[HEAD.size : end]))
         except DecodeError as error:
-            raise WireError(f"no message of an agent: {error}") from error
+            raise WireError(f"bytes that are not a message of a relay: {error}") from error
         del self._buffer[:end]
         return message, bool(has_fd)
 
@@ -152,7 +152,7 @@ def _address(name: str) -> str:
 
 
 def _listen_in_folder(listener: socket.socket, name: str) -> None:
-    """Take the place of a relay that is gone; one relay at a time does so. Raises OSError where one is there."""
+    """Replace a relay that is gone; one relay at a time does so. Raises OSError if one listens."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -164,7 +164,7 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             Path(new).unlink(missing_ok=True)
             listener.bind(new)
             listener.listen(BACKLOG)
-            os.rename(new, name)  # it is there only once it can be connected to
+            os.rename(new, name)  # the name appears only when it accepts connections
         else:
             raise OSError(errno.EADDRINUSE, "it is in use")
         finally:

@@ -1,12 +1,12 @@
-"""The manifest of a version that travels by hosts: its layout, which of the learner's hosts has which bytes, and a digest of
-each piece.
+"""The manifest of a version that is sent by hosts: its layout, the bytes of each of the learner's hosts, and the digest
+of each piece.
 
-The control plane brings its SHA-256, so whoever passes it on can change nothing. Layout and owners stay the same for all
-versions of a run; only the digests change.
+The control plane sends its SHA-256, so a host that passes it on can change nothing. Layout and owners stay the same for
+all versions of a run; only the digests change.
 
-A version is one flat run of bytes (`paceline.weights.format.manifest`), of which each of the learner's hosts has some ranges. A
-*piece* is what one of these hosts has of one bucket: what a digest is for, what is sent, verified and passed on as a whole.
-With a single learner host the pieces are the buckets.
+A version is one flat run of bytes (`paceline.weights.format.manifest`), and each of the learner's hosts has some ranges. A
+*piece* is the part of one bucket that one of these hosts has: it has one digest, and is sent, verified and passed on as a
+whole. With a single learner host the pieces are the buckets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from paceline.weights.format.manifest import ALIGNMENT_BYTES, MAX_MANIFEST_BYTES
 MIN_BUCKET_BYTES = 256 << 10
 MAX_BUCKET_BYTES = 16 << 20
 BUCKETS = 1024
-"""Buckets of a large version: a chain of 200 hosts then takes a fifth longer than one hop."""
+"""Buckets of a large version: with these a chain of 200 hosts takes a fifth longer than one hop."""
 MAX_PIECES = 1 << 20
 
 
 class Owned(NamedTuple):
-    """Bytes [begin, end) of a version that one of the learner's hosts has."""
+    """Bytes [begin, end) of a version on one of the learner's hosts."""
 
     begin: int
     end: int
@@ -42,7 +42,7 @@ class Owned(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one of the learner's hosts has of one bucket."""
+    """The part of one bucket that one of the learner's hosts has."""
 
     bucket: int
     source: int
@@ -56,23 +56,23 @@ class Piece(NamedTuple):
 
 
 def bucket_bytes_for(total_bytes: int) -> int:
-    """Return the size of a bucket: small enough that a chain of hosts is filled soon, large enough to cost no time by number."""
+    """Return the bucket size: small enough to fill a chain of hosts soon, large enough for few buckets."""
     return min(max(total_bytes // BUCKETS, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
 def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the ranges in order, neighbours of one source as one range; the gap of an alignment belongs to what is before it."""
+    """Return the ranges in order, neighbours of one source joined; a gap of alignment belongs to the range before it."""
     whole: list[Owned] = []
-    for one in sorted(owned):
-        if whole and whole[-1].source == one.source and one.begin - whole[-1].end < ALIGNMENT_BYTES:
-            whole[-1] = whole[-1]._replace(end=one.end)
+    for source_range in sorted(owned):
+        if whole and whole[-1].source == source_range.source and source_range.begin - whole[-1].end < ALIGNMENT_BYTES:
+            whole[-1] = whole[-1]._replace(end=source_range.end)
         else:
-            whole.append(one)
+            whole.append(source_range)
     return tuple(whole)
 
 
 def plan_pieces(owned: Sequence[Owned], bucket_bytes: int) -> tuple[Piece, ...]:
-    """Return the pieces in the order of buckets. `owned` is as `joined` returns it."""
+    """Return the pieces in the order of buckets. `owned` is a result of `joined`."""
     ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for begin, end, source in owned:
         while begin < end:
@@ -90,15 +90,15 @@ def check_owned(owned: Sequence[Owned], layout: WeightManifest) -> None:
         if not end <= one.begin < one.end <= layout.total_bytes or one.source < 0:
             raise WireError(f"a range of {one.begin} to {one.end} bytes of {layout.total_bytes} comes after byte {end}")
         end = one.end
-    place = 0
+    index = 0
     for entry in sorted(layout.entries, key=lambda entry: entry.offset):
         at, stop = entry.offset, entry.offset + entry.num_bytes
         while at < stop:
-            while place < len(owned) and owned[place].end <= at:
-                place += 1
-            if place == len(owned) or owned[place].begin > at:
-                raise WireError(f"nobody has byte {at} of tensor {entry.name!r}")
-            at = owned[place].end
+            while index < len(owned) and owned[index].end <= at:
+                index += 1
+            if index == len(owned) or owned[index].begin > at:
+                raise WireError(f"no host has byte {at} of tensor {entry.name!r}")
+            at = owned[index].end
 
 
 FORMAT = 1
@@ -108,7 +108,7 @@ DIGEST_BYTES = {"xxh3_128": 16, "sha256": 32}
 
 @dataclass(frozen=True)
 class HostManifest:
-    """One version of one run, or its layout alone where `digests` is empty."""
+    """One version of one run, or its layout alone if `digests` is empty."""
 
     run_id: str
     version: Version
@@ -116,7 +116,7 @@ class HostManifest:
     owned: tuple[Owned, ...]
     algorithm: PieceAlgorithm
     digests: tuple[bytes, ...] = ()
-    """Of each piece."""
+    """One for each piece."""
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -152,7 +152,7 @@ class HostManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> HostManifest:
-        """Read what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
+        """Read the result of `to_bytes`. Raises WireError for anything else, before any memory is allocated for it."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise WireError(f"the manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
         try:
@@ -199,7 +199,7 @@ def piece_digest(memory: memoryview, piece: Piece, algorithm: PieceAlgorithm) ->
 
 def _whole(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a count belongs")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 

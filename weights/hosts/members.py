@@ -1,9 +1,10 @@
-"""Members that get weights by the relays of their hosts: which version each one holds, and which one has fallen silent.
+"""Tracks the members that get weights by the relays of their hosts: the version that each holds, and each one's
+silence.
 
-Nothing is sent to them from here: the coordinator tells each host where to read. A member has `max_wait_s` for its first
-report on a version, and as long between two reports; while bytes arrive there is no other limit, and without new bytes it is
-twenty times that plus the time that the bytes need at the slowest rate. A member that loads a version is not behind because of the
-next one. A member that fails `PATIENCE` times in a row is to read the object store.
+It sends nothing: the coordinator tells each host where to read. A member has `max_wait_s` for its first report on a
+version, and as long between two reports. While bytes arrive there is no other limit; without new bytes it is twenty
+times that plus the time that the bytes need at the slowest rate. The next version starts no deadline for a member that
+still loads one. A member that fails `PATIENCE` times in a row is to read the object store.
 
 One thread waits for deadlines and calls `on_result`; one condition guards the state.
 """
@@ -28,12 +29,12 @@ CLOSE_WAIT_S = 2.0
 class _Member:
     held: Version | None = None
     begun_s: float = 0.0
-    """Monotonic time at which the version that it works on was announced."""
+    """Monotonic time of the announcement of the version that it works on."""
     loading_s: float = 0.0
-    """Monotonic time of the first report that all bytes are there; 0 before."""
+    """Monotonic time of the first report that all bytes arrived; 0 before."""
     deadline_s: float = math.inf
     last_s: float = math.inf
-    """Latest value of the deadline, as long as no bytes arrive."""
+    """Latest value of the deadline while no bytes arrive."""
     received_bytes: int = 0
     working_on: Version | None = None
     """Version of its newest report."""
@@ -51,12 +52,12 @@ class HostMembers:
         clock: Callable[[], float] = time.monotonic,
         is_heard: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`is_heard` returns whether reports of members can arrive: without a coordinator nobody is silent."""
+        """`is_heard` returns whether reports of members can arrive: without a coordinator no member is silent."""
         self._max_wait_s, self._on_result = max_wait_s, on_result
         self._clock, self._is_heard = clock, is_heard
         self._members: dict[str, _Member] = {}
         self._gone: dict[str, _Member] = {}
-        """Members that left, with their failures."""
+        """Failures of members that left."""
         self._epoch = 0
         self._newest: Version | None = None
         self._size_bytes = 0
@@ -67,7 +68,7 @@ class HostMembers:
         self._thread.start()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
-        """Make exactly these the members that get weights by host."""
+        """Replace the members that get weights by host."""
         with self._changed:
             self._epoch = epoch
             earlier, self._members = self._members, {}
@@ -84,22 +85,22 @@ class HostMembers:
             self._changed.notify_all()
 
     def failed_often(self, member_id: str) -> bool:
-        """Return whether this member's host cannot be reached by relays."""
+        """Return whether this member's host is unreachable for relays."""
         with self._changed:
             member = self._members.get(member_id) or self._gone.get(member_id)
             return member is not None and member.failures >= PATIENCE
 
     def publish(self, version: Version, size_bytes: int) -> None:
-        """Note that the coordinator tells all hosts of a version."""
+        """Note that the coordinator announces a version to all hosts."""
         with self._changed:
             self._newest, self._size_bytes = version, size_bytes
             for member in self._members.values():
-                if member.deadline_s == math.inf:  # else it is silent already
+                if member.deadline_s == math.inf:  # else its deadline has passed already
                     self._begin(member)
             self._changed.notify_all()
 
     def progress(self, member_id: str, version: Version, received_bytes: int, loading: bool) -> None:
-        """Take a member's report that it works on a version."""
+        """Record a member's report that it works on a version."""
         with self._changed:
             member = self._members.get(member_id)
             if member is None or (member.held is not None and version <= member.held):
@@ -108,7 +109,7 @@ class HostMembers:
             if version != member.working_on or (loading and not member.loading_s):
                 member.received_bytes = 0
                 member.loading_s = now if loading else 0.0
-                if loading or member.last_s == math.inf:  # another version alone is no progress
+                if loading or member.last_s == math.inf:  # a change of version alone is no progress
                     member.last_s = now + longest_s(self._max_wait_s, self._size_bytes)
             if received_bytes > member.received_bytes and not loading:
                 member.received_bytes = received_bytes
@@ -118,7 +119,7 @@ class HostMembers:
             self._changed.notify_all()
 
     def answer(self, member_id: str, version: Version, ok: bool, message: str) -> None:
-        """Take a member's answer: it samples from `version`, or why not."""
+        """Record a member's answer: it samples from `version`, or the reason why it does not."""
         with self._changed:
             member = self._members.get(member_id)
             if member is None or self._newest is None or version > self._newest:
@@ -134,7 +135,7 @@ class HostMembers:
             self._changed.notify_all()
 
     def extend(self) -> None:
-        """Begin all deadlines anew, because the control plane was away; failures may have been its own."""
+        """Restart all deadlines, because the control plane was away and may have caused the failures."""
         with self._changed:
             for member in (*self._members.values(), *self._gone.values()):
                 member.failures = 0
@@ -199,7 +200,7 @@ class HostMembers:
             for result in results:
                 try:
                     self._on_result(result)
-                except Exception as error:  # of the listener: other members' deadlines have to go on
+                except Exception as error:  # raised by the listener; other members' deadlines have to go on
                     unforeseen.note("the result of bringing weights to a host", error)
 
     def _give_up(self, member_id: str, member: _Member) -> None:

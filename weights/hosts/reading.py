@@ -1,13 +1,13 @@
-"""Bringing one version to this host: pieces from other hosts, each verified before it counts.
+"""Brings one version to this host: pieces from other hosts, each verified before it counts.
 
-Several streams share the pieces by their index. Each reads from the first upstream that has the version; when that one is
-silent for `silence_s`, cannot be reached, or sends bytes with another digest, the stream goes on with the next upstream,
-from the piece where it was. So a dead host is skipped within a second, and the hosts after it notice nothing, because the
-one that skipped it keeps sending signs of life. Upstreams may change at any time: a stream that only waits goes to the new
-ones at once, or two hosts that changed places would wait for each other, and one that receives goes on.
+Several streams share the pieces by their index. Each reads from the first upstream that has the version; if that one is
+silent for `silence_s`, unreachable, or sends bytes with another digest, the stream continues with the next upstream at
+the same piece. So a dead host is skipped within a second, and the hosts after it notice nothing, because the host that
+skipped it keeps sending signs of life. Upstreams may change at any time: a stream that only waits changes to the new
+ones at once, because two hosts that swapped positions would otherwise wait for each other; one that receives continues.
 
-The promise: only bytes with the digest that the control plane vouches for are noted in the store, and `run` ends: with the
-version, or when a newer one is wanted and this one is gone everywhere or stands still, or after `close`.
+The promise: only bytes with the digest that the control plane vouches for are noted as present, and `run` ends: with
+the version; when a newer one is wanted and this one is gone everywhere or stalls; or after `close`.
 
 `run` is called by one thread, and has one for each stream.
 """
@@ -27,12 +27,12 @@ from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
+from paceline.weights.hosts.held_versions import HeldVersion, HeldVersions
 from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_of
-from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Transport
 
 SILENCE_S = 0.7
-"""Silence after which an upstream is taken for dead; a living one sends something each `sending.WAIT_S`."""
+"""Silence after which an upstream counts as dead; a live one sends something each `sending.WAIT_S`."""
 STREAMS = 4
 PAUSE_S = 0.1
 """Pause after a round in which no upstream had the version."""
@@ -50,11 +50,11 @@ class _Redirected(PacelineError):
 
 
 class Reading:
-    """One version on its way to this host. `is_overtaken` says whether a newer one is wanted."""
+    """One version that is being brought to this host. `is_overtaken` tells whether a newer one is wanted."""
 
     def __init__(
         self,
-        store: HostStore,
+        versions: HeldVersions,
         plan: worker_pb2.HostPlan,
         transport: Transport,
         is_overtaken: Callable[[], bool],
@@ -64,20 +64,20 @@ class Reading:
     ) -> None:
         self.version = version_of(plan)
         self.transfer = worker_pb2.HostTransfer(position=plan.position)
-        """Measurements of the version on its way to this host."""
+        """Measurements of this version's transfer."""
         self._started_s = time.monotonic()
-        self._store, self._plan, self._transport = store, plan, transport
+        self._versions, self._plan, self._transport = versions, plan, transport
         self._upstreams: Sequence[worker_pb2.Upstream] = list(plan.upstreams)
         self._is_overtaken = is_overtaken
         self._last_piece_s = time.monotonic()
         self._streams, self._silence_s = streams, silence_s
         self._lock = threading.Lock()
         self._channels: dict[Channel, Sequence[worker_pb2.Upstream]] = {}
-        """Each with the upstreams among which it was chosen."""
+        """Each with the upstreams from which it was chosen."""
         self._ended = threading.Event()
 
     def redirect(self, upstreams: Sequence[worker_pb2.Upstream]) -> None:
-        """Read from these upstreams from now on; streams that receive from one of the earlier ones go on with it."""
+        """Read from these upstreams from now on; streams that receive from an earlier one continue with it."""
         with self._lock:
             if list(upstreams) != self._upstreams:
                 self._upstreams = list(upstreams)
@@ -92,7 +92,7 @@ class Reading:
 
     def run(self) -> HeldVersion | None:
         """Return the version once all of it is here; None if it is gone or `close` was called."""
-        here = self._store.find(self._plan.run_id, self.version)
+        here = self._versions.find(self._plan.run_id, self.version)
         manifest = here.manifest if here is not None else None
         if here is None or manifest is None:
             data = self._manifest()
@@ -103,8 +103,8 @@ class Reading:
             here = self._memory(manifest)
             if here is None:
                 return None
-            self._store.describe(here, manifest, data)
-        with self._store.writing(here):
+            self._versions.describe(here, manifest, data)
+        with self._versions.writing(here):
             threads = [
                 threading.Thread(target=self._read_stream, args=(here, *part), name="weights-read", daemon=True)
                 for part in self._parts(here, manifest)
@@ -118,7 +118,7 @@ class Reading:
         if here.complete and here.is_current:
             return here
         if not here.staged:
-            self._store.drop(here)
+            self._versions.drop(here)
         return None
 
     def _check(self, manifest: HostManifest) -> None:
@@ -130,7 +130,7 @@ class Reading:
 
     def _memory(self, manifest: HostManifest) -> HeldVersion | None:
         while not self._ended.is_set():
-            held = self._store.begin(manifest, self.version, staged=False, wait_s=PAUSE_S)
+            held = self._versions.begin(manifest, self.version, staged=False, wait_s=PAUSE_S)
             if held is not None:
                 return held
             if self._is_overtaken():
@@ -138,7 +138,7 @@ class Reading:
         return None
 
     def _parts(self, held: HeldVersion, manifest: HostManifest) -> list[tuple[int, int]]:
-        """Return (stream, source) of each stream; source -1 where one upstream has everything."""
+        """Return (stream, source) of each stream; source -1 if one upstream has everything."""
         with self._lock:
             several = any(len(upstream.addresses) > 1 for upstream in self._upstreams)
         sources = range(manifest.sources) if several else (-1,)
@@ -160,7 +160,7 @@ class Reading:
                         raise WireError(f"a manifest of {length} bytes")
                     data = frames.receive(channel, length)
                     if hashlib.sha256(data).digest() != self._plan.manifest_sha256:
-                        raise WireError("the manifest is not the one that the control plane named")
+                        raise WireError("the manifest has another digest than the control plane named")
                     return data
 
         def request() -> host_agent_pb2.ReadRequest:
@@ -206,10 +206,10 @@ class Reading:
         with self._lock:
             self.transfer.received_bytes += piece.size_bytes
             self._last_piece_s = time.monotonic()
-        self._store.add(held, index, manifest.digests[index])
+        self._versions.add(held, index, manifest.digests[index])
 
     def _head(self, channel: Channel) -> tuple[Kind, int, int]:
-        """Return the next frame's head that is no sign of life. Raises Gone, _Redirected."""
+        """Return the next frame's head, without signs of life. Raises Gone, _Redirected."""
         started_s = time.monotonic()
         while True:
             kind, index, length = frames.receive_head(channel)
@@ -227,17 +227,17 @@ class Reading:
         return kind, index, length
 
     def _check_wait(self, channel: Channel) -> None:
-        """Raise where the upstream is not the one to wait for any more, or the version is not."""
+        """Raise unless this upstream and this version are still worth waiting for."""
         with self._lock:
             if self._channels.get(channel) is not self._upstreams:
                 raise _Redirected("there are other upstreams")
             idle_s = time.monotonic() - self._last_piece_s
         if idle_s > self._plan.max_wait_s and self._is_overtaken():
-            raise Gone("it stands still")
+            raise Gone("it has stalled")
 
-    def _request(self, **asked: Any) -> host_agent_pb2.ReadRequest:
+    def _request(self, **fields: Any) -> host_agent_pb2.ReadRequest:
         return host_agent_pb2.ReadRequest(
-            protocol=frames.PROTOCOL, run_id=self._plan.run_id, version=self._plan.version, **asked
+            protocol=frames.PROTOCOL, run_id=self._plan.run_id, version=self._plan.version, **fields
         )
 
     def _first_answer(
@@ -246,25 +246,24 @@ class Reading:
         request: Callable[[], host_agent_pb2.ReadRequest],
         receive: Callable[[Channel], AnswerT],
     ) -> AnswerT | None:
-        """Ask one upstream after the other until one has answered in full; None when it is gone everywhere, or after
-        `close`."""
-        place = 0
+        """Ask the upstreams in turn until one has answered in full; None if it is gone everywhere, or after `close`."""
+        index = 0
         while not self._ended.is_set():
             with self._lock:
                 upstreams = self._upstreams
-            if place >= len(upstreams):
-                # A whole round without it.
-                place = 0
+            if index >= len(upstreams):
+                # A whole round of upstreams has failed.
+                index = 0
                 if self._is_overtaken():
                     return None
                 self._ended.wait(PAUSE_S)
                 continue
-            address = address_of(upstreams[place])
+            address = address_of(upstreams[index])
             self.transfer.upstream = address
             try:
                 return self._ask(address, upstreams, request(), receive)
             except _Redirected:
-                place = 0
+                index = 0
                 continue
             except Gone:
                 pass
@@ -272,8 +271,8 @@ class Reading:
                 if not self._ended.is_set():
                     with self._lock:
                         self.transfer.skipped += 1
-                    seldom.warning(address, "weights are read elsewhere than from %s: %s", address, error)
-            place += 1
+                    seldom.warning(address, "weights are read from another host than %s: %s", address, error)
+            index += 1
         return None
 
     def _ask(

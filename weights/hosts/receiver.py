@@ -1,10 +1,10 @@
-"""Weights that this host's relay brings, on their way into the engine of one worker.
+"""Loads the weights that this host's relay brings into the engine of one worker.
 
-Promise: a version is loaded only where the relay has verified all of it against the manifest that the control plane vouches for,
-and while it is loaded its memory cannot be overwritten. The newest complete version is loaded, whichever were planned before;
-versions only grow. While the engine loads one, the relay goes on to receive the next.
+Promise: a version is loaded only after the relay has verified all of it against the manifest that the control plane
+vouches for, and its memory cannot be overwritten while it is loaded. The newest complete version is loaded, whatever
+was planned before; versions only grow. While the engine loads one, the relay continues to receive the next.
 
-Two threads: the client's, which brings news, and the loader, which waits for them and for the engine.
+Two threads: the client's, which brings messages, and the loader, which waits for them and for the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Complete:
-    """A version that lies in the host's memory."""
+    """A version that is complete in the host's memory."""
 
     version: Version
     segment: HostSegment
@@ -47,10 +47,10 @@ class _Complete:
 
 
 class HostReceiver:
-    """One worker's side. `on_weights(version, weights)` returns when the engine samples with a copy of the weights, whose
-    checksums were compared but not their numbers; an exception refuses the version. `on_ack(version, ok, message, transfer)`
-    sends the answer. Both are called from the loader's thread. `on_agent` is called when the host has another relay, from the
-    client's thread."""
+    """One worker's side. `on_weights(version, weights)` returns when the engine samples with a copy of the weights,
+    whose checksums were compared but not their numbers; an exception refuses the version. `on_ack(version, ok,
+    message, transfer)` sends the answer. Both are called from the loader's thread. `on_relay` is called when the
+    host has another relay, from the client's thread."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class HostReceiver:
         client: RelayClient,
         on_weights: Callable[[Version, HostWeights], None],
         on_ack: Callable[[Version, bool, str, worker_pb2.HostTransfer | None], None],
-        on_agent: Callable[[], None],
+        on_relay: Callable[[], None],
     ) -> None:
         self._run_id, self._client = run_id, client
-        self._on_weights, self._on_ack, self._on_agent = on_weights, on_ack, on_agent
+        self._on_weights, self._on_ack, self._on_agent = on_weights, on_ack, on_relay
         self._changed = threading.Condition()
         self._plan: worker_pb2.HostPlan | None = None
         self._digests: dict[Version, bytes] = {}
@@ -83,12 +83,12 @@ class HostReceiver:
 
     @property
     def held(self) -> Version | None:
-        """The last version that the engine got from here."""
+        """The last version that the engine got from this receiver."""
         return self._held
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """Return the version that is loaded now, or the one that arrives."""
+        """Return the version that is being loaded, else the one that arrives."""
         with self._changed:
             if self._loading is not None:
                 return [WeightProgress(self._loading, "loading", self._size_bytes)]
@@ -99,13 +99,13 @@ class HostReceiver:
             return [WeightProgress(version_of(self._plan), "receiving", 0)]
 
     def take_plan(self, plan: worker_pb2.HostPlan, serving: Version | None) -> None:
-        """Take the coordinator's plan; `serving` is the engine's version. Return at once."""
+        """Use the coordinator's plan; `serving` is the engine's version. Returns at once."""
         version = version_of(plan)
         with self._changed:
             if plan.run_id != self._run_id or self._closed:
                 return
             if serving is not None and (self._held is None or serving > self._held):
-                self._held = serving  # it came another way
+                self._held = serving  # it came by another channel
             self._digests[version] = plan.manifest_sha256
             while len(self._digests) > PLANS_KEPT:
                 del self._digests[next(iter(self._digests))]
@@ -124,7 +124,7 @@ class HostReceiver:
             self._changed.notify_all()
 
     def _send(self, plan: worker_pb2.HostPlan) -> None:
-        with contextlib.suppress(Unavailable):  # the relay is being started, and gets it then
+        with contextlib.suppress(Unavailable):  # a relay that is being started gets the plan when it connects
             self._client.send(host_agent_pb2.AgentRequest(plan=plan))
 
     def _connected(self) -> None:
@@ -193,7 +193,7 @@ class HostReceiver:
         trace = version_traceparent(self._run_id, version.step)
         message = ""
         try:
-            # The relay has compared all bytes with the learner's; the engine looks at the numbers.
+            # The relay has compared all bytes with the learner's; the engine checks the numbers.
             weights = HostWeights(complete.segment, complete.generation, complete.manifest.layout, "compared")
             with weights.reading(), span("weights.swap", trace, bytes=complete.manifest.size_bytes):
                 self._on_weights(version, weights)
@@ -203,7 +203,7 @@ class HostReceiver:
                 self._end_loading(None, version)
                 return
             message = first_line(error)
-        except Exception as error:  # of the engine too: its text is the reason of the refusal
+        except Exception as error:  # the engine's errors too: their text is the reason of the refusal
             if not isinstance(error, PacelineError):
                 unforeseen.note("loading weights", error)
             message = first_line(error)
@@ -221,7 +221,7 @@ class HostReceiver:
     def _answer(self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None) -> None:
         try:
             self._on_ack(version, ok, message, transfer)
-        except Exception as error:  # of the listener: this thread has to load further versions
+        except Exception as error:  # raised by the listener; this thread has to load further versions
             unforeseen.note("acknowledging weights", error)
 
 

@@ -1,12 +1,12 @@
-"""The relay of a host: it owns the host's segments, brings versions to them, and passes them on.
+"""The relay of a host: it owns the host's segments, brings versions into them, and passes the versions on.
 
-Workers of the host tell it what the coordinator plans; learner ranks of the host stage their versions in its memory. The
-promise: a version reaches a host once, however many workers it has; versions that a newer plan replaced before they began
-are skipped, one that has begun is completed where it can be; and whatever one client does, it ends that client's
-connection only.
+Workers of the host tell it the coordinator's plans; learner ranks of the host stage their versions in its memory. The
+promise: a version reaches a host once, however many workers it has; versions that a newer plan replaced before they
+began are skipped, and one that has begun is completed if possible; a client's faults end only that client's connection.
 
-Threads: one plans and reads (`_read_forever`), one tells clients (`_tell_forever`), one accepts, one for each client, and
-those of `Sender` and `Reading`. The store's condition guards the state; no thread holds it while it sends.
+Threads: one plans and reads (`_read_forever`), one tells clients (`_tell_forever`), one accepts, one for each client,
+and those of `Sender` and `Reading`. The condition of the held versions guards the state; no thread holds it while it
+sends.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.v1 import host_agent_pb2, worker_pb2
+from paceline.weights.hosts.held_versions import HeldVersion, HeldVersions
 from paceline.weights.hosts.local_socket import LocalConnection
 from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_message, version_of
 from paceline.weights.hosts.reading import SILENCE_S, STREAMS, Reading
 from paceline.weights.hosts.sending import Sender
-from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Transport, next_connection
 
 PROTOCOL = 1
 PROGRESS_S = 0.5
-"""Seconds between two messages about a version that arrives."""
+"""Seconds between two messages about a version that is arriving."""
 SEND_TIMEOUT_S = 5.0
-"""Silence of a reader on another host after which it is left."""
+"""Silence after which a reader on another host is dropped."""
 MAX_HASH_THREADS = 8
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Relay:
-    """Listens to other hosts at `host`, and to clients that `serve` is called with."""
+    """Listens to other hosts at `host`, and to the clients that `serve` is called with."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Relay:
         silence_s: float = SILENCE_S,
     ) -> None:
         self.agent_id = secrets.token_hex(8)
-        self.store = HostStore()
+        self.versions = HeldVersions()
         listener = transport.listen(host, port, SEND_TIMEOUT_S)
         self.port = listener.port
-        self.sender = Sender(self.store, listener)
+        self.sender = Sender(self.versions, listener)
         self._transport, self._streams, self._silence_s = transport, streams, silence_s
         self._lock = threading.Lock()
         self._clients: set[_Client] = set()
@@ -77,12 +77,12 @@ class Relay:
 
     @property
     def num_clients(self) -> int:
-        """Return the number of workers and learner ranks that are connected."""
+        """Return the number of connected workers and learner ranks."""
         with self._lock:
             return len(self._clients)
 
     def serve_forever(self, listener: socket.socket) -> None:
-        """Take clients until `listener` is closed."""
+        """Serve clients until `listener` is closed."""
         while (taken := next_connection(listener, lambda: listener.fileno() < 0)) is not None:
             try:
                 self.serve(LocalConnection(taken[0]))
@@ -90,7 +90,7 @@ class Relay:
                 seldom.warning("client", "%s", error)
 
     def serve(self, connection: LocalConnection) -> None:
-        """Take a client, in a thread of its own."""
+        """Serve a client, in a separate thread."""
         client = _Client(self, connection)
         with self._lock:
             self._clients.add(client)
@@ -100,11 +100,11 @@ class Relay:
     def close(self) -> None:
         """End all threads, without waiting for them."""
         self._closed = True
-        with self.store.changed:
+        with self.versions.changed:
             reading = self._reading
         if reading is not None:
             reading.close()
-        self.store.close()
+        self.versions.close()
         self.sender.close()
         self._news.set()
         self._hashing.shutdown(wait=False, cancel_futures=True)
@@ -114,19 +114,19 @@ class Relay:
             client.connection.close()
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:
-        """Bring a version to this host. The newest plan counts; the same version again may have other upstreams."""
+        """Bring a version to this host. The newest plan counts; one for the same version may name other upstreams."""
         version = version_of(plan)
-        with self.store.changed:
+        with self.versions.changed:
             newer = self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
             if newer:
-                if plan.run_id != self.store.run_id and self._reading is not None:
+                if plan.run_id != self.versions.run_id and self._reading is not None:
                     self._reading.close()
                 self.sender.admit_readers_of(plan.run_id, plan.token)
-                self.store.use_run(plan.run_id)
-                self._plan, self.store.wanted = plan, version
+                self.versions.use_run(plan.run_id)
+                self._plan, self.versions.wanted = plan, version
                 if self._reading is not None and self._reading.version == version:
                     self._reading.redirect(plan.upstreams)
-            self.store.changed.notify_all()
+            self.versions.changed.notify_all()
         self._news.set()
 
     def take_layout(self, layout: host_agent_pb2.StageLayout) -> HostManifest:
@@ -137,9 +137,9 @@ class Relay:
                 f"the layout is of run {manifest.run_id!r} with {manifest.sources} hosts, not of {layout.run_id!r} "
                 f"with host {layout.source}"
             )
-        with self.store.changed:
+        with self.versions.changed:
             self.sender.admit_readers_of(layout.run_id, layout.token)
-            self.store.use_run(layout.run_id)
+            self.versions.use_run(layout.run_id)
         return manifest
 
     def hash_staged(self, held: HeldVersion, layout: HostManifest, source: int) -> list[bytes]:
@@ -147,18 +147,18 @@ class Relay:
 
         def digest(index: int) -> bytes:
             made = piece_digest(held.memory, held.pieces[index], layout.algorithm)
-            self.store.add(held, index, made)
+            self.versions.add(held, index, made)
             return made
 
         mine = [index for index, piece in enumerate(held.pieces) if piece.source == source]
         return list(self._hashing.map(digest, mine))
 
     def described(self, held: HeldVersion, data: bytes) -> None:
-        """Take the manifest of a staged version. Raises WireError."""
+        """Accept the manifest of a staged version. Raises WireError."""
         manifest = HostManifest.from_bytes(data)
         if (manifest.run_id, manifest.version) != (held.run_id, held.version) or not manifest.digests:
             raise WireError(f"the manifest is not of version {tuple(held.version)} of run {held.run_id!r}")
-        self.store.describe(held, manifest, data)
+        self.versions.describe(held, manifest, data)
         self._news.set()
 
     def staged(self, held: HeldVersion, reply: host_agent_pb2.AgentReply) -> None:
@@ -178,45 +178,45 @@ class Relay:
     def _read_forever(self) -> None:
         while (plan := self._next_plan()) is not None:
             reading = Reading(
-                self.store,
+                self.versions,
                 plan,
                 self._transport,
                 partial(self._is_overtaken, plan),
                 streams=self._streams,
                 silence_s=self._silence_s,
             )
-            with self.store.changed:
+            with self.versions.changed:
                 self._reading = reading
             held = None
             try:
                 held = reading.run()
             except PacelineError as error:
-                seldom.warning("plan", "version %d did not come: %s", plan.version.step, error)
+                seldom.warning("plan", "version %d did not arrive: %s", plan.version.step, error)
             except Exception as error:  # the relay goes on with the next plan
                 unforeseen.note("reading weights from other hosts", error)
-            with self.store.changed:
+            with self.versions.changed:
                 self._reading = None
                 if held is not None:
                     self._transfers = {held.version: reading.transfer}
                 else:
-                    self.store.changed.wait(PROGRESS_S)
+                    self.versions.changed.wait(PROGRESS_S)
             self._news.set()
 
     def _next_plan(self) -> worker_pb2.HostPlan | None:
-        """Return the plan of a version that is not here yet, once there is one; None after `close`."""
-        with self.store.changed:
+        """Wait for the plan of a version that is not here yet, and return it; None after `close`."""
+        with self.versions.changed:
             while not self._closed:
                 plan = self._plan
-                if plan is not None and plan.run_id == self.store.run_id:
-                    held = self.store.find(plan.run_id, version_of(plan))
-                    newest = self.store.newest_complete()
+                if plan is not None and plan.run_id == self.versions.run_id:
+                    held = self.versions.find(plan.run_id, version_of(plan))
+                    newest = self.versions.newest_complete()
                     have_newer = newest is not None and newest.version >= version_of(plan)
-                    # A version that all ranks are here for needs nothing from other hosts.
+                    # A version that all ranks of this host stage needs nothing from other hosts.
                     staging = held is not None and held.staged and held.layout.sources == 1
                     if not have_newer and not staging:
                         return plan
                 # No deadline: the next plan comes when the next version does.
-                self.store.changed.wait()
+                self.versions.changed.wait()
             return None
 
     def _is_overtaken(self, plan: worker_pb2.HostPlan) -> bool:
@@ -229,29 +229,29 @@ class Relay:
             self._news.clear()
             with self._lock:
                 followers = [client for client in self._clients if client.run_id]
-            with self.store.changed:
-                newest, reading = self.store.newest_complete(), self._reading
+            with self.versions.changed:
+                newest, reading = self.versions.newest_complete(), self._reading
                 arriving = None
                 if reading is not None:
-                    arriving = self.store.find(self.store.run_id, reading.version)
+                    arriving = self.versions.find(self.versions.run_id, reading.version)
             for client in followers:
                 try:
                     if newest is not None and client.run_id == newest.run_id:
                         client.tell_complete(newest)
-                    if reading is not None and client.run_id == self.store.run_id:
+                    if reading is not None and client.run_id == self.versions.run_id:
                         client.tell_progress(reading.version, arriving)
                 except Unavailable:
                     pass  # its thread notices
 
     def transfer_of(self, version: Version) -> worker_pb2.HostTransfer:
-        """Return how a version came to this host."""
-        found = worker_pb2.HostTransfer(agent_id=self.agent_id, sent_bytes=self.sender.sent_bytes)
-        with self.store.changed:
+        """Return how a version reached this host."""
+        transfer = worker_pb2.HostTransfer(agent_id=self.agent_id, sent_bytes=self.sender.sent_bytes)
+        with self.versions.changed:
             if version in self._transfers:
-                found.MergeFrom(self._transfers[version])
+                transfer.MergeFrom(self._transfers[version])
             elif self._plan is not None:
-                found.position = self._plan.position
-        return found
+                transfer.position = self._plan.position
+        return transfer
 
 
 class _Client:
@@ -261,15 +261,15 @@ class _Client:
         self.connection = connection
         self._relay = relay
         self.run_id = ""
-        """Run whose versions it follows."""
-        self._told: tuple[Version, int] | None = None
+        """The run whose versions this client follows."""
+        self._reported: tuple[Version, int] | None = None
         self._layout: HostManifest | None = None
         self._source, self._local_ranks = 0, 1
         self._staging: HeldVersion | None = None
 
     def run(self) -> None:
         try:
-            # No deadline: a client asks for signs of life, and a dead one's connection ends.
+            # No deadline: a client requests signs of life, and a dead client's connection ends.
             while (received := self.connection.receive(host_agent_pb2.AgentRequest, None)) is not None:
                 request, fd = received
                 if fd is not None:
@@ -281,22 +281,22 @@ class _Client:
                     self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
         except Unavailable:
             pass
-        except Exception as error:  # of this client alone
-            unforeseen.note("a client of the host's agent", error)
+        except Exception as error:  # a fault of this client alone
+            unforeseen.note("a client of the host's relay", error)
         finally:
             self._end_staging(complete=False)
             self.connection.close()
             self._relay.left(self)
 
     def tell_complete(self, held: HeldVersion) -> None:
-        if self._told == (held.version, held.generation):
+        if self._reported == (held.version, held.generation):
             return
         message = self._held(held.version, held.verified_bytes)
         message.complete, message.generation, message.manifest = True, held.generation, held.manifest_bytes
         message.inode = held.segment.identity[1]
         message.transfer.CopyFrom(self._relay.transfer_of(held.version))
-        # Noted first: a plan that comes while this is sent is to be answered too.
-        self._told = held.version, held.generation
+        # Noted first, because a plan that comes during the sending needs an answer too.
+        self._reported = held.version, held.generation
         self.connection.send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
 
     def tell_progress(self, version: Version, held: HeldVersion | None) -> None:
@@ -313,8 +313,9 @@ class _Client:
             case "alive":
                 self.connection.send(host_agent_pb2.AgentReply(alive=request.alive))
             case "plan":
-                # A version may have been complete before its plan came, and a client that sets its run up again knows of none.
-                self.run_id, self._told = request.plan.run_id, None
+                # A version may be complete before its plan comes, and a client that sets up its run again has seen
+                # none.
+                self.run_id, self._reported = request.plan.run_id, None
                 self._relay.take_plan(request.plan)
             case "layout":
                 self._layout = self._relay.take_layout(request.layout)
@@ -325,22 +326,22 @@ class _Client:
                 self._end(version_of(request.end))
             case "manifest":
                 manifest = request.manifest
-                held = self._relay.store.find(manifest.run_id, version_of(manifest))
+                held = self._relay.versions.find(manifest.run_id, version_of(manifest))
                 if held is not None:
                     self._relay.described(held, manifest.manifest)
             case _:
-                raise WireError("this agent does not know such a request; is it older than its client?")
+                raise WireError("this relay does not know such a request; is it older than its client?")
 
     def _begin(self, version: Version) -> None:
         if self._layout is None:
             raise WireError("a version is to be staged before its layout")
         self._end_staging(complete=False)
-        held = self._relay.store.begin(self._layout, version, staged=True, wait_s=0.0)
+        held = self._relay.versions.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
             refusal = host_agent_pb2.AgentRefusal(message="there is no memory for it", version=version_message(version))
             self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return
-        with self._relay.store.changed:
+        with self._relay.versions.changed:
             held.writers += 1
         self._staging = held
         buffer = host_agent_pb2.StageBuffer(
@@ -351,11 +352,11 @@ class _Client:
     def _end(self, version: Version) -> None:
         held, layout = self._staging, self._layout
         if held is None or layout is None or held.version != version:
-            raise WireError(f"version {tuple(version)} ends, and was not begun")
+            raise WireError(f"version {tuple(version)} ends, but was not begun")
         held.ranks_done.add(id(self))
         if len(held.ranks_done) < self._local_ranks:
-            return  # this rank's part stays under its hand until the last rank's is there
-        with self._relay.store.writing(held):
+            return  # this rank stays a writer until the last rank has finished
+        with self._relay.versions.writing(held):
             digests = self._relay.hash_staged(held, layout, self._source)
         staged = host_agent_pb2.Staged(version=version_message(version), digests=digests)
         self._relay.staged(held, host_agent_pb2.AgentReply(staged=staged))
@@ -370,10 +371,10 @@ class _Client:
         held, self._staging = self._staging, None
         if held is None:
             return
-        with self._relay.store.changed:
+        with self._relay.versions.changed:
             held.writers -= 1
         if not complete and not held.complete:
-            self._relay.store.drop(held)
+            self._relay.versions.drop(held)
 
     def _held(self, version: Version, verified_bytes: int) -> host_agent_pb2.HeldVersion:
         return host_agent_pb2.HeldVersion(

@@ -1,14 +1,15 @@
 """Segments of host memory that weights are received into, and that every engine of the host maps.
 
-A segment lives for many versions: it is made once with the exact size, mapped once by each process and, where the process
-has a GPU, page-locked once. It has one writer and any number of readers. The writer begins a *generation*, publishes each
-bucket of bytes with its digest as soon as it was verified, and completes the generation. The promise: while a reader
-reads a generation, the writer cannot begin the next one in that segment, and a reader that comes too late gets an error
-and no mixed bytes. Readers are file locks of the kernel, so one that dies, however it dies, ends its reading.
+A segment lives for many versions: it is made once with the exact size, mapped once by each process and, if the process
+has a GPU, page-locked once. It has one writer and any number of readers. The writer begins a *generation*, publishes
+each bucket of bytes with its digest as soon as it is verified, and completes the generation. The promise: while a
+reader reads a generation, the writer cannot begin the next one in that segment, and a reader that comes too late gets
+an error, never mixed bytes. Readers hold file locks of the kernel, so a reader's death, of whatever cause, ends its
+reading.
 
-The memory is a memfd: it has no name in a file system, so nothing is left behind and no limit on /dev/shm applies. It is
-sealed against a change of its size, because reading memory that its owner cuts off ends the process that reads. A reader
-gets it by its path in /proc (same user and process namespace) or as a descriptor over a Unix socket.
+The memory is a memfd: it has no name in a file system, so it leaves nothing behind and no limit on /dev/shm applies. It
+is sealed against a change of its size, because reading memory that its owner truncates kills the reading process. A
+reader gets it by its path in /proc (same user and process namespace) or as a descriptor over a Unix socket.
 
 Layout: `size_bytes` of weights from byte 0 on; from the next page on a table with generation and digest of each bucket;
 in the last 64 bytes of the file the footer. Numbers are little-endian.
@@ -49,7 +50,7 @@ class HostSegment:
     """A mapped segment. The writer uses `begin`, `publish` and `complete`, one thread at a time; readers use `reading`."""
 
     def __init__(self, fd: int, size_bytes: int, bucket_bytes: int) -> None:
-        """Use `create`, `attach` or `open`; the object owns `fd`."""
+        """Construct by `create`, `attach` or `open`; the object owns `fd`."""
         self.fd = fd
         """Descriptor, for a Unix socket (SCM_RIGHTS)."""
         self.size_bytes = size_bytes
@@ -85,14 +86,14 @@ class HostSegment:
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
         """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable for anything else."""
-        # Opened anew, because locks belong to the opening, and a descriptor that was passed shares the sender's.
+        # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 
     @classmethod
     def open(cls, path: str) -> HostSegment:
         """Map the segment at `path`, which its writer calls `path`. Raises Unavailable."""
         if not PATH.fullmatch(path):
-            raise Unavailable(f"{path[:64]!r} is offered as a segment of memory, and is none")
+            raise Unavailable(f"{path[:64]!r} is offered as a segment of memory, but is not one")
         return cls._map(path)
 
     @classmethod
@@ -112,12 +113,12 @@ class HostSegment:
 
     @property
     def path(self) -> str:
-        """Path at which other processes of this user open the segment, while this one has it open."""
+        """Path at which other processes of this user open the segment, as long as this process has it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode: equal for two mappings of one segment; a path may name another segment later."""
+        """Device and inode: equal for two mappings of one segment. A path may name another segment later."""
         return identity_of(self.fd)
 
     @property
@@ -141,18 +142,16 @@ class HostSegment:
         return memoryview(self._memory)[: self.size_bytes]
 
     def page_lock(self, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-        """Lock the pages of byte ranges [start, end) of the weights (default: all), so that this process's GPU copies them at
-        the speed of its bus. Return the bytes that are locked; what is locked stays so until `close`."""
+        """Lock the pages of byte ranges [start, end) of the weights (default: all), so that this process's GPU copies
+        them at bus speed. Return the locked bytes; they stay locked until `close`."""
         address = self.flat().data_ptr()
-        wanted = ranges if ranges is not None else [(0, self.size_bytes)]
-        self._locks.lock((address + start, address + end) for start, end in wanted)
+        locked = ranges if ranges is not None else [(0, self.size_bytes)]
+        self._locks.lock((address + start, address + end) for start, end in locked)
         return self._locks.num_bytes
-
-    # The writer
 
     def begin(self) -> int:
         """Begin a generation and return its number: from now on no bucket counts as published. Raises Unavailable while
-        readers read the one before."""
+        the previous generation is read."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -179,13 +178,11 @@ class HostSegment:
         """Tell readers that all bytes of the generation are there."""
         self._set_number(COMPLETE_AT, self.generation)
 
-    # Readers
-
     @contextlib.contextmanager
     def reading(self, generation: int) -> Iterator[None]:
-        """Keep the writer from beginning the next generation. Raises Unavailable where `generation` is no longer the current
-        one. Any process, thread and number of times."""
-        # The lock belongs to this opening: it ends with it, also when the process is killed.
+        """Keep the writer from beginning the next generation. Raises Unavailable if `generation` is no longer the
+        current one. Any process and thread may call it, any number of times."""
+        # The lock belongs to this opening: it ends with it, even if the process is killed.
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             # The writer holds its lock for microseconds.
@@ -200,8 +197,8 @@ class HostSegment:
 
     def digest(self, bucket: int, generation: int) -> bytes | None:
         """Return the digest of a bucket that was published in `generation`, else None."""
-        found, length, digest = ENTRY.unpack_from(self._memory, self._table + bucket * ENTRY.size)
-        return bytes(digest[: min(length, MAX_DIGEST_BYTES)]) if found == generation else None
+        published, length, digest = ENTRY.unpack_from(self._memory, self._table + bucket * ENTRY.size)
+        return bytes(digest[: min(length, MAX_DIGEST_BYTES)]) if published == generation else None
 
     def close(self) -> None:
         """Close the descriptor. The memory lives on in tensors of `flat` and in other processes."""
@@ -233,18 +230,18 @@ def _sizes(fd: int, path: str) -> tuple[int, int]:
     """Return the bytes of weights and of a bucket. Raises Unavailable unless `fd` is a segment."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no memory without a name
+    except OSError:  # not a memfd
         seals = 0
     if seals & SEALS != SEALS:
-        raise Unavailable(f"{path} is no segment of memory: it can be cut off while it is read")
+        raise Unavailable(f"{path} is not a segment of memory: it can be truncated while it is read")
     file_bytes = os.fstat(fd).st_size
     if file_bytes < FOOTER.size:
-        raise Unavailable(f"{path} is no segment of memory: it has {file_bytes} bytes")
+        raise Unavailable(f"{path} is not a segment of memory: it has {file_bytes} bytes")
     magic, version, num_buckets, size_bytes, bucket_bytes, _, _ = FOOTER.unpack(
         os.pread(fd, FOOTER.size, file_bytes - FOOTER.size)
     )
     if magic != MAGIC:
-        raise Unavailable(f"{path} is no segment of memory: its last bytes are {magic!r}")
+        raise Unavailable(f"{path} is not a segment of memory: its last bytes are {magic!r}")
     if version != FORMAT:
         raise WireError(f"the segment {path} has format {version}, this side reads {FORMAT}")
     consistent = (

@@ -1,9 +1,9 @@
-"""The side of a relay that other hosts read from: each piece goes out as soon as it was verified here.
+"""Sends a relay's versions to other hosts: each piece as soon as it is verified here.
 
-The promise: a reader gets something at least every `WAIT_S`, so that it can tell a host that waits from one that is dead; and
-a reader that takes nothing costs a thread for the transport's time-out, and nobody else anything.
+The promise: a reader gets something at least every `WAIT_S`, so that it can tell a host that waits from one that is
+dead; and a reader that takes no bytes costs only one thread, for the transport's time-out.
 
-Threads: one accepts, one for each channel. They wait for the store's condition and for their channels.
+Threads: one accepts, one for each channel. They wait for the condition of the held versions and for their channels.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
+from paceline.weights.hosts.held_versions import HeldVersion, HeldVersions
 from paceline.weights.hosts.manifest import version_of
-from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Listener
 
 WAIT_S = 0.2
 MAX_STREAMS = 64
 MAX_CHANNELS = 1024
-"""Channels at one time; further ones are closed at once."""
+"""Simultaneous channels; further ones are closed at once."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Sender:
-    """Serves the versions of `store` to relays that prove to know the secret of the present run."""
+    """Serves the held versions to relays that prove to know the secret of the present run."""
 
-    def __init__(self, store: HostStore, listener: Listener) -> None:
-        self._store, self._listener = store, listener
+    def __init__(self, versions: HeldVersions, listener: Listener) -> None:
+        self._versions, self._listener = versions, listener
         self._admitted: tuple[str, bytes] = "", b""
-        """The present run and its secret; before a plan comes nobody is admitted."""
+        """The present run and its secret; before a plan comes no reader is admitted."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self.sent_bytes = 0
@@ -45,11 +45,11 @@ class Sender:
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
     def admit_readers_of(self, run_id: str, secret: bytes) -> None:
-        """Let the readers of this run in from now on, and no others."""
+        """Admit the readers of this run from now on, and no others."""
         self._admitted = run_id, secret
 
     def close(self) -> None:
-        """Take no more readers, and end the present ones."""
+        """Accept no more readers, and disconnect the present ones."""
         self._listener.close()
         with self._lock:
             channels = list(self._channels)
@@ -87,7 +87,7 @@ class Sender:
 
     def _refusal(self, request: host_agent_pb2.ReadRequest, nonce: bytes) -> str:
         if request.protocol != frames.PROTOCOL:
-            return f"this agent speaks protocol {frames.PROTOCOL}, not {request.protocol}"
+            return f"this relay speaks protocol {frames.PROTOCOL}, not {request.protocol}"
         run_id, secret = self._admitted
         is_known = bool(secret) and request.run_id == run_id
         if not is_known or not hmac.compare_digest(frames.proof(secret, nonce), request.proof):
@@ -97,25 +97,25 @@ class Sender:
         return ""
 
     def _awaited(self, channel: Channel, request: host_agent_pb2.ReadRequest) -> HeldVersion | None:
-        """Return the version, once it begins to arrive here; None when it will not."""
+        """Return the version once it begins to arrive here; None if it will not."""
         version = version_of(request)
-        store, alive = self._store, _SignOfLife()
+        versions, alive = self._versions, _SignOfLife()
         while True:
-            with store.changed:
-                held = store.find(request.run_id, version)
+            with versions.changed:
+                held = versions.find(request.run_id, version)
                 if held is not None and held.is_current:
                     return held
-                if store.closed or store.run_id != request.run_id or not store.will_come(version):
+                if versions.closed or versions.run_id != request.run_id or not versions.will_come(version):
                     return None
-                store.changed.wait(WAIT_S)
+                versions.changed.wait(WAIT_S)
             alive.sign(channel)
 
     def _send_manifest(self, channel: Channel, request: host_agent_pb2.ReadRequest) -> None:
         held, alive = self._awaited(channel, request), _SignOfLife()
         while held is not None and held.is_current:
-            with self._store.changed:
+            with self._versions.changed:
                 if not held.manifest_bytes:
-                    self._store.changed.wait(WAIT_S)
+                    self._versions.changed.wait(WAIT_S)
                 data = held.manifest_bytes
             if data:
                 frames.send_frame(channel, Kind.MANIFEST, data=data)
@@ -128,27 +128,27 @@ class Sender:
         if held is None:
             frames.send_frame(channel, Kind.GONE)
             return
-        wanted = {
+        unsent = {
             index
             for index, piece in enumerate(held.pieces)
             if index % request.streams == request.stream
             and not _bit(request.present, index)
             and (not request.source or piece.source == request.source - 1)
         }
-        looked_at, alive = 0, _SignOfLife()
-        with self._store.reading(held):
-            while wanted:
-                with self._store.changed:
-                    if len(held.arrived) == looked_at and held.is_current:
-                        self._store.changed.wait(WAIT_S)
-                    arrived, looked_at = held.arrived[looked_at:], len(held.arrived)
+        num_seen, alive = 0, _SignOfLife()
+        with self._versions.reading(held):
+            while unsent:
+                with self._versions.changed:
+                    if len(held.arrived) == num_seen and held.is_current:
+                        self._versions.changed.wait(WAIT_S)
+                    arrived, num_seen = held.arrived[num_seen:], len(held.arrived)
                 if not held.is_current:
                     frames.send_frame(channel, Kind.GONE)
                     return
-                ready = [index for index in arrived if index in wanted]
+                ready = [index for index in arrived if index in unsent]
                 for index in ready:
                     self._send_piece(channel, held, index)
-                    wanted.discard(index)
+                    unsent.discard(index)
                     alive.sent()
                 alive.sign(channel)
 
@@ -156,24 +156,24 @@ class Sender:
         piece = held.pieces[index]
         channel.send(frames.HEAD.pack(Kind.PIECE, index, piece.size_bytes))
         for begin, end in piece.ranges:
-            with self._lock:  # before they leave, so that what a reader has is counted
+            with self._lock:  # counted before they are sent, because the reader may have them at once
                 self.sent_bytes += end - begin
-            # A segment that is overwritten meanwhile gives bytes that the reader's digest refuses.
+            # If the segment is overwritten meanwhile, the reader refuses the bytes because of their digest.
             channel.send(held.memory[begin:end])
 
 
 class _SignOfLife:
-    """Frames that say nothing, at most one each `WAIT_S`."""
+    """Sends empty frames, at most one each `WAIT_S`."""
 
     def __init__(self) -> None:
         self._sent_s = time.monotonic()
 
     def sent(self) -> None:
-        """Note that something else was sent."""
+        """Note that another frame was sent."""
         self._sent_s = time.monotonic()
 
     def sign(self, channel: Channel) -> None:
-        """Send one, if it is due."""
+        """Send a sign of life if it is due."""
         if time.monotonic() - self._sent_s >= 0.9 * WAIT_S:
             frames.send_frame(channel, Kind.WAIT)
             self.sent()

@@ -1,7 +1,7 @@
-"""One rank's versions in the memory of its host, by way of the host's relay.
+"""Stages one rank's versions in the memory of its host, through the host's relay.
 
-`publish` blocks for asking the relay for memory and for the copy itself, and for nothing else: digests are made by the relay.
-On a GPU it blocks for the asking; the copies end before the next optimizer step, which waits for their event.
+`publish` blocks only while it requests memory from the relay and while it copies: digests are made by the relay. On a GPU it
+blocks only for the request; the copies end before the next optimizer step, which waits for their event.
 
 The promise: a relay that dies is replaced, and gets the newest version again from the memory that this rank still maps.
 `on_staged(version, digests)` is called when all ranks of this host have staged a version, from the client's thread.
@@ -26,7 +26,7 @@ from paceline.weights.hosts.manifest import HostManifest, version_message, versi
 from paceline.weights.hosts.segment import HostSegment
 
 MEMORY_S = 30.0
-"""Longest wait for memory of the host, while its relay is being replaced; it takes milliseconds otherwise."""
+"""Longest wait for memory of the host while its relay is being replaced; normally it takes milliseconds."""
 KEPT_SEGMENTS = 4
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class RankStage:
         """Mapped segments by inode."""
         self._buffer: tuple[Version, HostSegment] | None = None
         self._lives = 0
-        """Relays that this rank was connected to, and that know the layout."""
+        """Number of relays that this rank was connected to, and that have the layout."""
         self._begun_with = -1
-        """The relay, by its number, that gave the memory of the newest version."""
+        """The number of the relay that gave the memory of the newest version."""
         self._newest: tuple[Version, HostSegment] | None = None
         self._staging = threading.Lock()
         self._event: torch.cuda.Event | None = None
@@ -75,8 +75,8 @@ class RankStage:
         self._introduce()
 
     def publish(self, version: Version, write: Callable[[HostSegment], torch.cuda.Event | None]) -> float:
-        """Stage a version; `write` fills the memory. Return the seconds for which the caller was blocked. Raises Unavailable
-        where this host can have no relay."""
+        """Stage a version; `write` fills the memory. Return the seconds for which the caller was blocked. Raises
+        Unavailable if this host cannot have a relay."""
         started_s = time.perf_counter()
         if self._ending is not None:
             self._ending.join()
@@ -108,7 +108,7 @@ class RankStage:
         return True
 
     def close(self) -> None:
-        """Forget the run; the client stays."""
+        """Leave the run; the client stays."""
         self._closed = True
         self._client.forget()
         with self._changed:
@@ -118,19 +118,19 @@ class RankStage:
         deadline_s = time.monotonic() + MEMORY_S
         with self._changed:
             self._buffer = None
-            asked = -1
+            requested_life = -1
             while self._buffer is None or self._buffer[0] != version:
-                if asked != self._lives:
+                if requested_life != self._lives:
                     begin = host_agent_pb2.StageBegin(run_id=self._layout.run_id, version=version_message(version))
                     if self.send(host_agent_pb2.AgentRequest(begin=begin)):
-                        asked = self._lives
+                        requested_life = self._lives
                 if self._closed or time.monotonic() > deadline_s:
                     raise Unavailable(
-                        f"this host's agent gave no memory for version {version.step} within {MEMORY_S:.0f} s; its log says "
-                        "why (weights.channel: delta does without agents)"
+                        f"this host's relay gave no memory for version {version.step} within {MEMORY_S:.0f} s; its log says "
+                        "why (weights.channel: delta does without relays)"
                     )
                 self._changed.wait(0.1)
-            self._begun_with = asked
+            self._begun_with = requested_life
             return self._buffer[1]
 
     def _end_after(self, version: Version, event: torch.cuda.Event) -> None:
@@ -145,7 +145,7 @@ class RankStage:
         self.send(host_agent_pb2.AgentRequest(layout=self._message))
 
     def _connected(self) -> None:
-        """Take another relay, on the client's thread."""
+        """Use another relay, on the client's thread."""
         self._introduce()  # before any thread may ask for memory
         with self._changed:
             self._lives += 1
@@ -178,19 +178,19 @@ class RankStage:
                 version = version_of(reply.staged)
                 try:
                     self._on_staged(version, list(reply.staged.digests))
-                except Exception as error:  # of the run: the connection has to go on
+                except Exception as error:  # raised for this run; the connection has to go on
                     unforeseen.note("a staged version", error)
             case "held" if reply.held.complete and fd is not None:
                 self._on_held(reply.held, self._segment(reply.held.inode, fd))
             case "refusal":
-                log.warning("this host's agent: %s", reply.refusal.message)
+                log.warning("this host's relay: %s", reply.refusal.message)
                 close_fd(reply, fd)
             case _:
                 close_fd(reply, fd)
 
     def _segment(self, inode: int, fd: int | None) -> HostSegment:
         if fd is None:
-            raise Unavailable("the agent named memory and sent no descriptor of it")
+            raise Unavailable("the relay named memory and sent no descriptor of it")
         try:
             if inode not in self._segments:
                 self._segments[inode] = HostSegment.attach(fd)

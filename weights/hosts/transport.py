@@ -1,13 +1,13 @@
-"""Connections between the relays of two hosts, by TCP or by TLS, and the rule where weights may travel in the clear.
+"""Connects the relays of two hosts by TCP or TLS, and decides where weights may travel in the clear.
 
-A transport listens and connects; a *channel* carries bytes in order in both directions. The promise of every transport: each
-call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed and never
-used again. What a channel carries is verified by those who use it (`paceline.weights.hosts.reading`). Several channels between
-two hosts are its several streams. With certificates both sides of a channel present a worker's.
+A transport listens and connects; a *channel* carries bytes in order in both directions. The promise of every transport:
+each call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed
+and never used again. Its users verify the bytes (`paceline.weights.hosts.reading`). Several streams between two hosts
+use several channels. With certificates both sides of a channel present a worker's.
 
-gloo, NCCL and torch's stores know neither encryption nor authentication: beyond loopback `check_plain` refuses them where this
-process has certificates, unless `weights.allow_plaintext_network` is true. A process without certificates listens beyond its host
-by `--insecure` alone, which covers weights too.
+gloo, NCCL and torch's stores know neither encryption nor authentication: beyond loopback `check_plain` refuses them if
+this process has certificates, unless `weights.allow_plaintext_network` is true. A process without certificates listens
+beyond its host only with `--insecure`, which covers weights too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 << 10
 """Bytes that have to be taken within one time-out."""
 BACKLOG = 512
 PAUSE_S = 0.1
-"""Seconds after which a listener tries again that could not take a connection."""
+"""Seconds until a listener that could not accept a connection tries again."""
 KEY = "weights.allow_plaintext_network"
 PLAIN_SCHEMES = frozenset({"http", "ftp", "webhdfs"})
 S3_SCHEMES = frozenset({"s3", "s3a"})
@@ -41,7 +41,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Transport:
-    """The way between two hosts by TCP, not encrypted: beyond loopback for processes without certificates alone (`--insecure`)."""
+    """Transport by TCP, not encrypted: beyond loopback only for processes without certificates (`--insecure`)."""
 
     def listen(self, host: str, port: int, timeout_s: float) -> Listener:
         """Listen on one address. `port` 0 takes a free one; `timeout_s` is that of the channels. Raises OSError."""
@@ -61,7 +61,7 @@ class Transport:
 
 
 class Listener:
-    """The place where other hosts connect."""
+    """Accepts connections from other hosts."""
 
     def __init__(
         self,
@@ -91,34 +91,35 @@ class Listener:
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             try:
                 return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
-            except (OSError, PacelineError) as error:  # reset by its peer, or without certificates to read
+            except (OSError, PacelineError) as error:  # reset by its peer, or the certificates cannot be read
                 connection.close()
-                seldom.warning("channel", "a connection of %s came to nothing: %s", host, error)
+                seldom.warning("channel", "a connection of %s failed: %s", host, error)
         return None
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
         self._socket.close()
 
 
-def next_connection(listener: socket.socket, is_closed: Callable[[], bool]) -> tuple[socket.socket, Any] | None:
-    """Return the next connection with its address; None once `is_closed`. A peer that has gone and a lack of descriptors end
-    nothing."""
+def next_connection(
+    listener: socket.socket, is_closed: Callable[[], bool], pause_s: float = PAUSE_S
+) -> tuple[socket.socket, Any] | None:
+    """Return the next connection and its address; None once `is_closed`. Retries after errors, such as too few descriptors."""
     while True:
         try:
             return listener.accept()
         except OSError as error:
             if is_closed():
                 return None
-            seldom.warning("accept", "a connection could not be taken: %s; trying again", error)
-            time.sleep(PAUSE_S)
+            seldom.warning("accept", "a connection could not be accepted: %s; trying again", error)
+            time.sleep(pause_s)
 
 
 class Channel:
-    """A connection to another host. One thread sends, one receives. `peer` is the other side's address, for messages."""
+    """A connection to another host. One thread sends, one receives. `peer` names the other side in messages."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
@@ -127,7 +128,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send all bytes. Raises Unavailable when the other side takes none for the time-out, or is gone."""
+        """Send all bytes. Raises Unavailable if the other side takes none for the time-out, or is gone."""
         view = memoryview(data)
         try:
             for begin in range(0, len(view), CHUNK_BYTES):
@@ -136,7 +137,7 @@ class Channel:
             raise Unavailable(f"{self.peer} takes no bytes: {error}") from error
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill `memory`. Raises Unavailable when nothing comes for the time-out, or the other side is gone."""
+        """Fill `memory`. Raises Unavailable if nothing comes for the time-out, or the other side is gone."""
         done = 0
         try:
             while done < len(memory):
@@ -177,10 +178,10 @@ class TlsTransport(Transport):
 
 
 class TlsChannel(Channel):
-    """A connection under TLS. One thread sends and receives: the two sides of a relay's protocol speak in turns.
+    """A connection under TLS. One thread sends and receives: the two sides of a relay's protocol take turns.
 
-    The listening side makes its handshake when its channel is first used, in the thread of that channel: a stranger that says
-    nothing holds up nobody else.
+    The listening side makes its handshake when its channel is first used, in the thread of that channel, so a stranger
+    that sends nothing delays nobody else.
     """
 
     _socket: ssl.SSLSocket
@@ -216,20 +217,20 @@ class TlsChannel(Channel):
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # Not SSLSocket's, which makes another thread read on without TLS.
+            # Not SSLSocket's close, which makes another thread read on without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
 
 def transport_of() -> Transport:
-    """Return the transport of this process: TLS where the environment names a folder with certificates. Raises InvalidInput for one
-    without a certificate of this process."""
+    """Return the transport of this process: TLS if the environment names a folder with certificates. Raises
+    InvalidInput if this process has no certificate in it."""
     folder = tls_folder()
     return Transport() if folder is None else TlsTransport(PeerTls(folder))
 
 
 def check_plain(what: str, hosts: Iterable[str], *, allowed: bool, remedy: str) -> None:
-    """Check that weights may travel by `what`, which does not encrypt, between these hosts. Raises InvalidInput."""
+    """Check that weights may travel unencrypted by `what` between these hosts. Raises InvalidInput."""
     if allowed or tls_folder() is None:
         return
     beyond = [host for host in hosts if host and not is_loopback(host)]

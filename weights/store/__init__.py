@@ -1,1 +1,1 @@
-"""The way by an object store: the learner's ranks write snapshots and deltas, each engine reads at its pace."""
+"""Weights by an object store: the learner's ranks write snapshots and deltas, and each engine reads at its pace."""

@@ -1,7 +1,7 @@
-"""A folder of objects at any fsspec URL: where the delta channel keeps weights.
+"""A folder of objects at any fsspec URL, where the delta channel keeps weights.
 
-Nothing here lists or renames to find out what is complete: a reader received an object's name and digest over the
-control plane, so a half-written object is never taken for a whole one, and an object store will do.
+Completeness never depends on listing or renaming, so any object store suffices: a reader gets an object's name and
+digest over the control plane, and never mistakes a half-written object for a whole one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class WeightStore:
         self._fs, root = open_url(url, "weights.store")
         self._root = root.rstrip("/")
         self.is_local = is_local(self._fs)
-        """True if the objects are files of this machine."""
+        """True if the objects are files on this machine."""
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
-        """Write one object; one of that name is replaced. Raises Unavailable."""
+        """Write an object, replacing one of the same name. Raises Unavailable."""
         path = f"{self._root}/{name}"
         try:
             if self.is_local:
@@ -40,11 +40,11 @@ class WeightStore:
             with self._fs.open(path, "wb", block_size=WHOLE_BYTES) as file:
                 for chunk in chunks:
                     file.write(chunk)
-        except Exception as error:  # every file system has errors of its own
+        except Exception as error:  # file systems raise errors of various types
             raise unavailable(f"{self.url}: {name} cannot be written", error) from error
 
     def read(self, name: str, size_bytes: int | None = None) -> Buffer:
-        """Return the object's bytes, of which there should be `size_bytes`. Raises NotFound and Unavailable."""
+        """Return the object's bytes, which should be `size_bytes` long. Raises NotFound and Unavailable."""
         path = f"{self._root}/{name}"
         try:
             if size_bytes is None or size_bytes <= WHOLE_BYTES:
@@ -63,8 +63,7 @@ class WeightStore:
             raise unavailable(f"{self.url}: {name} cannot be read", error) from error
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects, and folders that are empty without them. Missing objects are ignored. Raises
-        Unavailable."""
+        """Remove objects, and folders that become empty. Missing objects are ignored. Raises Unavailable."""
         for name in names:
             try:
                 self._fs.rm_file(f"{self._root}/{name}")
@@ -78,7 +77,7 @@ class WeightStore:
                     self._fs.rmdir(f"{self._root}/{folder}")
 
     def names(self) -> list[str]:
-        """Return the names of all objects where the file system can list them, else none. Raises Unavailable."""
+        """Return the names of all objects if the file system can list them, else none. Raises Unavailable."""
         try:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):

@@ -1,11 +1,11 @@
-"""Record of a session's versions in the object store, and their offers to the members. Runs on rank 0 of the learner.
+"""Keeps a session's versions in the object store, and offers them to the members. Runs on rank 0 of the learner.
 
-A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is made
-again after `max_wait_s` of silence, which is harmless: a member that is reading goes on, one that holds the version answers
-so. An offer that was refused is made again after a growing pause.
+A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is
+repeated after `max_wait_s` of silence, which is harmless: a member that is reading goes on, and one that holds the
+version says so. An offer that was refused is repeated after a growing pause.
 
-One thread waits for a new version, an answer, a change of members, or the time of the next offer. No other thread waits for
-it. One condition guards the state.
+One thread waits for a new version, an answer, a change of members, or the time of the next offer. No other thread waits
+for it. One condition guards the state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.weights.progress import PublishResult
 from paceline.weights.store.store_format import StoredObject, StoredVersion, StoreOffer
 
 SNAPSHOTS_KEPT = 2
-"""Chains that are never pruned: the newest, and the one before, which a joining member may be reading."""
+"""Number of chains that are never pruned: the newest, and the one before, which a joining member may be reading."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class Stored:
 
 
 class Chain:
-    """Deltas and snapshots of one session. `oldest_held` returns the slowest member's version (None: no member needs an old version).
+    """Deltas and snapshots of one session. `oldest_held` returns the slowest member's version (None: no member needs an
+    old version).
 
-    Promise: `prune` names no version that a member which holds `oldest_held` still has to read, nor one of the newest chains.
+    Promise: `prune` returns no version that a member with `oldest_held` still has to read, nor one of the newest
+    chains.
     """
 
     def __init__(self, anchor_interval: int, oldest_held: Callable[[], Version | None]) -> None:
@@ -77,7 +79,7 @@ class Chain:
             self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
 
     def snapshot_is_due(self) -> bool:
-        """Return whether the interval is over, or a start from the last snapshot reads more in deltas than a new one has."""
+        """Return whether the interval is over, or the deltas since the last snapshot have more bytes than a new one."""
         return len(self._since_snapshot) >= self._anchor_interval or sum(self._since_snapshot) > self._snapshots[-1][2]
 
     def stored(self, size_bytes: int, seconds: float) -> Stored:
@@ -108,7 +110,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_SNAPSHOTS = 3
-"""Snapshots in a row that are written because of one member; after them it waits for the regular ones."""
+"""Snapshots in a row that one member may cause; after them it waits for the regular ones."""
 
 
 @dataclass
@@ -154,11 +156,11 @@ class StoreOffers:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member cannot read the newest version from the stored files, and needs a snapshot."""
+        """Return whether a member needs a snapshot, because it cannot read the newest version from the stored files."""
         return self._wants_snapshot
 
     def announce(self, stored: Stored) -> None:
-        """Offer a version that is complete in the store, or that has got a snapshot."""
+        """Offer a version that is complete in the store, or has a new snapshot."""
         with self._changed:
             if self._newest is None or stored.snapshot_version > self._newest.snapshot_version:
                 # Members that could not read the version may try again at once.
@@ -169,14 +171,14 @@ class StoreOffers:
             self._changed.notify_all()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
-        """Make exactly these the members that get offers."""
+        """Replace the members that get offers."""
         with self._changed:
             self._epoch = epoch
             self._members = {member_id: self._members.get(member_id) or _Member() for member_id in member_ids}
             self._changed.notify_all()
 
     def answer(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """Take a member's answer. Ignore unknown members: they have left."""
+        """Record a member's answer. Unknown members are ignored, because they have left."""
         with self._changed:
             member = self._members.get(member_id)
             if member is None:
@@ -193,7 +195,7 @@ class StoreOffers:
                 member.failures += 1
                 member.next_s = now + pause_after(member.failures, FIRST_BACKOFF_S, self._max_wait_s)
                 newest = self._newest
-                # One snapshot for each round of offers that fails, and none while a newer one waits to be tried.
+                # One snapshot for each round of failed offers, and none while a newer one has not been tried.
                 if damaged and newest is not None and newest.snapshot == offered.snapshot:
                     member.damaged += 1
                     self._wants_snapshot = self._wants_snapshot or member.damaged <= MAX_SNAPSHOTS
@@ -221,14 +223,14 @@ class StoreOffers:
                 member.next_s = time.monotonic() + self._max_wait_s
 
     def interrupt(self) -> None:
-        """Make all unanswered offers again."""
+        """Repeat all unanswered offers."""
         with self._changed:
             for member in self._members.values():
                 member.next_s, member.offered = 0.0, None
             self._changed.notify_all()
 
     def oldest_held(self) -> Version | None:
-        """Return the slowest member's version; None when no member holds one."""
+        """Return the slowest member's version; None if no member holds one."""
         with self._changed:
             return min((m.held for m in self._members.values() if m.held is not None), default=None)
 
@@ -247,7 +249,7 @@ class StoreOffers:
             return message
         return (
             f"{message} (weights are at {self._url}: a worker that does not share it cannot read them; "
-            "set weights.store to a place that all reach)"
+            "set weights.store to a URL that all can reach)"
         )
 
     def _run(self) -> None:
@@ -258,7 +260,7 @@ class StoreOffers:
                 if not offers and not results:
                     if self._closed:
                         return
-                    # No deadline without members that are behind: a version may take as long as a step does.
+                    # No deadline unless members are behind: a version may take as long as a step does.
                     self._changed.wait(self._seconds_to_next())
                     continue
             for result in results:
@@ -269,8 +271,8 @@ class StoreOffers:
     def _guarded(self, call: Callable[..., None], argument: PublishResult | StoreOffer) -> None:
         try:
             call(argument)
-        except Exception as error:  # of the listener: other members must not lose their offers by it
-            unforeseen.note("what follows from an offer of stored weights", error)  # an offer is made again
+        except Exception as error:  # raised by the listener; other members must not lose their offers by it
+            unforeseen.note("handling an offer of stored weights", error)  # an offe  # the offer is repeated
 
     def _due(self) -> list[StoreOffer]:
         newest, now = self._newest, time.monotonic()

@@ -1,7 +1,7 @@
-"""A board where the background threads of all learner ranks leave notes for each other.
+"""A board of notes for the background threads of all learner ranks.
 
-They must not use the default process group, because its collectives belong to training, and the two would interleave. One
-rank alone needs no network; several use a rendezvous that rank 0 serves for this purpose only.
+They must not use the default process group, because its collectives belong to training, and the two would interleave.
+One rank alone needs no network; several use a rendezvous that rank 0 serves for this purpose only.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 POLL_S = 0.5
 """Seconds after which a waiting thread checks again whether it has to stop."""
 CONNECT_TIMEOUT = timedelta(seconds=60)
-"""Longest attempt to reach the rendezvous, and the longest answer of it.
+"""Longest attempt to reach the rendezvous, and longest wait for its answer.
 
-Never short: before it connects, torch asks the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also for a
-numeric address and within the same time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), which
-failed every connection whose wait was not longer.
+Never short: before it connects, torch asks the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also
+for a numeric address and within the same time-out. One lost answer of a name server takes 5 s (resolv.conf(5),
+`timeout`), and every connection with a wait of at most that failed.
 """
 
 
 class RankBoard:
-    """Notes by key, in the memory of a single rank. A note is left once and may be read by any rank, any number of times."""
+    """Notes by key, in the memory of a single rank. A note is written once; any rank may read it, repeatedly."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
 
     def put(self, key: str, note: bytes) -> None:
-        """Leave a note."""
+        """Write a note."""
         self._notes[key] = note
 
     def wait(self, key: str, closed: threading.Event) -> bytes | None:
-        """Return the note of that key, once it is there; None when `closed` was set first."""
-        return self._notes[key]  # the only thread has left the note itself
+        """Wait for the note of that key and return it; None if `closed` was set first."""
+        return self._notes[key]  # the only thread has written the note itself
 
     def remove(self, key: str) -> None:
         """Remove a note, if there is one."""
@@ -68,7 +68,7 @@ def serve_rendezvous(bind_host: str) -> tuple[Any, int]:
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-    # Left to itself the store listens on every interface.
+    # By default the store listens on every interface.
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,8 +93,8 @@ def serve_rendezvous(bind_host: str) -> tuple[Any, int]:
 class _TcpBoard(RankBoard):
     """Board on torch's TCP store; used by one thread of each rank."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, poll_s: float = POLL_S) -> None:
+        self._store, self._poll_s = store, poll_s
 
     def put(self, key: str, note: bytes) -> None:
         self._store.set(key, note)
@@ -105,11 +105,11 @@ class _TcpBoard(RankBoard):
                 return bytes(self._store.get(key))
             started_s = time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=POLL_S))
+                self._store.wait([key], timedelta(seconds=self._poll_s))
             except RuntimeError:  # torch's DistError
-                # A time-out and a lost rendezvous raise the same error; neither may become a busy loop. `check` above then raises
-                # for the lost one.
-                closed.wait(max(0.0, POLL_S - (time.monotonic() - started_s)))
+                # A time-out and a lost rendezvous raise the same error; neither may become a busy loop. `check` above
+                # raises for a lost one.
+                closed.wait(max(0.0, self._poll_s - (time.monotonic() - started_s)))
         return None
 
     def remove(self, key: str) -> None:

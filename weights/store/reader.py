@@ -1,13 +1,13 @@
-"""Reading weights from the object store: deltas on top of the held version, or a snapshot and the deltas after it.
+"""Reads weights from the object store: deltas on top of the held version, or a snapshot and the deltas after it.
 
 Promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
 names, the manifests are chained to the one digest that came over the control plane, and the checksum of every changed
 chunk is compared before the tensors are returned. An object that is damaged, truncated or of another base is refused,
 named in the log, and replaced by reading the snapshot.
 
-One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place, chunk
-by chunk, in several threads, because no two chunks share an element; a copy that an error has left half changed is dropped.
-The next parts are fetched while one is worked on.
+One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place,
+chunk by chunk, in several threads, because no two chunks share an element. An error that leaves it half changed drops
+it. The next parts are fetched while one is processed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
 PARTS_AHEAD = 4
-"""Parts that are fetched while an earlier one is worked on."""
+"""Parts that are fetched ahead of the one that is processed."""
 PARTS_IN_HAND = 4
 """Parts whose chunks are decoded at a time."""
 MOST_THREADS = 24
@@ -57,7 +57,7 @@ Chunk = tuple[ChunkNote, Buffer]
 
 
 class Damaged(WireError):
-    """The store can be read, but its files do not give the version: a snapshot has to be written."""
+    """The store is readable, but its files do not give the version: a snapshot has to be written."""
 
 
 class StoreReader:
@@ -72,7 +72,7 @@ class StoreReader:
         self._fetching = ThreadPoolExecutor(PARTS_AHEAD, thread_name_prefix="weights-fetch")
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """Bytes read from the store so far."""
+        """Bytes read from the store until now."""
 
     @property
     def held(self) -> Version | None:
@@ -87,7 +87,7 @@ class StoreReader:
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
 
-        Raises NotFound or Unavailable when the store cannot be read, Damaged when it can but a part is damaged.
+        Raises NotFound or Unavailable if the store cannot be read, Damaged if it can but a part is damaged.
         """
         target = self._manifest(offer, offer.manifest, offer.version)
         try:
@@ -96,7 +96,7 @@ class StoreReader:
                 return self._apply(deltas)
         except (WireError, NotFound) as error:
             log.warning("weights %s: %s; reading the snapshot", tuple(offer.version), error)
-        # A copy that was changed in part is dropped.
+        # A partly changed copy is dropped.
         self._held = None
         try:
             return self._from_snapshot(offer, target)
@@ -107,10 +107,8 @@ class StoreReader:
             self._held = None
             raise
 
-    # Selection of what is read
-
     def _deltas_after_held(self, offer: StoreOffer, target: StoredVersion) -> list[StoredVersion] | None:
-        """Return the deltas from the held version to the target, oldest first; None when a snapshot has fewer bytes."""
+        """Return the deltas from the held version to the target, oldest first; None if a snapshot has fewer bytes."""
         held = self._held
         if held is None:
             return None
@@ -135,7 +133,7 @@ class StoreReader:
     def _from_snapshot(self, offer: StoreOffer, target: StoredVersion) -> dict[str, torch.Tensor]:
         snapshot = self._manifest(offer, offer.snapshot, offer.snapshot_version)
         if snapshot.kind != "anchor":
-            raise WireError(f"{offer.snapshot.name} is no snapshot")
+            raise WireError(f"{offer.snapshot.name} is not a snapshot")
         deltas: list[StoredVersion] = []
         manifest = target
         while manifest.version > snapshot.version:
@@ -161,10 +159,8 @@ class StoreReader:
         _check_contents(held, snapshot)
         return self._apply(deltas[::-1])
 
-    # Reading and applying
-
     def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
-        """Apply deltas to the held version, oldest first, and compare every chunk that they have changed."""
+        """Apply deltas to the held version, oldest first, and compare every changed chunk."""
         held = self._held
         assert held is not None
         unchecked: set[tuple[int, int]] = set()
@@ -186,8 +182,6 @@ class StoreReader:
             self._held = None
             raise
         return held.tensors
-
-    # Fetching
 
     def _whole(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
         """Return an object. Raises NotFound, Unavailable, and WireError for another size or digest."""
@@ -229,11 +223,11 @@ class StoreReader:
         self, manifest: StoredVersion, held: HeldWeights, rank: int, head: PartHead, data: Buffer
     ) -> list[Chunk]:
         header, stored = head.header, manifest.parts[rank]
-        found = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
+        actual = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
         base, algorithm = manifest.base_version, manifest.algorithm
-        wanted = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
-        if found != wanted:
-            raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
+        expected = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
+        if actual != expected:
+            raise WireError(f"{stored.name} says that it is {actual}, its manifest {expected}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)
             held.add_rank(layout, [""] * len(layout.chunks))
@@ -243,8 +237,8 @@ class StoreReader:
             held.checksums[rank][note.chunk] = note.checksum
         if manifest.kind == "anchor" and len({note.chunk for note in notes}) != len(layout.chunks):
             raise WireError(f"{stored.name} has {len(notes)} of {len(layout.chunks)} chunks")
-        view, places = memoryview(data), header.places_of(layout, head.places)
-        return [(note, view[start:end]) for note, (start, end) in zip(notes, places, strict=True)]
+        view, locations = memoryview(data), header.locations_of(layout, head.locations)
+        return [(note, view[start:end]) for note, (start, end) in zip(notes, locations, strict=True)]
 
     # In the helpers' threads
 
@@ -265,9 +259,9 @@ class StoreReader:
     def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
         data = self._whole(stored, offer.algorithm)
         manifest = StoredVersion.from_bytes(data)
-        found = (manifest.run_id, manifest.version, manifest.algorithm)
-        if found != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
-            raise WireError(f"{stored.name} is of {found}, not of {(offer.run_id, version, offer.algorithm)}")
+        actual = (manifest.run_id, manifest.version, manifest.algorithm)
+        if actual != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
+            raise WireError(f"{stored.name} is of {actual}, not of {(offer.run_id, version, offer.algorithm)}")
         return manifest
 
 
@@ -285,13 +279,13 @@ class _Chunks:
         rank: int,
         chunks: Iterable[tuple[ChunkNote, Buffer]],
     ) -> None:
-        """Begin to work on the chunks of a part. Raises what the work on an earlier part has raised."""
+        """Begin to work on the chunks of a part. Raises the error of earlier work."""
         while len(self._parts) >= PARTS_IN_HAND:
             self._wait()
         self._parts.append([self._helpers.submit(work, held, rank, note, data) for note, data in chunks])
 
     def end(self) -> None:
-        """Wait for everything. Raises the first error."""
+        """Wait for all work. Raises the first error."""
         while self._parts:
             self._wait()
 
@@ -333,7 +327,7 @@ class HeldWeights:
         self.checksums.append(checksums)
 
     def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
-        """Return ([N] the bits of a chunk, whether they are the held ones and no copy)."""
+        """Return ([N] the bits of a chunk, whether they are the held bits themselves, not a copy)."""
         runs = [self._piece(rank, piece) for piece in self.layouts[rank].chunks[chunk]]
         if len(runs) == 1 and runs[0].flags.c_contiguous:
             return runs[0].reshape(-1), True
@@ -363,16 +357,16 @@ class HeldWeights:
         return tuple(layout.contents(checksums) for layout, checksums in ranks)
 
     def check_complete(self) -> None:
-        """Raise WireError unless the blocks of all ranks are every element of every tensor, once."""
+        """Raise WireError unless the blocks of all ranks cover every element of every tensor exactly once."""
         blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in self._bits}
         for layout in self.layouts:
             for block in layout.blocks:
                 blocks[block.name].append((block.offsets, block.shape))
         for name, boxes in blocks.items():
-            found, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
+            present, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
             boxes.sort()
-            if found != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
-                raise WireError(f"the snapshot's parts have {found} of {needed} elements of {name!r}, or some twice")
+            if present != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
+                raise WireError(f"the snapshot's parts have {present} of {needed} elements of {name!r}, or some twice")
 
     def _names(self, rank: int, chunk: int) -> str:
         layout = self.layouts[rank]
@@ -396,12 +390,12 @@ def _may_overlap(boxes: list[Box]) -> list[tuple[Box, Box]]:
     """Return the pairs of sorted boxes that share rows."""
     pairs = []
     for index, (offsets, shape) in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            if not offsets or other[0][0] >= offsets[0] + shape[0]:
+        for second in boxes[index + 1 :]:
+            if not offsets or second[0][0] >= offsets[0] + shape[0]:
                 break
-            pairs.append(((offsets, shape), other))
+            pairs.append(((offsets, shape), second))
     return pairs
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+def _overlap(first: Box, second: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(first[0], first[1], second[0], second[1], strict=True))

@@ -1,11 +1,11 @@
-"""Reader of weights from the object store in the rollout process, while it samples with its current weights.
+"""Reads weights from the object store in the rollout process, while it samples with its current weights.
 
-Promise: new weights reach the engine whole and verified, or not at all. If several versions are offered during a
-read, only the newest is read afterwards.
+Promise: new weights reach the engine whole and verified, or not at all. If several versions are offered during a read,
+only the newest is read afterwards.
 
 One thread waits for offers, then for the store, then for `on_weights`. `offer` never waits. A thread that the store has
-blocked for `STUCK_S`, and for the time that the bytes may take, is abandoned when the next offer comes; its further
-bytes are thrown away.
+blocked for `STUCK_S`, plus the time that the bytes may take, is abandoned when the next offer comes; the bytes that it
+still reads are discarded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoreReceiver:
         self._closed = False
 
     def offer(self, offer: StoreOffer) -> None:
-        """Take an offer; the newest wins. Return at once. Raises Conflict after `close` or for another run."""
+        """Accept an offer; the newest wins. Return at once. Raises Conflict after `close` or for another run."""
         if offer.run_id != self._run_id:
             raise Conflict(f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}")
         with self._lock:
@@ -63,20 +63,20 @@ class StoreReceiver:
                 raise Conflict("this receiver is closed")
             if self._thread is None or self._thread.is_stuck():
                 if self._thread is not None:
-                    log.warning("reading from %s is stuck; another thread begins anew", offer.url)
+                    log.warning("reading from %s is stuck; another thread begins again", offer.url)
                     self._thread.leave()
                 self._thread = _Reading(self._run_id, self._on_weights, self._on_ack)
             self._thread.put(offer)
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """Return the version that is read or loaded now."""
+        """Return the version that is being read or loaded."""
         with self._lock:
             progress = self._thread.progress() if self._thread is not None else None
         return [progress] if progress is not None else []
 
     def close(self) -> None:
-        """Take no more offers, without waiting."""
+        """Accept no more offers, without waiting."""
         with self._lock:
             self._closed = True
             if self._thread is not None:
@@ -84,7 +84,7 @@ class StoreReceiver:
 
 
 class _Reading:
-    """A reading thread, its newest offer, and the copy of the weights on which deltas build."""
+    """A reading thread, its newest offer, and the copy of the weights that deltas change."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Reading:
         with self._changed:
             current = self._current
             if current is not None and (current.version, current.snapshot) == (offer.version, offer.snapshot):
-                return  # the same offer again, while it is read
+                return  # the offer that is being read, again
             if self._waiting is None or offer.version >= self._waiting.version:
                 self._waiting = offer
                 self._changed.notify_all()
@@ -125,7 +125,7 @@ class _Reading:
             return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
-        """Return the progress of the offer that is read; None between two."""
+        """Return the progress of the offer that is being read; None between two."""
         with self._changed:
             current, reader = self._current, self._reader
             if current is None or self._left:
@@ -143,20 +143,20 @@ class _Reading:
                 log.warning("weights %s refused: %s", tuple(offer.version), message)
             try:
                 self._on_ack(offer.version, ok, message, damaged)
-            except Exception as error:  # of the listener: this thread has to receive further versions
-                # The learner gets no answer and offers again; this side then answers that it has them.
+            except Exception as error:  # raised by the listener; this thread has to receive further versions
+                # Without an answer the learner offers again; then this side answers that it has the version.
                 unforeseen.note("acknowledging stored weights", error)
 
     def _next(self) -> StoreOffer | None:
         with self._changed:
-            # No deadline: the learner decides when the next version comes. `leave` ends it.
+            # No deadline: the learner decides when the next version comes. `leave` ends the wait.
             self._changed.wait_for(lambda: self._left or self._waiting is not None)
             self._current, self._waiting = self._waiting, None
             self._began_s, self._phase = time.monotonic(), "receiving"
             return None if self._left else self._current
 
     def _take(self, offer: StoreOffer) -> tuple[bool, str, bool]:
-        """Return (taken, why not, whether a snapshot would help)."""
+        """Return (whether it was loaded, the reason why not, whether a snapshot would help)."""
         if self._serving is not None and offer.version <= self._serving:
             held = offer.version == self._serving
             return held, "already held" if held else f"{tuple(self._serving)} is held", False
@@ -170,8 +170,8 @@ class _Reading:
             return False, first_line(error), True
         except PacelineError as error:
             return False, first_line(error), False
-        except Exception as error:  # of the store's client or the engine
-            unforeseen.note("taking stored weights", error)
+        except Exception as error:  # raised by the store's client or the engine
+            unforeseen.note("loading stored weights", error)
             self._reader = None
             return False, first_line(error), False
         self._serving = offer.version

@@ -1,17 +1,17 @@
-"""Format of the delta channel's object store: the manifests that make a version complete, its part files, the names of
-objects, and the message that offers a version to one member.
+"""Format of the delta channel's object store: manifests, part files, object names, and the message that offers a
+version.
 
 A *snapshot* is a version in full, a *delta* its difference from the previous version. Each learner rank writes one part
-file; then rank 0 writes a small manifest that names the parts with their digests, and only this makes the version exist. A
-manifest also has the digest of its base's manifest and, by rank, one hash over the checksums of all chunks before and after.
-So a reader that was given one digest can check all files down to the snapshot.
+file; then rank 0 writes a small manifest that names the parts with their digests, and only this makes the version
+exist. A manifest also has the digest of its base's manifest and, by rank, one hash over the checksums of all chunks
+before and after. So a reader that got one digest can check all files down to the snapshot.
 
 Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`,
 `delta.json`.
 
-A part is a safetensors file with a header of ours in its metadata. A snapshot's tensors are the rank's blocks, in order and
-without gaps, so that a chunk is one run of the file; with one rank it is an ordinary model file. A delta's tensors are the
-coded chunks, named by their numbers, of which the header has the digests.
+A part is a safetensors file with our header in its metadata. A snapshot's tensors are the rank's blocks, in order and
+without gaps, so that a chunk is one run of the file; with one rank it is an ordinary model file. A delta's tensors are
+the coded chunks, named by their numbers; the header has their digests.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class StoredVersion:
     tensors: tuple[TensorPlan, ...] = ()
     """Names, dtypes, shapes and ties of the whole model; empty for a delta."""
     base_version: Version | None = None
-    """The version before; None for a snapshot."""
+    """The previous version; None for a snapshot."""
     base: StoredObject | None = None
-    """Manifest of the version before; None for a snapshot."""
+    """Manifest of the previous version; None for a snapshot."""
     base_contents: tuple[str, ...] = ()
-    """`contents` of the version before; empty for a snapshot."""
+    """`contents` of the previous version; empty for a snapshot."""
     heads: tuple[StoredObject, ...] = ()
-    """By rank: the part's head, the first bytes of the file."""
+    """By rank: the part's head, which is the first bytes of the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -78,12 +78,12 @@ class StoredVersion:
         return sum(part.size_bytes for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return JSON."""
         return json.dumps({**asdict(self), "format": FORMAT}, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> StoredVersion:
-        """Read what `to_bytes` wrote. Raises WireError for anything else."""
+        """Read the result of `to_bytes`. Raises WireError for anything else."""
         try:
             document = json.loads(bytes(data))
             if (found := document.pop("format")) != FORMAT:
@@ -107,18 +107,17 @@ class StoredVersion:
                 **document,
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise WireError(f"no manifest of stored weights: {str(error)[:200]!r}") from error
+            raise WireError(f"not a manifest of stored weights: {str(error)[:200]!r}") from error
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
             raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
         if len(manifest.heads) != len(manifest.parts):
-            raise WireError("manifest of stored weights has not one head for each part")
+            raise WireError("manifest of stored weights does not have one head for each part")
         return manifest
 
 
-def run_store(place: str | None, run_id: str, directory: str) -> str:
-    """Return the URL of a run's stored weights: below `weights.store` (`place`), which may serve many runs, or in
-    its directory."""
-    return f"{place.rstrip('/')}/{run_id}" if place else f"{directory.rstrip('/')}/weights"
+def run_store(url: str | None, run_id: str, directory: str) -> str:
+    """Return the URL of a run's stored weights: below `weights.store` (`url`) for many runs, or in its directory."""
+    return f"{url.rstrip('/')}/{run_id}" if url else f"{directory.rstrip('/')}/weights"
 
 
 def folder(version: Version) -> str:
@@ -127,17 +126,17 @@ def folder(version: Version) -> str:
 
 
 def part_name(kind: Kind, version: Version, rank: int) -> str:
-    """Name of one rank's part."""
+    """Return the name of one rank's part."""
     return f"{folder(version)}/{kind}.{rank}.safetensors"
 
 
 def manifest_name(kind: Kind, version: Version) -> str:
-    """Name of a manifest."""
+    """Return the name of a manifest."""
     return f"{folder(version)}/{kind}.json"
 
 
 def digest_of(chunks: Sequence[Buffer], algorithm: Algorithm) -> str:
-    """Hex digest of an object that is written in chunks."""
+    """Return the hex digest of an object that is written in chunks."""
     if len(chunks) == 1:
         return checksum(chunks[0], algorithm)
     digest = hasher(algorithm)
@@ -147,7 +146,7 @@ def digest_of(chunks: Sequence[Buffer], algorithm: Algorithm) -> str:
 
 
 def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
-    """Return the object of this name. Raises ValueError for one outside the store or of no possible size."""
+    """Return the object of this name. Raises ValueError for a name outside the store or an impossible size."""
     if not name or ".." in name or name.startswith("/") or "://" in name or "::" in name:
         raise ValueError(f"an object may not be called {name[:200]!r}")
     if not 0 <= size_bytes < 2**63:
@@ -162,7 +161,7 @@ def _stored(raw: Sequence[Any]) -> StoredObject:
 
 METADATA_KEY = "paceline"
 PREFIX_BYTES = 8
-"""Bytes of the length before the header."""
+"""Size of the number before the header, which is the header's length."""
 _ALIGNMENT_BYTES = 8
 _SAFETENSORS_NAMES = {
     "float64": "F64",
@@ -181,13 +180,13 @@ _SAFETENSORS_NAMES = {
 
 
 class ChunkNote(NamedTuple):
-    """A chunk that a part has."""
+    """A chunk in a part."""
 
     chunk: int
     checksum: str
     """Hex digest of the elements' bytes in this version."""
     digest: str
-    """Hex digest of the coded bytes of a delta; empty in a snapshot, where they are the elements' bytes."""
+    """Hex digest of the coded bytes of a delta; empty for a snapshot, whose bytes are the elements'."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,9 @@ class PartHeader:
     rank: int
     algorithm: Algorithm
     notes: tuple[ChunkNote, ...] = ()
-    """All chunks of a snapshot; of a delta those that changed."""
+    """All chunks of a snapshot; the changed ones of a delta."""
     blocks: tuple[Block, ...] = ()
-    """Of a snapshot."""
+    """Only for a snapshot."""
     chunk_elements: int = 0
 
     def layout(self, plans: Mapping[str, TensorPlan]) -> RankLayout:
@@ -217,48 +216,47 @@ class PartHeader:
             raise WireError(f"part of rank {self.rank} has {error}") from None
 
     def notes_for(self, layout: RankLayout) -> tuple[ChunkNote, ...]:
-        """Return the notes, whose chunks the layout has. Raises WireError."""
+        """Return the notes of the chunks in this part. Raises WireError unless the layout has those chunks."""
         notes = self.notes
         chunks = {note.chunk for note in notes}
         if len(chunks) != len(notes) or not chunks <= set(range(len(layout.chunks))):
             raise WireError(f"part of rank {self.rank} has a chunk twice or one that is not of {len(layout.chunks)}")
         return notes
 
-    def places_of(self, layout: RankLayout, places: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return [start, end) of each of the notes' chunks in the file, of which `places` has the tensors'. Raises WireError."""
+    def locations_of(self, layout: RankLayout, locations: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return [start, end) of each noted chunk in the file, from the tensors' `locations`. Raises WireError."""
         notes = self.notes_for(layout)
         try:
             if self.kind == "delta":
-                return [places[str(note.chunk)] for note in notes]
+                return [locations[str(note.chunk)] for note in notes]
             for key, block in zip(layout.keys, layout.blocks, strict=True):
-                start, end = places[key]
+                start, end = locations[key]
                 if end - start != block.rows * block.row_elements * DTYPE_BYTES[block.dtype]:
                     raise KeyError(f"{key} with {end - start} bytes")
-            starts = [places[key][0] for key in layout.keys]
-            if any(places[key][1] != start for key, start in zip(layout.keys, starts[1:], strict=False)):
+            starts = [locations[key][0] for key in layout.keys]
+            if any(locations[key][1] != start for key, start in zip(layout.keys, starts[1:], strict=False)):
                 raise KeyError("blocks without gaps")
         except KeyError as error:
             raise WireError(f"part of rank {self.rank} has no {error}") from None
-        found = []
+        ranges = []
         for note in notes:
             first = layout.chunks[note.chunk][0]
             row_bytes = layout.blocks[first.block].row_elements * layout.width(note.chunk)
             start = starts[first.block] + first.first * row_bytes
-            found.append((start, start + layout.size_bytes(note.chunk)))
-        return found
+            ranges.append((start, start + layout.size_bytes(note.chunk)))
+        return ranges
 
 
 class PartHead(NamedTuple):
-    """What the first bytes of a part file say."""
+    """Content of the first bytes of a part file."""
 
     header: PartHeader
-    places: dict[str, tuple[int, int]]
+    locations: dict[str, tuple[int, int]]
     """[start, end) of each tensor in the file."""
 
 
 def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]) -> list[Buffer]:
-    """Return a part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying
-    the bytes."""
+    """Return the pieces of a safetensors file of (name, dtype as torch names it, shape, bytes), without copies."""
     metadata = {"format": FORMAT, **asdict(header)}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
@@ -277,7 +275,7 @@ def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int,
 
 
 def read_head(data: Buffer, size_bytes: int) -> PartHead:
-    """Read the head of a part file of `size_bytes`, of which `data` is at least the head. Raises WireError."""
+    """Read the head of a part file of `size_bytes` from `data`, which has at least the head. Raises WireError."""
     view = memoryview(data)
     try:
         (length,) = struct.unpack_from("<Q", view)
@@ -286,15 +284,15 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
             raise ValueError(f"a head of {body} bytes, {len(view)} are there")
         document = json.loads(bytes(view[PREFIX_BYTES:body]))
         header = _header(json.loads(document.pop("__metadata__")[METADATA_KEY]))
-        places = {}
-        for name, place in document.items():
-            start, end = place["data_offsets"]
+        locations = {}
+        for name, entry in document.items():
+            start, end = entry["data_offsets"]
             if not 0 <= start <= end <= size_bytes - body:
                 raise ValueError(f"tensor {name!r} lies at {start} to {end} of {size_bytes - body} bytes")
-            places[str(name)] = (body + start, body + end)
+            locations[str(name)] = (body + start, body + end)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WireError(f"no part of stored weights: {error!r}") from error
-    return PartHead(header, places)
+        raise WireError(f"not a part of stored weights: {error!r}") from error
+    return PartHead(header, locations)
 
 
 def _header(raw: dict[str, Any]) -> PartHeader:
@@ -343,7 +341,7 @@ class StoreOffer:
     """Size of its parts."""
 
     def to_proto(self, max_wait_s: float) -> worker_pb2.WeightOffer:
-        """The message; `max_wait_s` is the longest silence that the learner allows."""
+        """Return the message; `max_wait_s` is the longest silence that the learner allows."""
         message = worker_pb2.WeightOffer(
             run_id=self.run_id, epoch=self.epoch, member_id=self.member_id, max_wait_s=max_wait_s
         )
@@ -358,7 +356,7 @@ class StoreOffer:
 
     @classmethod
     def from_proto(cls, message: worker_pb2.WeightOffer) -> StoreOffer:
-        """Reads the message. Raises WireError for an unknown algorithm and for an impossible object."""
+        """Read the message. Raises WireError for an unknown algorithm and for an impossible object."""
         stored = message.stored
         return cls(
             run_id=message.run_id,
@@ -382,4 +380,4 @@ def _object(message: worker_pb2.StoredObject) -> StoredObject:
     try:
         return checked_object(message.name, message.size_bytes, message.digest)
     except ValueError as error:
-        raise WireError(f"the offer cannot be right: {error}") from None
+        raise WireError(f"the offer is invalid: {error}") from None

@@ -1,11 +1,11 @@
-"""The elements of one learner rank in the store: blocks of tensors, cut into chunks.
+"""Divides the elements of one learner rank in the store into blocks of tensors, and those into chunks.
 
 A *block* is a box of a tensor, in row-major order: the rank's shard on a mesh of any dimensions, or some columns of it. A
-*chunk* is what is coded, checked and read as a whole: rows of consecutive blocks whose elements have one width, together at
-most `CHUNK_ELEMENTS` unless a single row has more. So the shards of many ranks do not cost more than whole tensors, large
+*chunk* is coded, checked and read as a whole: rows of consecutive blocks whose elements have one width, together at most
+`CHUNK_ELEMENTS` unless a single row has more. So the shards of many ranks do not cost more than whole tensors, large
 tensors are coded in several threads, and a reader that needs a part of the model fetches the chunks that touch it.
 
-The promise: blocks and the chunks' size alone give the chunks, on both sides.
+The promise: both sides compute the same chunks from blocks and chunk size alone.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Block(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Length of the first dimension; 1 of a scalar."""
+        """Length of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row."""
+        """Elements in a row."""
         return math.prod(self.shape[1:])
 
     def check(self, plan: TensorPlan | None) -> None:
@@ -63,14 +63,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Blocks of one rank, and the chunks that they are cut into."""
+    """Blocks of one rank, and their chunks."""
 
     blocks: tuple[Block, ...]
     chunk_elements: int = CHUNK_ELEMENTS
 
     @cached_property
     def chunks(self) -> tuple[tuple[Rows, ...], ...]:
-        """Pieces of each chunk."""
+        """Rows of blocks in each chunk."""
         chunks: list[tuple[Rows, ...]] = []
         pieces: list[Rows] = []
         width, room = 0, 0
@@ -105,7 +105,7 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Name of each block in a snapshot's file: its tensor's, numbered from the second block of a tensor on."""
+        """Name of each block in a snapshot's file: its tensor's, with a number from the second block of a tensor on."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:
@@ -114,13 +114,13 @@ class RankLayout:
         return tuple(keys)
 
     def contents(self, checksums: Sequence[str]) -> str:
-        """Return a SHA-256 over blocks and the chunks' checksums: equal exactly where all elements are."""
+        """Return a SHA-256 over blocks and the chunks' checksums: equal only if all elements are."""
         document = [self.chunk_elements, self.blocks, list(checksums)]
         return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def block_from(raw: Sequence[Any]) -> Block:
-    """Return the block of a parsed document. Raises ValueError; the tensors that exist are not checked."""
+    """Return the block of a parsed document. Raises ValueError; whether its tensor exists is not checked."""
     name, dtype, offsets, shape = raw
     if dtype not in DTYPE_BYTES or len(offsets) != len(shape) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"a block {name!r} of {dtype!r} at {offsets!r} + {shape!r}")

@@ -1,6 +1,6 @@
-"""What a version consists of on one rank, as it is given to the weight store's writer: all elements, or what changed.
+"""Content of a version on one rank, as input of the weight store's writer: all elements, or the changes.
 
-The writer keeps the elements of the version that it wrote last (`KeptVersion`), and brings them to the next one.
+The writer keeps the elements of the version that it wrote last (`KeptVersion`), and updates them to the next one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ChunkChanges:
 
     changes: Changes
     positions_K: npt.NDArray[np.int32]
-    """Places of the changed elements in the chunk, in the order of the changes."""
+    """Positions of the changed elements in the chunk, in the order of the changes."""
 
 
 @dataclass(frozen=True)
 class FoundChanges:
-    """What changed since the source before, by chunk."""
+    """Changes since the previous source, by chunk."""
 
     chunks: Mapping[int, ChunkChanges]
 
@@ -72,11 +72,11 @@ class KeptVersion:
     checksums: list[str]
 
     def chunk(self, chunk: int) -> Bits:
-        """Return [N] the bits of a chunk: a view of the kept ones where it is one run, else a copy."""
+        """Return [N] the bits of a chunk: a view of the kept ones if it is one run, else a copy."""
         return chunk_bits(self.slices, self.layout, chunk)
 
     def change(self, chunk: int, found: ChunkChanges) -> None:
-        """Change a chunk's bits in place. Doing it twice is doing it once."""
+        """Change a chunk's bits in place. Doing it twice has the effect of once."""
         bits_N = self.chunk(chunk)
         bits_N[found.positions_K] = found.changes.new_K
         end = 0
@@ -89,7 +89,7 @@ class KeptVersion:
 
 
 def chunk_bits(slices: list[LocalSlice], layout: RankLayout, chunk: int) -> Bits:
-    """Return [N] the bits of a chunk: a view where it is one run of memory, else a copy."""
+    """Return [N] the bits of a chunk: a view if it is one run of memory, else a copy."""
     runs = []
     for piece in layout.chunks[chunk]:
         row = layout.blocks[piece.block].row_elements

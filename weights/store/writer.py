@@ -1,13 +1,15 @@
-"""Writer of versions to the object store: each rank writes its slices, in a thread beside training.
+"""Writes versions to the object store: each rank writes its slices, in a thread beside training.
 
-Promise: `put` takes a copy of this rank's slices and returns; comparing, coding, hashing and writing happen in the background,
-in several threads and in the same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's
-part. The first version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot
-as well: every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
+Promise: `put` takes a copy of this rank's slices and returns; comparing, coding, hashing and writing happen in the
+background, in several threads and in the same order on all ranks. A version exists once rank 0 has written its
+manifest, after every rank's part. The first version of a session is a snapshot; later ones are deltas against the
+previous version. A snapshot is added every `anchor_interval` versions, when the deltas since the last one outweigh it,
+and after `put_snapshot`.
 
-The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A store that fails is tried
-again, with the reason in the log, until it works; training goes on. Of the jobs that no rank has begun only the newest is
-kept, so a slow store is overtaken and memory stays bounded: the kept copy, the version being written, and one that waits.
+The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A store that fails is
+tried again, with the reason in the log, until it works; training goes on. Of the jobs that no rank has begun only the
+newest is kept, so a slow store skips versions and memory stays bounded: the kept copy, the version being written, and
+one that waits.
 """
 
 from __future__ import annotations
@@ -114,10 +116,10 @@ class StoreWriter:
         take: Callable[[VersionSource | None], VersionSource],
         tensors: tuple[TensorPlan, ...],
     ) -> None:
-        """Queue `version`, whose elements `take` returns. A collective call.
+        """Queue `version`; `take` returns its elements. A collective call.
 
-        It is given the source of a version that will not be written, from which changes must not count any more: changes
-        that it returns are those since the version before that one.
+        `take` gets the source of a version that will not be written, if there is one: then it returns the changes since the version
+        before that one.
         """
         self._tensors = tensors
         self._jobs.put(version, take, wants_snapshot=False)
@@ -137,8 +139,6 @@ class StoreWriter:
         self._thread.join(CLOSE_WAIT_S)
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
-    # In the thread
-
     def _run(self) -> None:
         while (job := self._jobs.begin()) is not None:
             try:
@@ -146,7 +146,7 @@ class StoreWriter:
             except _Closed:
                 return
             except Exception as error:
-                # A fault in this code, which another try would only repeat; the other ranks wait for this one.
+                # A fault in this code, which a retry would repeat; the other ranks wait for this one.
                 log.exception("version %s could not be stored", tuple(job.version))
                 self._fault = error
                 return
@@ -214,7 +214,7 @@ class StoreWriter:
         return part, StoredObject(name, len(chunks[0]), checksum(chunks[0], self._algorithm))
 
     def _leave(self, key: str, part: Part, kept: KeptVersion) -> None:
-        """Leave a note that this rank's part is in the store."""
+        """Note on the board that this rank's part is in the store."""
         note = [*part, kept.layout.contents(kept.checksums)]
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
@@ -266,7 +266,7 @@ class StoreWriter:
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
     def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
-        """Return (parts, heads, contents) by rank, when every rank has left its note."""
+        """Wait until every rank has left its note; return (parts, heads, contents) by rank."""
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         notes = [json.loads(self._wait(key)) for key in keys]
         for key in keys:
@@ -329,8 +329,8 @@ def coded_chunks(
 ) -> tuple[list[CodedChunk], KeptVersion]:
     """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads.
 
-    Every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the comparison on
-    a device found are brought into the kept copy here, so the checksums prove that copy, not the device's.
+    Every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the
+    comparison on a device found are written to the kept copy here, so the checksums prove that copy, not the device's.
     """
 
     def noted(chunk: int, payload: bytes, bits_N: Any) -> CodedChunk:
@@ -342,13 +342,13 @@ def coded_chunks(
         payload = delta_codec.encode(kept.chunk(chunk), new_N)
         return None if payload is None else noted(chunk, payload, new_N)
 
-    def found(chunk: int) -> CodedChunk:
+    def packed(chunk: int) -> CodedChunk:
         kept.change(chunk, changes[chunk])
         return noted(chunk, delta_codec.pack(changes[chunk].changes), kept.chunk(chunk))
 
     if isinstance(source, FoundChanges):
         changes, slices = source.chunks, kept.slices
-        coded = list(over(found, changes))
+        coded = list(over(packed, changes))
     else:
         slices = source.slices
         coded = [chunk for chunk in over(compared, range(len(kept.layout.chunks))) if chunk is not None]
@@ -370,7 +370,7 @@ class Job:
     staged_s: float
     begun: bool = False
     held: bool = False
-    """True while `put` decides about it, so that it may not begin."""
+    """True while `put` decides about it, so that it cannot begin."""
 
 
 class StoreJobs:
@@ -395,7 +395,7 @@ class StoreJobs:
     ) -> None:
         """Add a job, or replace the last one that has not begun. A collective call.
 
-        `take` returns the version's elements; it is given those of the version that is replaced, if any.
+        `take` returns the version's elements; it gets those of the version that is replaced, if any.
         """
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
@@ -427,7 +427,7 @@ class StoreJobs:
             return self._jobs[0]
 
     def end(self) -> None:
-        """End the job that was begun: it is stored."""
+        """Note that the begun job is stored."""
         with self._changed:
             self._jobs.popleft()
 

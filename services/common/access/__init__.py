@@ -1,1 +1,1 @@
-"""Access to calls: who makes one, by which token, and which roles may."""
+"""Access control for calls: the caller, its token, and the roles that may make the call."""

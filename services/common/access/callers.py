@@ -1,11 +1,11 @@
-"""The callers that a service accepts, by their tokens. A coordinator's are the bootstrap token and those of `tokens.json`; to a worker's
-services the coordinator says who callers are, by the digests of their tokens.
+"""Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
+of `tokens.json`; a worker's services ask the coordinator, with the digests of the tokens.
 
-The token decides the role. A client certificate says on which host it is used: its name is recorded, and a call over a connection
-of a revoked name is refused whatever its token. A change of either file counts within a second.
+The token decides the role. A client certificate tells the host that uses it: its name is recorded, and a call over a
+connection of a revoked name is refused whatever its token. A change of either file takes effect within a second.
 
-The coordinator's answer to a worker counts for FRESH_S, so a revoked token is refused within that time. While the coordinator does not answer, its last
-answer counts for KEPT_S, and a caller with the worker's own token is a worker.
+A worker uses the coordinator's answer for FRESH_S, so a revoked token is refused within that time. While the
+coordinator does not answer, its last answer counts for KEPT_S, and a caller with the worker's token is a worker.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class TokenCallers:
         clock: Callable[[], float] = time.time,
         note: Callable[[str, str], None] = lambda what, name: None,
     ):
-        """`bootstrap` returns the bootstrap token, `file` is its name on this host, for messages; `table` is `tokens.json`,
-        beside which the revoked certificates are; `note` is called for each change of either, with what happened and the name.
-        Raises Conflict for a damaged file."""
+        """`bootstrap` returns the bootstrap token, `file` is its name on this host, for messages. `table` is `tokens.json`; the
+        revoked certificates are beside it. `note` is called for each change of either file, with the change and the name. Raises
+        Conflict for a damaged file."""
         self._note = note
         self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
         self._table = self._revoked = None
@@ -70,12 +70,12 @@ class TokenCallers:
         """Return the caller with a token. Raises AccessDenied."""
         if refusal := self._refusal_of_certificate(certificate):
             raise AccessDenied(refusal)
-        found = self.by_digest(digest_of(token)) if token else None
-        if found is not None:
-            return replace(found, certificate=certificate) if certificate else found
-        has_own = bool(self._bootstrap() or self._rows())
+        caller = self.by_digest(digest_of(token)) if token else None
+        if caller is not None:
+            return replace(caller, certificate=certificate) if certificate else caller
+        has_token = bool(self._bootstrap() or self._rows())
         also = ", or one of `paceline token create`"
-        raise AccessDenied(_refusal(self._file, has_own=has_own, is_other=bool(token), also=also))
+        raise AccessDenied(_refusal(self._file, has_token=has_token, is_other=bool(token), also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
         """Return the caller whose token has a digest; None for an unknown one. Raises AccessDenied for a token that is
@@ -90,7 +90,7 @@ class TokenCallers:
         return None
 
     def refusal(self, caller: Caller) -> str:
-        """Return why a caller that was accepted does not count any more; empty where it does."""
+        """Return the reason why an accepted caller is no longer valid; empty if it is."""
         if refusal := self._refusal_of_certificate(caller.certificate):
             return refusal
         try:
@@ -122,14 +122,15 @@ class TokenCallers:
 
 
 CHECK_S = 0.5
-"""Seconds after which the file is looked at again."""
+"""Seconds after which the file is checked again."""
 
 ContentT = TypeVar("ContentT")
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class PolledFile(Generic[ContentT]):
-    """A small file that commands replace while a service runs: read anew when it has changed, within CHECK_S. When it is damaged at first, that is an error; later its content stays as it was, with a warning."""
+    """A small file that commands replace while a service runs: read again within CHECK_S after a change. A file that is
+    damaged at first is an error; later its previous content stays in effect, with a warning."""
 
     def __init__(
         self,
@@ -137,8 +138,8 @@ class PolledFile(Generic[ContentT]):
         read: Callable[[Path], ContentT],
         changed: Callable[[ContentT, ContentT], None] = lambda before, after: None,
     ):
-        """`read` returns the content, also of a file that is not there; `changed` is called with the contents before and after a
-        change. Raises Conflict for a damaged file."""
+        """`read` returns the content, also for a missing file; `changed` is called with the contents before and after a change.
+        Raises Conflict for a damaged file."""
         self._path, self._read, self._changed = path, read, changed
         self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
@@ -157,7 +158,7 @@ class PolledFile(Generic[ContentT]):
                 self._stamp = stamp
                 self._changed(before, self._content)
             except Conflict as fault:
-                seldom.warning(self._path.name, "%s; what it said before still counts", fault)
+                seldom.warning(self._path.name, "%s; its previous content stays in effect", fault)
         return self._content
 
 
@@ -165,9 +166,9 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Answers that are kept, the newest."""
+"""Number of answers that are kept, the newest ones."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
-"""Name of a caller of whom nothing else is known."""
+"""Name of a caller that only its token identifies."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -180,63 +181,63 @@ class _Answer:
 
 class WorkerCallers:
     def __init__(self, coordinator: str):
-        """`coordinator` is its address; empty: none, and the worker's own token alone counts, with every role."""
+        """`coordinator` is its address; empty: none, and only the worker's token is valid, with every role."""
         self._coordinator = coordinator
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
         """Return the caller with a token. Raises AccessDenied, Unavailable."""
-        own = read_token(token_path())
-        if not own or not token:
-            raise AccessDenied(_refusal(token_path(), has_own=bool(own)))
-        digest, is_own = digest_of(token), is_same(token, own)
+        worker_token = read_token(token_path())
+        if not worker_token or not token:
+            raise AccessDenied(_refusal(token_path(), has_token=bool(worker_token)))
+        digest, is_worker = digest_of(token), is_same(token, worker_token)
         if not self._coordinator:
-            if is_own:
+            if is_worker:
                 return Caller(BOOTSTRAP, ALL_ROLES, digest)
-            raise AccessDenied(_refusal(token_path(), has_own=True, is_other=True))
-        answer = await self._answer(digest, own, is_own=is_own)
+            raise AccessDenied(_refusal(token_path(), has_token=True, is_other=True))
+        answer = await self._answer(digest, worker_token, is_worker=is_worker)
         if answer.caller is None:
-            raise AccessDenied(answer.refusal or _refusal(token_path(), has_own=True, is_other=True))
+            raise AccessDenied(answer.refusal or _refusal(token_path(), has_token=True, is_other=True))
         return answer.caller
 
-    async def _answer(self, digest: str, own: str, *, is_own: bool) -> _Answer:
+    async def _answer(self, digest: str, worker_token: str, *, is_worker: bool) -> _Answer:
         kept, now_s = self._answers.get(digest), time.monotonic()
         if kept is not None and now_s - kept.time_s < FRESH_S:
             return kept
         try:
-            found = await self._ask(digest, own)
+            answer = await self._ask(digest, worker_token)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED and is_own:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED and is_worker:
                 # A coordinator with one token for all.
                 return _Answer(Caller(BOOTSTRAP, ALL_ROLES, digest), "", now_s)
             if error.code() in AWAY and kept is not None and now_s - kept.time_s < KEPT_S:
                 return kept
-            if error.code() in AWAY and is_own:
+            if error.code() in AWAY and is_worker:
                 return _Answer(Caller(OWN_TOKEN, frozenset({CallerRole.WORKER}), digest), "", now_s)
             raise Unavailable(
                 f"this worker cannot ask the coordinator at {self._coordinator} about the call's token: "
                 f"{error.code().name.lower()}"
             ) from None
-        self._answers[digest] = found
+        self._answers[digest] = answer
         self._answers.move_to_end(digest)
         while len(self._answers) > MAX_KEPT:
             self._answers.popitem(last=False)
-        return found
+        return answer
 
-    async def _ask(self, digest: str, own: str) -> _Answer:
+    async def _ask(self, digest: str, worker_token: str) -> _Answer:
         request = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest))
         async with open_aio_channel(self._coordinator) as channel:
             stub = access_pb2_grpc.AccessServiceStub(channel)
             async with asyncio.timeout(2 * CALL_S):
-                answer = await stub.Identify(request, timeout=CALL_S, metadata=metadata(own))
-        known = frozenset(CallerRole(role) for role in answer.roles if role in set(CallerRole))
-        caller = Caller(answer.name, known, digest) if answer.name else None
+                answer = await stub.Identify(request, timeout=CALL_S, metadata=metadata(worker_token))
+        roles = frozenset(CallerRole(role) for role in answer.roles if role in set(CallerRole))
+        caller = Caller(answer.name, roles, digest) if answer.name else None
         return _Answer(caller, answer.refusal, time.monotonic())
 
 
-def _refusal(path: Path, *, has_own: bool, is_other: bool = False, also: str = "") -> str:
+def _refusal(path: Path, *, has_token: bool, is_other: bool = False, also: str = "") -> str:
     file = path.resolve()
-    if not has_own:
+    if not has_token:
         why = f"this service has no token: its file {file} is not there, so it refuses every call"
     else:
         has = "another" if is_other else "no"

@@ -1,7 +1,7 @@
-"""`--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`: consent to connections beyond this host that
-are not encrypted, which need none with certificates.
+"""`--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which permits unencrypted connections
+beyond this host; with certificates it is not needed.
 
-A process that uses the consent says so: in its log at its start and every ten minutes, in a gauge, and the coordinator in
+A process that uses the permission reports it: in its log at its start and every ten minutes, in a gauge, and the coordinator in
 `paceline status`.
 """
 
@@ -53,7 +53,7 @@ _insecure_option = click.option(
     callback=_accept,
     expose_value=False,
     is_eager=True,
-    help=f"Listen and connect beyond this host, unencrypted, where there is no --tls-dir; also {VARIABLE}=1.",
+    help=f"Listen and connect beyond this host, unencrypted, if there is no --tls-dir; also {VARIABLE}=1.",
 )
 
 
@@ -70,7 +70,7 @@ def check_host(_context: click.Context, option: click.Parameter, host: str) -> s
 
 def check_coordinator(_context: click.Context, option: click.Parameter, address: str | None) -> str | None:
     """Callback of options with HOST:PORT to connect to. Raises click.UsageError for one beyond this host."""
-    match = FORM.fullmatch(address or "")  # another text is refused where it is used
+    match = FORM.fullmatch(address or "")  # other texts are refused by their users
     return _checked(option, str(address), match[1]) if match else address
 
 
@@ -87,7 +87,7 @@ def _checked(option: click.Parameter, value: str, host: str) -> str:
 
 
 def insecurity(host: str) -> str:
-    """Return the sentence about a process that listens on `host`; empty where it is encrypted or on this host alone."""
+    """Return the warning about a process that listens on `host`; empty if it is encrypted or this host's alone."""
     if is_loopback(host) or tls_folder() is not None:
         return ""
     return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"

@@ -1,7 +1,7 @@
-"""Who may call the dashboard: holders of the coordinator's token, and of the two keys that its links carry.
+"""Access to the dashboard: for holders of the coordinator's token, and of the two keys that its links carry.
 
-A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat gives the page away and not the
-cluster. A browser sends it in a header and not as a cookie: no other page can make a browser use it.
+A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat exposes the page
+but not the cluster. A browser sends it in a header, not in a cookie, so no other page can make a browser use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEY_LENGTH = 32
 
 
 class Role(IntEnum):
-    """What a caller may do."""
+    """Role of a caller of the dashboard."""
 
     NOBODY = 0
     READER = 1
@@ -29,11 +29,11 @@ class Access:
     """The keys of one coordinator's dashboard."""
 
     def __init__(self, token_file: Path, *, read_only: bool = False):
-        """`token_file` is read anew for each call. With `read_only` everybody with a key is a reader."""
+        """`token_file` is read for each call. With `read_only` everybody with a key is a reader."""
         self._file = token_file
         self._read_only = read_only
         self._instead = secrets.token_hex(32)
-        """Secret of a dashboard without a token's file."""
+        """Secret of a dashboard without a token file."""
 
     def key(self, role: Role) -> str:
         """Return the key of a role."""
@@ -45,14 +45,14 @@ class Access:
         """Return the role of a caller with this header `Authorization`."""
         sent = authorization.removeprefix("Bearer ").encode()
         token = read_token(self._file)
-        found = Role.NOBODY
+        granted = Role.NOBODY
         if token and hmac.compare_digest(sent, token.encode()):
-            found = Role.OPERATOR
+            granted = Role.OPERATOR
         for role in (Role.READER, Role.OPERATOR):
             if hmac.compare_digest(sent, self.key(role).encode()):
-                found = max(found, role)
-        return self.limited(found)
+                granted = max(granted, role)
+        return self.limited(granted)
 
     def limited(self, role: Role) -> Role:
-        """Return a role within what this dashboard permits at all."""
+        """Return a role, limited to what this dashboard permits."""
         return min(role, Role.READER) if self._read_only else role

@@ -1,7 +1,8 @@
-"""Who calls, and the one table of rights: which roles may make which call, and which workers may send which request to the exchange.
+"""The caller of an rpc, and the one table of rights: the roles that may make each call, and the workers that may send
+each request to the exchange.
 
-A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what real
-servers permit.
+A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what
+real servers permit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.v1 import common_pb2
 
 
 class CallerRole(StrEnum):
-    """What a caller is trusted with (`services/common/access/rights.py` has the calls of each)."""
+    """Role of a caller (`services/common/access/rights.py` has the calls of each)."""
 
     VIEWER = "viewer"
     SUBMITTER = "submitter"
@@ -31,11 +32,11 @@ class Caller:
     digest: str = ""
     """SHA-256 of its token, in hexadecimal digits."""
     certificate: str = ""
-    """Name in its client certificate; empty without one. It gives no right, but a revoked one takes all of them."""
+    """Name in its client certificate; empty without one. It gives no right, but revoking it removes all of them."""
 
     @property
     def steers_all(self) -> bool:
-        """Return whether it may steer the runs of others."""
+        """Return whether it may control the runs of others."""
         return CallerRole.OPERATOR in self.roles
 
 
@@ -43,12 +44,12 @@ _CURRENT: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> Caller | None:
-    """Return the caller of the rpc that this task answers; None outside of one, or where no guard is."""
+    """Return the caller of the rpc that this task answers; None outside an rpc, or without a guard."""
     return _CURRENT.get()
 
 
 def set_caller(caller: Caller) -> None:
-    """Set the caller of this task's rpc. gRPC answers each call in a task of its own, which ends with the call."""
+    """Set the caller of this task's rpc. gRPC answers each call in a separate task, which ends with the call."""
     _CURRENT.set(caller)
 
 
@@ -61,9 +62,9 @@ class Right:
 
     roles: frozenset[CallerRole]
     changes: bool = False
-    """Whether the call changes something; the audit log has it then, also when it is permitted."""
+    """True if the call changes something; then the audit log records it, permitted or not."""
     own_run: bool = False
-    """Whether a submitter may make it for their own runs alone; the request's field `run_id` names the run."""
+    """True if a submitter may make it only for their own runs; the request's field `run_id` names the run."""
 
 
 def _reads(*more: CallerRole) -> Right:
@@ -113,7 +114,7 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.ModelService/Promote": _changes(OPERATOR),
     "paceline.v1.ModelService/Rollback": _changes(OPERATOR),
     "paceline.v1.AccessService/Identify": _reads(WORKER, SCRAPER),
-    # The workers' own services. They do not know who submitted a run, so no call here is for a submitter's own runs.
+    # The workers' services do not know who submitted a run, so no call here is limited to a submitter's own runs.
     "paceline.v1.RolloutService/Generate": Right(frozenset({SUBMITTER, OPERATOR, WORKER})),
     "paceline.v1.RolloutService/Status": _reads(),
     "paceline.v1.RolloutService/Drain": _changes(OPERATOR),
@@ -125,9 +126,9 @@ RPCS: Mapping[str, Right] = {
 }
 """The right to each rpc, by `package.Service/Method`."""
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
-"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/serving/json_http.py`)."""
+"""Roles that the OpenAI-compatible endpoint serves, if it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
-"""Roles that `/metrics` and `/scale` answer, likewise."""
+"""Roles that `/metrics` and `/scale` serve, likewise."""
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,
     common_pb2.ROLE_REWARD,
@@ -145,5 +146,5 @@ EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "batch": frozenset({_LEARNER}),
     "receipt": frozenset({_LEARNER}),
 }
-"""Workers that may send each kind of request to the exchange. Each request carries the secret of a Welcome, which only a
-caller with the role `worker` gets. Of the two that hold leases, a run has one (`holds_leases`)."""
+"""Workers that may send each kind of request to the exchange. Each request carries the secret of a Welcome, which only
+a caller with the role `worker` gets. Two kinds of workers hold leases, a run has one (`holds_leases`)."""

@@ -1,6 +1,5 @@
-"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection;
-and what a call's connection says of its peer.
-"""
+"""TLS for servers: gRPC credentials and HTTP contexts that present the folder's newest certificate to each connection,
+and the peer's identity and address of a call."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""Client certificates whose names are kept."""
+"""Number of client certificates whose names are cached."""
 MAX_PEERS = 8192
-"""Names of peers whose parts are kept."""
+"""Number of peers whose addresses are cached."""
 MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
-    """Return the credentials of a gRPC port. With `mutual` clients have to have a certificate of the authority; without, they are
-    not asked for one, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
+    """Return the credentials of a gRPC port. With `mutual` clients need a certificate of the authority; without, none
+    is requested, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = given.authority if mutual else None
         return grpc.ssl_server_certificate_configuration([(given.key, given.certificate)], authority)
 
-    def renewed() -> Any:  # the stubs do not know None, which says that nothing has changed
+    def renewed() -> Any:  # the stubs do not allow None, which means no change
         nonlocal given
         newest = _own(folder)
         if newest is given:
@@ -43,7 +42,7 @@ def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredent
 
 
 def server_context(folder: TlsFolder) -> ssl.SSLContext:
-    """Return the context of an HTTP port; it asks clients for no certificate. Raises InvalidInput."""
+    """Return the context of an HTTP port; it requests no certificate from clients. Raises InvalidInput."""
     given = _own(folder)
     context = _context(folder)
 
@@ -53,7 +52,7 @@ def server_context(folder: TlsFolder) -> ssl.SSLContext:
         if newest is not given:
             try:
                 given, context = newest, _context(folder)
-            except (OSError, ValueError):  # replaced meanwhile: the next connection has the newest
+            except (OSError, ValueError):  # replaced meanwhile; the next connection gets the newest
                 return
         connection.context = context
 
@@ -63,8 +62,8 @@ def server_context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def identity_of_call(context: Any) -> Identity | None:
-    """Return the identity that a call's client certificate gives; None for a call without one. Raises InvalidInput for a
-    certificate that gives no role."""
+    """Return the identity in a call's client certificate; None for a call without one. Raises InvalidInput for a
+    certificate without a role."""
     pem = context.auth_context().get("x509_pem_cert")
     return identity_of(pem[0]) if pem else None
 
@@ -97,15 +96,15 @@ def _context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def address_of(name: str) -> str:
-    """Return host:port by gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` and `ipv6:%5B::1%5D:5432`; the name of another kind as it is."""
+    """Return host:port from gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` or `ipv6:%5B::1%5D:5432`, else the name."""
     kind, colon, address = unquote(name).partition(":")
     return address if colon and kind in ("ipv4", "ipv6") else name
 
 
 @functools.lru_cache(MAX_PEERS)
 def host_of(name: str) -> str:
-    """Return the host by a peer's name, without scope, and that of IPv4 in its own form, because a socket may take both kinds; the
-    beginning of the name of another kind, such as `unix:/tmp/socket`."""
+    """Return the host in a peer's name, without scope, and IPv4 in its plain form, because a socket may take both
+    kinds; for other names, such as `unix:/tmp/socket`, their beginning."""
     kind, _, rest = unquote(name).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
     return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

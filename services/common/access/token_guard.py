@@ -1,7 +1,7 @@
-"""The check of every call before any of its content is read: whose token it carries, and whether that caller may make it.
+"""Checks every call before its content is read: its token, and whether the caller may make it.
 
-Health and reflection stay open. `services/common/access/rights.py` says who may call what. Streams end when their caller's token
-is revoked or expires: a task looks at their callers every RECHECK_S while there are any.
+Health and reflection stay open. `services/common/access/rights.py` has the rights. Streams end when their caller's
+token is revoked or expires: a task checks their callers every RECHECK_S while there are any.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from paceline.services.common.access.tls import address_of, certificate_name
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
 MESSAGE_S = 60.0
-"""Seconds that the message of a permitted call has to come in; a stream's handler waits for its messages by itself."""
+"""Seconds in which the message of a permitted call has to arrive; a stream's handler waits for its messages."""
 OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""Statuses of calls that are refused because of who makes them."""
+"""Statuses of calls that are refused because of their caller."""
 ENDS_OF_STREAMS = (
     grpc.StatusCode.OK,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNKNOWN,
 )
-"""Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
+"""Statuses of a stream that ends without a refusal: its peer left or disappeared, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any]]"]
@@ -60,7 +60,7 @@ class Call:
     caller: Caller | None
     peer: str
     request: Any
-    """Its message, of a stream the first one; None where none was read."""
+    """Its message, or a stream's first one; None if none was read."""
     code: grpc.StatusCode
     details: str
     certificate: str = ""
@@ -70,7 +70,7 @@ class Call:
 
 
 class _Requests:
-    """The requests of a call, with the first one that was read."""
+    """The requests of a call, starting with the one that was read already."""
 
     def __init__(self, requests: AsyncIterator[Any]):
         self._requests: Any = aiter(requests)
@@ -86,15 +86,15 @@ class _Requests:
         return request
 
     async def close(self) -> None:
-        """Free what gRPC keeps of the call: its receiver of messages and the receiver's generator refer to each other until the
-        generator has ended."""
-        with contextlib.suppress(RuntimeError):  # another task of the call's handler still reads
+        """Free gRPC's data of the call: its receiver of messages and the receiver's generator refer to each other until
+        the generator has ended."""
+        with contextlib.suppress(RuntimeError):  # another task of the call's handler is still reading
             await self._requests.aclose()
 
 
 @dataclass
 class _Noted:
-    """A call under way that changes something."""
+    """A call in progress that changes something."""
 
     method: str
     caller: Caller
@@ -124,8 +124,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         rights: Mapping[str, Right] = RPCS,
         message_s: float = MESSAGE_S,
     ):
-        """`owner` returns the name of a run's submitter, empty for one that is not on record. `note` takes refused calls
-        and those that change something; it must not block. `message_s` is the longest wait for the message of a call."""
+        """`owner` returns the name of a run's submitter, empty for an unknown run. `note` gets refused calls and those that change
+        something; it must not block. `message_s` is the longest wait for the message of a call."""
         self._message_s = message_s
         self._callers, self._owner, self._note, self._rights = callers, owner, note, rights
         self._streams: set[_Stream] = set()
@@ -143,8 +143,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return self._guarded(handler, details.method.lstrip("/"), sent.removeprefix("Bearer "))
 
     def _guarded(self, handler: Any, method: str, token: str) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the guarded handler. It takes a stream of requests whatever the method has, because a single request
-        would be read whole before the handler is called."""
+        """Return the guarded handler. It takes a stream of requests for every method, because a single request would be
+        read completely before the handler is called."""
 
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             received = _Requests(requests)
@@ -228,10 +228,9 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:
-        """Raises NotPermitted for a run of somebody else."""
         try:
             owner = self._owner(run_id)
-        except PacelineError:  # no such run, which the method itself says
+        except PacelineError:  # no such run, which the method itself reports
             return
         if owner != caller.name:
             raise NotPermitted(
@@ -241,8 +240,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     @contextlib.contextmanager
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
-        """Note a call that changes something, with its result. A stream of answers is noted when the first one leaves, and
-        again where it ends with an error that is not the peer's going away."""
+        """Note a call that changes something, with its result. A stream of answers is noted when the first one is sent,
+        and again if it ends with an error other than the peer's departure."""
         right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
@@ -269,7 +268,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._note(Call(noted.method, caller, peer, request, code, details, caller.certificate, noted.answer))
 
     def _watch(self, caller: Caller) -> _Stream:
-        """Note a stream, which ends when its caller does not count any more."""
+        """Register a stream, which ends when its caller is no longer valid."""
         task = asyncio.current_task()
         assert task is not None, "gRPC answers each call in a task"
         stream = _Stream(caller, task)
@@ -289,25 +288,24 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 
 def worker_guard(coordinator: str = "") -> TokenGuard:
-    """Return the guard of a worker's services: the coordinator says who a caller is, and the log has who was refused."""
+    """Return the guard of a worker's services: it asks the coordinator for callers, and logs refused ones."""
     return TokenGuard(WorkerCallers(coordinator), note=_log_refusal)
 
 
 def _log_refusal(call: Call) -> None:
-    """Write a line for a call that was refused because of who made it."""
     if call.code in OF_GUARD:
         seldom.warning("call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details)
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:
-    """Raises NotPermitted."""
+    """Raise NotPermitted unless the caller's roles may make the call."""
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
     check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")
 
 
 def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:
-    """Raises NotPermitted for a caller that has none of the roles, here and at HTTP ports."""
+    """Raise NotPermitted for a caller that has none of the roles, here and at HTTP ports."""
     if not allowed & caller.roles:
         roles = ", ".join(role for role in CallerRole if role in allowed)
         has = ", ".join(sorted(caller.roles)) or "none"
@@ -315,7 +313,7 @@ def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remed
 
 
 STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
-    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),  # of a message in a stream
+    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),  # raised by a message in a stream
     (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
     (WireError, grpc.StatusCode.INVALID_ARGUMENT),
     (NotFound, grpc.StatusCode.NOT_FOUND),
@@ -326,9 +324,9 @@ STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
     (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )
-"""The one table from an error to the gRPC status that answers it; the first match wins."""
+"""The one table from an error to its gRPC status; the first match wins."""
 
 
 def status_of(error: Exception) -> grpc.StatusCode | None:
-    """Return the status of an error; None for one that nobody foresaw."""
+    """Return the status of an error; None for an unforeseen one."""
     return next((code for kind, code in STATUS if isinstance(error, kind)), None)

@@ -1,12 +1,12 @@
-"""Two private files in the coordinator's directory, of mode 0600 and replaced whole: the named tokens in `tokens.json`, and in
-`revoked-certificates.json` the names of client certificates that do not count any more. Commands edit them under a lock, the coordinator
-reads them anew within a second.
+"""Two private files in the coordinator's directory, of mode 0600 and replaced as a whole: the named tokens in
+`tokens.json`, and the revoked names of client certificates in `revoked-certificates.json`. Commands edit them under
+a lock; the coordinator reads changes within a second.
 
-A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or a keyed
-hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
+A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or
+a keyed hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
 
-A certificate says who somebody is until it expires; its name can be revoked at once. A revoked name stays revoked, also for
-certificates that are issued to it later: the next holder gets another name.
+A certificate identifies its holder until it expires; its name can be revoked at once. A revoked name stays revoked,
+also for certificates that are issued to it later: the next holder gets another name.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FORMAT = 1
 BOOTSTRAP = "bootstrap"
 """Name of the token that the coordinator makes in its directory. It has every role."""
 PREFIX = "plt_"
-"""Beginning of a token, by which scanners of secrets find one."""
+"""Prefix of a token, by which secret scanners recognise one."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 MAX_TOKENS = 10_000
 DAY_S = 86_400.0
 REVOKED_NAME = "revoked-certificates.json"
 MAX_NAME = 64
-"""Characters of a common name in X.509."""
+"""Longest common name in X.509, in characters."""
 MAX_NAMES = 10_000
 RowT = TypeVar("RowT")
 
@@ -58,7 +58,7 @@ class NamedToken:
     """0: not revoked."""
 
     def refusal(self, now_s: float) -> str:
-        """Return why the token does not count; empty where it does."""
+        """Return the reason why the token is not valid; empty if it is."""
         if self.revoked_s:
             return f"the token {self.name} was revoked; ask an operator for another"
         if self.expires_s and now_s >= self.expires_s:
@@ -73,7 +73,7 @@ def digest_of(token: str) -> str:
 
 
 def read_table(path: Path) -> Mapping[str, NamedToken]:
-    """Return the tokens by their digest; none where there is no file. Raises Conflict for a file that is no table."""
+    """Return the tokens by their digest; none if the file is missing. Raises Conflict for a damaged file."""
 
     def parsed(content: Any) -> Mapping[str, NamedToken]:
         tokens = [NamedToken(**row) for row in content["tokens"]]
@@ -120,7 +120,7 @@ def revoke(path: Path, name: str, bootstrap: str = "") -> int:
 
 @contextlib.contextmanager
 def _edited(path: Path) -> Iterator[dict[str, NamedToken]]:
-    """Yield the table to change; it is written when the block ends well. One process edits at a time."""
+    """Yield the table to change; it is written if the block ends without an error. One process edits at a time."""
     with locked(path):
         table = dict(read_table(path))
         yield table
@@ -129,7 +129,7 @@ def _edited(path: Path) -> Iterator[dict[str, NamedToken]]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is beside it, for the block."""
+    """Hold the lock file beside `path` during the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path.with_name(f"{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -137,7 +137,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Replace the file; it is on the disk when this returns. Call it under its lock."""
+    """Replace the file; it is synced to disk when this returns. Call it under its lock."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -149,8 +149,7 @@ def replace_whole(path: Path, content: Any) -> None:
 
 
 def read_revoked(path: Path) -> Mapping[str, float]:
-    """Return the revoked names, with the time in seconds since 1970; none where there is no file. Raises Conflict for a file
-    that is no list of them."""
+    """Return the revoked names, with seconds since 1970; none if the file is missing. Raises Conflict for a bad file."""
 
     def parsed(content: Any) -> Mapping[str, float]:
         return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
@@ -174,7 +173,7 @@ def revoke_certificate(path: Path, name: str) -> None:
 
 
 def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
-    """Return the rows of a file; none where there is no file. Raises Conflict; `again` is what to do after deleting it."""
+    """Return the rows of a file; none if it is missing. Raises Conflict; `again` tells what to do after deleting it."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

@@ -1,1 +1,1 @@
-"""Processes that start, watch and outlive no other process."""
+"""Starting, supervising and ending processes."""

@@ -1,8 +1,9 @@
-"""What services do as they start: they tie themselves to their starter, keep libraries quiet, raise the limit on open files, and write
-their address to the ready file, because their starter does not know a free port that they took.
+"""Start-up of services: tie the process to its starter, silence libraries, raise the limit on open files, and write the
+address to the ready file, because the starter does not know which free port was taken.
 
-A usual soft limit on open files is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
-which needs no right to be used, is mostly far higher. It bounds the members that a coordinator can serve (`Capacity`).
+A usual soft limit on open files is 1,024, and a process at its limit can neither accept a connection nor list a folder.
+The hard limit, which needs no right to be used, is mostly far higher. It bounds the members that a coordinator can
+serve (`Capacity`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Get SIGTERM when the starting process dies, if that process named itself in the environment. Linux only;
+    """Request SIGTERM for the starting process's death, if that process named itself in the environment. Linux only;
     elsewhere nothing happens, and the starter has to clean up."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
@@ -28,44 +29,44 @@ def die_with_starter() -> None:
 
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Variables to set before torch and huggingface_hub are imported. A link's store warns of every connection that its peer closed, as
-at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each model, which makes a line of
-hundreds of characters in a file."""
+"""Variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every connection that its
+peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each
+model, which makes a line of hundreds of characters in a file."""
 
 
 def quiet_libraries() -> None:
-    """Set the variables that are not set, for this process and its later children."""
+    """Set those variables that are not set, for this process and its later children."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
 
 def announce(ready_file: Path | None, address: str) -> None:
-    """Write `address` to `ready_file`, whole or not at all."""
+    """Write `address` to `ready_file`, completely or not at all."""
     if ready_file is not None:
         write_whole(ready_file, address + "\n")
 
 
 FILES_PER_MEMBER = 2
-"""A control stream and a connection to the exchange. A second port for people may have as many connections as that for members."""
+"""A control stream and a connection to the exchange; a second port for people may have as many connections."""
 RESERVED_FILES = 160
-"""Files for the ledger, its segments, files of runs, libraries, and for clients that watch."""
+"""Files for the ledger, its segments, run files, libraries, and watching clients."""
 RESERVED_FOR_CLIENTS = 64
-"""Connections to the control plane beyond those of members; part of RESERVED_FILES."""
+"""Connections to the control plane besides those of members; part of RESERVED_FILES."""
 MAX_MEMBERS = 8192
 """Most members, whatever the limit of open files: each connection takes memory."""
 TIGHT = 0.9
-"""Share of the possible members from which on a warning is logged."""
+"""A warning is logged from this share of the possible members on."""
 
 log = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, log both, and return the limit that holds now."""
+    """Raise the soft limit of open files to the hard limit, log both, and return the limit in effect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:  # a system may not allow its own hard limit
+        except (OSError, ValueError) as error:  # a system may not allow its hard limit
             log.warning("the limit of open files stays %d, %d cannot be set: %s", soft, hard, error)
             return soft
     log.info("limit of open files: %d (soft limit at start: %d)", hard, soft)
@@ -82,16 +83,16 @@ class Capacity:
         self.max_members = min(MAX_MEMBERS, max(1, spare // files))
         self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
         """Connections to each port of the control plane."""
-        self._said = False
+        self._has_warned = False
 
     def refusal(self, members: int) -> str:
-        """Return why no further member can be taken; empty when it can. Warns once when few places are left."""
+        """Return the reason why no further member is accepted, else "". Warns once when the capacity is nearly used."""
         if members >= self.max_members:
             return self._sentence()
         if members + 1 >= TIGHT * self.max_members:
-            if not self._said:
+            if not self._has_warned:
                 log.warning("%d members: %s", members + 1, self._sentence())
-            self._said = True
+            self._has_warned = True
         return ""
 
     def _sentence(self) -> str:

@@ -1,19 +1,19 @@
-"""Supervision of one child process: start it, notice its death, log why, start it again.
+"""Supervises one child process: starts it, notices its death, logs the reason, and starts it again.
 
 Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
-(`RestartPolicy`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
-which a line ends each. No process of its process group outlives it, and it does not outlive this process.
+(`RestartPolicy`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, and a
+line marks the end of each. No process of its process group outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
 Nothing waits for a keeper except `stop`, which has a deadline.
 
-A death by a signal from outside, or after a life that was long enough for some work, is not likely to repeat: the
-service is restarted at once. A service that keeps failing is restarted ever more slowly, and logged ever more rarely.
+A death by an external signal, or after a life long enough for some work, is unlikely to repeat, so the service is
+restarted at once. A service that keeps failing is restarted ever more slowly, and logged ever more rarely.
 
-`reason_in` finds the line of a log that says why the service died. Services, Python and libraries each write the reason in their own form: a log line with the level ERROR, the last line of a
-traceback, the `Error: ...` of a command. Warnings often follow it, as those of Python's resource tracker about a process
-that did not clean up.
+`reason_in` finds the line of a log with the reason of a death. Services, Python and libraries each write the reason in another form: a
+log line with the level ERROR, the last line of a traceback, the `Error: ...` of a command. Warnings often follow it, such as those of
+Python's resource tracker about a process that did not clean up.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
-"""A longer life counts as progress, because the pool has started up and worked by then."""
+"""A longer life counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
 """Deaths in a row that are logged one by one; later only the fifth, the tenth, the twentieth and so on."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
-"""Signals that do not come from the program itself: a person, or the kernel for lack of memory, killed it."""
+"""Signals from outside the program: a person, or the kernel for lack of memory, killed it."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -56,9 +56,9 @@ class Death:
     """Return code; negative is the signal, as in `subprocess`."""
     life_s: float
     reason: str = ""
-    """Line of its log that says why it died."""
+    """Line of its log with the reason of the death."""
     by_supervisor: bool = False
-    """True when the supervisor itself killed it and knows why."""
+    """True if the supervisor itself killed it, for a known reason."""
 
     @property
     def way(self) -> tuple[int, str]:
@@ -73,9 +73,9 @@ class RestartPolicy:
         self._max_backoff_s = max_backoff_s
         self._way: tuple[int, str] | None = None
         self.in_a_row = 0
-        """Deaths since it last worked; deaths that the supervisor caused do not count."""
+        """Deaths since it last worked, without those that the supervisor caused."""
         self.same_way = 0
-        """Deaths of one cause in a row, however long the lives between them were."""
+        """Deaths of one cause in a row, however long the lives between them."""
         self.pause_s = FIRST_BACKOFF_S
         """Seconds until the next life."""
 
@@ -114,7 +114,7 @@ SHOWN_LINES = 5
 
 
 class Service:
-    """A supervised child. `command` and `max_deaths` may be changed while it runs; they count from its next death."""
+    """A supervised child. `command` and `max_deaths` may be changed while it runs, and count from its next death."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class Service:
         self.command = command
         self.log_path = log_path
         self.max_deaths = max_deaths
-        """Deaths in a row after which it is given up; None is never. Deaths that `kill` caused do not count."""
+        """Deaths in a row after which it is given up; None means never. Deaths that `kill` caused do not count."""
         self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
-        """Ends of its last lives, oldest first."""
+        """Its last deaths, oldest first."""
         self._environment = environment
         self._say = say
         self._gave_up = gave_up
@@ -161,7 +161,7 @@ class Service:
             return self._signal(number)
 
     def terminate(self) -> None:
-        """Ask the child to end for good; `wait_ended` waits for it."""
+        """Ask the child to end permanently; `wait_ended` waits for it."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
@@ -203,8 +203,6 @@ class Service:
                 process.send_signal(number)
         return True
 
-    # The keeper
-
     def _keep(self) -> None:
         while True:
             log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -218,7 +216,7 @@ class Service:
                 if status is None or self._stopping.is_set():
                     return
                 how, lines = ending(status), last_lines(self.log_path, log_start)
-                # A signal leaves no words, so an error that the log names came earlier and was survived.
+                # A signal leaves no message, so the child survived an error that the log names.
                 reason = reason_in(lines if status >= 0 else lines[-1:])
                 death = Death(status, time.monotonic() - started_s, reason, self._meant_to_die)
                 self._note_end(how)
@@ -227,8 +225,7 @@ class Service:
                 return
 
     def _live_once(self) -> int | None:
-        """Run one life of the child, from start to reaping; return its return code, None when it must not start any
-        more."""
+        """Run one life of the child, from start to reaping; return its return code, None if it must not start."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -250,7 +247,7 @@ class Service:
             return process.wait()
 
     def _note_end(self, how: str) -> None:
-        """End this life in the log, whatever its last line was."""
+        """Write the end of this life to the log, whatever its last line was."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError), self.log_path.open("a") as log:
             log.write(f"{now} WARNING {__name__}: {self.name} {how}\n")
@@ -289,7 +286,7 @@ def _outside_group(pid: int) -> list[psutil.Process]:
 
 
 def ending(status: int) -> str:
-    """Return in words how a process with this return code ended."""
+    """Describe how a process with this return code ended."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:
@@ -299,20 +296,20 @@ def ending(status: int) -> str:
 
 
 LOG_TAIL_BYTES = 1 << 16
-"""Bytes of the end that are read: vLLM writes lines of several thousand characters before it says why it ends."""
+"""Bytes that are read from the end: vLLM writes lines of several thousand characters before the reason why it ends."""
 MAX_REASON_CHARS = 500
 FRAME = " |+-"
-"""What precedes the lines of an exception group."""
+"""Prefix of the lines of an exception group."""
 TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
-"""How a command says why it ends."""
+"""Prefix of the error message of a command."""
 LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
-"""What precedes the message in a log line of an error, ours or vLLM's, which repeats it in each line of a traceback."""
+"""Prefix of the message in a log line of an error, ours or vLLM's, which repeats it in each line of a traceback."""
 FOLLOWS = re.compile(
     r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
     r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"
 )
-"""Text of an error that only follows from an earlier one, as vLLM's "See stack trace (above) for the root cause."."""
+"""Text of an error that results from an earlier one, such as vLLM's "See stack trace (above) for the root cause."."""
 WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 """First line of a Python warning; the second is the line of source, indented."""
 
@@ -331,8 +328,8 @@ def last_lines(log_path: Path, start: int = 0, count: int | None = None) -> list
 
 
 def reason_in(lines: Sequence[str]) -> str:
-    """Return the line of a log's end that says why its service died, shortened to MAX_REASON_CHARS: the last error that does not
-    follow from an earlier one, else the last error, else the last line; "" without lines."""
+    """Return the line of a log's end with the reason of the service's death, shortened to MAX_REASON_CHARS: the last
+    error that does not result from an earlier one, else the last error, else the last line; "" without lines."""
     errors = _errors(lines)
     reasons = [line for line in errors if not FOLLOWS.search(line)] or errors or lines
     line = reasons[-1].strip() if reasons else ""
@@ -340,10 +337,10 @@ def reason_in(lines: Sequence[str]) -> str:
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
-    """Return the lines that name an error. Of a traceback that is its last line, which replaces the log line before it."""
+    """Return the lines that name an error; for a traceback its last line, which replaces the log line before it."""
     errors: list[str] = []
     before_is_error = False
-    margin = -1  # of an open traceback: those of an exception group are indented and framed
+    margin = -1  # inside a traceback: the lines of an exception group are indented and framed
     for line in lines:
         level = LEVEL.match(line)
         message = line[level.end() :] if level else line.lstrip(FRAME)

@@ -1,1 +1,1 @@
-"""Reports for people: curves made of characters, lines in logs."""
+"""Reports for people: tables and charts in text, lines in logs."""

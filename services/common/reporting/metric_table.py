@@ -1,4 +1,6 @@
-"""Table of all metrics of a run: `paceline metrics --explain`, and the reference of the site (`make site`).
+"""Table of all metrics of a run, which docs/use/metrics.md is made from.
+
+    python -m paceline.services.common.reporting.metric_table [--check]
 
 A name may have parameters in angle brackets, as `reward/<function>`.
 """
@@ -11,17 +13,17 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One metric, as the reference explains it."""
+    """One entry of docs/use/metrics.md."""
 
     name: str
     unit: str
     meaning: str
     healthy: str = ""
-    """Values to expect, and what others mean; empty where there is nothing to say."""
+    """Expected values, and the meaning of others; empty if there is nothing to say."""
 
 
 class Part(NamedTuple):
-    """Metrics that a section of the page shows together."""
+    """Metrics that one section of the page shows."""
 
     kind: str
     """`kind` of the lines of metrics.jsonl; in TensorBoard it comes before the name."""
@@ -34,13 +36,13 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("reward", "reward", "mean total reward (Σ weight · reward) of the batch", "rises; noisy from step to step"),
     Metric("reward_std", "reward", "standard deviation of the total reward over all completions"),
     Metric("reward_group_std", "reward", "mean over groups of the standard deviation within the group",
-           "above 0: it is what the group-relative advantages are made of"),
-    Metric("zero_variance_fraction", "share", "groups whose rewards give no completion an advantage, as where all are equal",
-           "absent where other things decide too (`gae`, `reinforce_pp`, a KL in the reward, rewards of turns); below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
+           "above 0: the group-relative advantages consist of it"),
+    Metric("zero_variance_fraction", "share", "groups whose rewards give no completion an advantage, for example because all are equal",
+           "absent if advantages depend on more than rewards (`gae`, `reinforce_pp`, a KL in the reward, rewards of turns); below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
     Metric("unscored_fraction", "share", "completions for which every reward function returned None", "0, or as the data has it"),
     Metric("reward/<function>", "reward", "mean of one function, before its weight, over the completions that it scored"),
     Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
-           "0 means that the function tells no completions apart"),
+           "0 means that the function does not distinguish completions"),
     Metric("reward_p<percentile>/<function>", "reward", "10th, 50th and 90th percentile of one function over the completions that it scored",
            "the median at the largest value means that the function has nothing left to teach"),
     Metric("unscored_fraction/<function>", "share", "completions for which the function returned None", "0, or as the data has it"),
@@ -52,38 +54,38 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("groups_of/<source>", "groups", "groups of the source in the batch", "the share of `data.train_weights`"),
     Metric("score_s/<function>", "s", "mean time of a call on one group, over the calls that ended since the step before",
            "far below `timeout_s`"),
-    Metric("failed_calls/<function>", "calls", "calls that failed since the step before, those for no fault of the function included", "0"),
+    Metric("failed_calls/<function>", "calls", "calls that failed since the step before, including those without a fault of the function", "0"),
     Metric("endpoint_requests/<function>", "requests", "requests to the service behind a function (judge, reward model) since the step "
            "before, repeated ones included", "absent without a service"),
     Metric("endpoint_failed/<function>", "requests", "of them: without a usable answer", "0"),
-    Metric("endpoint_cached/<function>", "answers", "answers from the cache of answers, which cost nothing"),
-    Metric("endpoint_no_verdict/<function>", "votes", "votes of a judge that held no verdict after all attempts", "near 0"),
+    Metric("endpoint_cached/<function>", "answers", "answers from the cache of answers, which are free"),
+    Metric("endpoint_no_verdict/<function>", "votes", "votes of a judge without a verdict after all attempts", "near 0"),
     Metric("endpoint_prompt_tokens/<function>", "tokens", "prompt tokens that the service counted"),
     Metric("endpoint_completion_tokens/<function>", "tokens", "completion tokens that the service counted"),
     Metric("endpoint_cost/<function>", "currency", "tokens by `prompt_price` and `completion_price` of the endpoint, since the step before"),
     Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
-           "arrived since the step before", "absent where none arrived"),
+           "arrived since the step before", "absent if none arrived"),
 ))  # fmt: skip
 COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and the learner.", (
     Metric("completion_length", "tokens", "mean length", "a sudden fall or rise often precedes a collapse"),
     Metric("completion_length/min", "tokens", "shortest completion"),
-    Metric("completion_length/max", "tokens", "longest completion", "at `max_new_tokens` something was cut off"),
+    Metric("completion_length/max", "tokens", "longest completion", "at `max_new_tokens` completions were truncated"),
     Metric("completion_length/p<percentile>", "tokens", "50th, 90th and 99th percentile of the lengths"),
-    Metric("truncated_fraction", "share", "completions that were cut off at their token limit",
+    Metric("truncated_fraction", "share", "completions that were truncated at their token limit",
            "below 0.1; above, raise `policy.generation.max_new_tokens` or see `grpo.overlong_filtering`"),
     Metric("zero_advantage_fraction", "share", "tokens whose advantage is 0", "below 0.5; at 1 the rewards train nothing"),
     Metric("trained_tokens", "tokens", "completion tokens of the batch"),
-    Metric("spot_check/groups", "groups", "groups of which the learner has compared the log-probabilities (`logger.verify_share`), in this "
-           "life of the coordinator", "absent where no group had the version that its step starts from"),
+    Metric("spot_check/groups", "groups", "groups whose log-probabilities the learner has compared (`logger.verify_share`), in this "
+           "life of the coordinator", "absent if no group had the version that its step starts from"),
     Metric("spot_check/largest_difference", "nats", "rollout worker's log-probability less the learner's, mean over tokens and the "
            "worker's newest compared groups, of the worker with the largest", "within ±0.003"),
-    Metric("spot_check/named_workers", "workers", "workers that were named because they are off in the mean", "0"),
+    Metric("spot_check/named_workers", "workers", "workers that were named because of their mean difference", "0"),
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
     Metric("age/<age>", "groups", "groups of that age in the batch"),
     Metric("environment/turns_per_sample", "turns", "mean turns of an episode (with `environment`; its tokens count as one completion)"),
-    Metric("environment/rows_per_sample", "rows", "mean rows of an episode: sequences that the learner trains",
-           "1; more where histories are rewritten or turns cannot be bridged"),
+    Metric("environment/rows_per_sample", "rows", "mean transcripts of an episode: sequences that the learner trains",
+           "1; more if histories are rewritten or turns cannot be bridged"),
     Metric("environment/mixed_version_fraction", "share", "episodes whose tokens are of several versions"),
 ))  # fmt: skip
 LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (
@@ -91,9 +93,9 @@ LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens t
     Metric("advantage_max", "", "largest absolute advantage of a token, before `grpo.advantage_clip_low` and `advantage_clip_high`",
            "below 10 with a std, else as the rewards; the run warns of 1000"),
     Metric("grad_norm", "", "global norm of the gradient before clipping, mean over updates",
-           "steady; peaks above ten times the usual mean a learning rate that is too high"),
+           "steady; peaks above ten times the usual mean that the learning rate is too high"),
     Metric("lr", "", "learning rate of the step"),
-    Metric("skipped_updates", "updates", "updates left out because loss or gradient was not finite", "absent"),
+    Metric("skipped_updates", "updates", "updates that were skipped because loss or gradient was not finite", "absent"),
     Metric("entropy", "nats", "entropy of the policy's distribution of the next token", "falls slowly; near 0 exploration is over"),
     Metric("logprob", "nats", "log-probability of the tokens by the current policy"),
     Metric("ratio_behaviour", "", "π/μ: current policy over the one that sampled", "0.99 to 1.01"),
@@ -102,7 +104,7 @@ LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens t
     Metric("kl_teacher", "nats", "log π/π_teacher of the sampled tokens (distillation)", "falls"),
     Metric("clip_fraction", "share", "tokens whose ratio was clipped", "below 0.2"),
     Metric("truncation_fraction", "share", "tokens whose importance weight reached its bound", "below 0.05"),
-    Metric("drop_fraction", "share", "tokens that a mask of the correction took out", "below 0.05"),
+    Metric("drop_fraction", "share", "tokens that a mask of the correction removed", "below 0.05"),
     Metric("effective_sample_size", "share", "(Σw)²/(N·Σw²) of the importance weights by token", "above 0.9"),
     Metric("effective_sample_size_sequence", "share", "the same by sequence", "above 0.5"),
 ))  # fmt: skip
@@ -129,13 +131,13 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("sequences", "sequences", "sequences of the batch"),
     Metric("row_tokens", "tokens", "tokens in the packed micro-batches, prompts included"),
     Metric("micro_batches", "passes", "forward and backward passes of all ranks"),
-    Metric("unfilled_fraction", "share", "part of `policy.train_mb_tokens` times passes that held no token",
+    Metric("unfilled_fraction", "share", "part of `policy.train_mb_tokens` times passes that had no token",
            "below 0.3; more means that ranks are unequal, or that the budget is too large"),
     Metric("teraflop", "10¹² operations", "operations that training the batch takes, recomputed and frozen ones not counted"),
     Metric("learner/teraflops", "10¹² operations/s", "`teraflop` by `step_s`, for each rank"),
-    Metric("learner/mfu", "share", "`learner/teraflops` by what the GPU can do at most in bfloat16 (model FLOPs utilisation)",
+    Metric("learner/mfu", "share", "`learner/teraflops` divided by the GPU's peak in bfloat16 (model FLOPs utilisation)",
            "0.3 to 0.5 for large models; absent on CPUs and unknown GPUs"),
-    Metric("learner/peak_gpu_memory_gb", "GB", "most memory that tensors of rank 0 have taken on its GPU so far",
+    Metric("learner/peak_gpu_memory_gb", "GB", "most memory that tensors of rank 0 have taken on its GPU until now",
            "`paceline plan` predicts it; absent without GPUs"),
     Metric("learner/collectives_s", "s", "time of the step in which collectives of rank 0 ran, each moment counted once",
            "absent unless `logger.profile_period` names the step"),
@@ -149,7 +151,7 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("backward_s", "s", "of it: backward passes"),
     Metric("optimizer_s", "s", "of it: optimizer"),
     Metric("value_s", "s", "of it: the value model"),
-    Metric("publish_wait_s", "s", "time in which the learner could not go on because a version was staged", "far below `step_s`"),
+    Metric("publish_wait_s", "s", "time for which the learner was blocked because a version was staged", "far below `step_s`"),
     Metric("learner_wait_s", "s", "wait for the batch", "near 0; more means that generation or rewards are the bottleneck"),
     Metric("learner/tokens_per_s", "tokens/s", "tokens that train by `step_s`"),
     Metric("learner/queued_checkpoints", "checkpoints", "checkpoints on the learner's disk that wait for an object store",
@@ -163,7 +165,7 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("rollout/wait_fraction", "workers", "share of the time without a lease, added over the workers",
            "near 0; more means that generation waits for weights or for the learner"),
     Metric("rollout/running", "sequences", "sequences in the engines"),
-    Metric("rollout/occupied", "workers", "taken share of the engines' room, added over the workers",
+    Metric("rollout/occupied", "workers", "used share of the engines' capacity, added over the workers",
            "near the number of workers; less means that they have too little to do"),
     Metric("rollout/leases", "groups", "leases held"),
     Metric("rollout/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
@@ -173,23 +175,23 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("environment_workers/turns_per_s", "turns/s", "turns of episodes that were sampled"),
     Metric("environment_workers/tokens_per_s", "tokens/s", "tokens of these turns"),
     Metric("environment_workers/running", "samples", "episodes of leased groups"),
-    Metric("environment_workers/occupied", "workers", "taken share of the room for episodes, added over the workers"),
+    Metric("environment_workers/occupied", "workers", "used share of the capacity for episodes, added over the workers"),
     Metric("environment_workers/leases", "groups", "leases held"),
-    Metric("environment_workers/engines", "workers", "rollout workers that they may ask for turns, added over the workers",
+    Metric("environment_workers/engines", "workers", "rollout workers that they may request turns from, added over the workers",
            "not 0 while episodes run"),
-    Metric("environment_workers/broken_turns", "turns", "turns whose answer broke off, since the start of the processes: each was "
+    Metric("environment_workers/broken_turns", "turns", "turns whose answer was interrupted, since the start of the processes: each was "
            "sampled again", "grows only when rollout workers die"),
-    Metric("environment_workers/moved_sessions", "sessions", "sessions that went on at another rollout worker, since the start of the "
+    Metric("environment_workers/moved_sessions", "sessions", "conversations that continued at another rollout worker, since the start of the "
            "processes", "grows only when rollout workers leave"),
-    Metric("environment_workers/bridge_breaks", "turns", "turns whose conversation could not be extended token by token, so that a new row "
+    Metric("environment_workers/bridge_breaks", "turns", "turns whose conversation could not be extended token by token, so that a new transcript "
            "began, since the start of the processes", "0; more means that the chat template rewrites history"),
     Metric("environment_workers/tool_errors", "calls", "calls of tools that raised, whose names are unknown, or that could not be read, "
            "since the start of the processes", "falls as the policy learns"),
     Metric("environment_workers/failed_lives", "lives", "lives of samples that a fault of the environment ended, since the start of the "
            "processes", "0"),
-    Metric("environment_workers/replayed_lives", "lives", "lives that went on from their record by running the recorded calls again"),
-    Metric("environment_workers/restored_lives", "lives", "lives that went on from the saved state of their environment"),
-    Metric("environment_workers/restarted_lives", "lives", "lives that could do neither, whose tokens are dropped as `restarted`"),
+    Metric("environment_workers/replayed_lives", "lives", "lives that continued from their turn log by repeating the recorded calls"),
+    Metric("environment_workers/restored_lives", "lives", "lives that continued from the saved state of their environment"),
+    Metric("environment_workers/restarted_lives", "lives", "lives that could continue from neither; their tokens are dropped as `restarted`"),
     Metric("environment_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
     Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, "
            "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
@@ -198,9 +200,9 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
            "that several use counts at each. This and the rows below need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
     Metric("<pool>/gpu_memory_used_gb", "GB", "memory of these GPUs that any process holds"),
     Metric("<pool>/gpu_power_w", "W", "their power"),
-    Metric("<pool>/gpu_throttled", "GPUs", "of them: run slower because of heat or supply (not for their power cap)", "0"),
-    Metric("<pool>/gpu_xid_errors", "errors", "Xid errors of the driver since the start of the processes; the member's log has the "
-           "code, and so has the page", "0"),
+    Metric("<pool>/gpu_throttled", "GPUs", "of them: GPUs slowed by heat or supply (not by their power cap)", "0"),
+    Metric("<pool>/gpu_xid_errors", "errors", "Xid errors of the driver since the start of the processes; the member's log and the page have the "
+           "code", "0"),
     Metric("gpu_energy_j", "J", "energy of all GPUs of all members since the step before, each GPU once"),
     Metric("joules_per_trained_token", "J/token", "`gpu_energy_j` by `trained_tokens`", "steady"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
@@ -216,7 +218,7 @@ GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
 ))  # fmt: skip
 TRANSFER = Part("train", "Weights in a step's line", "Newest values when the step ended.", (
     Metric("weights/gather_s", "s", "gathering the version from the ranks"),
-    Metric("weights/wait_s", "s", "time in which training stood still for it", "far below `step_s`"),
+    Metric("weights/wait_s", "s", "time for which it blocked training", "far below `step_s`"),
     Metric("weights/transfer_s", "s", "transfer to the member that answered last"),
     Metric("weights/publish_s", "s", "from staging to that member's answer"),
     Metric("weights/size_bytes", "bytes", "bytes sent to it"),
@@ -249,25 +251,25 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("acknowledged", "members", "members that sample from it", "equal to `members`"),
     Metric("failures", "transfers", "transfers that failed", "0"),
     Metric("gather_s", "s", "gathering from the ranks"),
-    Metric("wait_s", "s", "time in which training stood still for it"),
+    Metric("wait_s", "s", "time for which it blocked training"),
     Metric("transfer_s", "s", "sending the bytes"),
     Metric("answer_s", "s", "from the last byte to the answer"),
     Metric("publish_s", "s", "from staging to the answer"),
     Metric("swap_s", "s", "exchanging the weights"),
     Metric("pause_s", "s", "pause of the sampler"),
     Metric("size_bytes", "bytes", "bytes sent to one member"),
-    Metric("hosts", "hosts", "hosts that got it by their agents"),
+    Metric("hosts", "hosts", "hosts whose relays got it"),
     Metric("host_s", "s", "from the plan to the last verified byte of a host"),
     Metric("hop_s", "s", "of it: receiving, without waiting for the host before", "alike for all hosts"),
     Metric("slowest_hop", "", "position in the chain of the host with the longest `hop_s`"),
     Metric("host_bytes", "bytes", "bytes that all hosts received"),
     Metric("hops_skipped", "hosts", "hosts that others skipped: dead, silent, or with wrong bytes", "0"),
 ))  # fmt: skip
-STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector alone, renewed every five seconds; no line of "
+STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector alone, updated every five seconds; no line of "
              "metrics.jsonl has them.", (
     Metric("members", "members", "members whose stream is open, by `pool` (`rollout`, `reward`, `environment`, `learner`)",
            "above 0 for each pool that the run needs"),
-    Metric("needed", "", "1 for each `pool` without which the active run makes no steps"),
+    Metric("needed", "", "1 for each `pool` that the active run needs for its steps and lacks"),
     Metric("suspected", "members", "of the pool: silent for half the heartbeat time-out", "0"),
     Metric("unable", "members", "of the pool: cannot work on the active run, for a reason that `paceline watch` shows", "0"),
     Metric("runs", "runs", "runs of the ledger, by `state`", "`failed` and `paused` do not rise"),
@@ -295,12 +297,42 @@ PARTS = (
     STATE,
 )
 
+HEAD = """# Metrics
+
+[//]: # (Made by `python -m paceline.services.common.reporting.metric_table`; edit the table in that module.)
+
+Every step of a run writes one line to `metrics.jsonl` in the run's directory, with `kind`, `step`, `time` (seconds since
+1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
+
+```bash
+tensorboard --logdir runs        # completions of evaluations are among its texts
+python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', lines=True).tail())"
+paceline plot my-run-1
+```
+
+The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` and so on with the attribute `paceline.run`
+(`services/coordinator/reporting/otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
+`--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
+underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
+(`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
+`--metrics-port` as well: a worker's `/metrics` has the numbers of its heartbeats (`paceline_member_memory_gb`),
+`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
+and MLflow.
+
+A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
+angle brackets. *Healthy* says what to expect, and what another value means.
+
+`paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
+second, the fourth and so on. In the same way it warns of a step whose `advantage_max` is above 1000, or whose `grad_norm` is
+above 1000 times `policy.max_grad_norm`, with `loss_fn.reduction: sequence_sum` per trained token of a completion.
+"""
+
 
 def metric_of(kind: str, name: str) -> Metric | None:
-    """Return the entry of a metric; None if the table has none. An evaluation on examples has a step's metrics."""
+    """Return the entry of a metric; None if there is none. An evaluation on examples has a step's metrics."""
     parts = [part for part in PARTS if part.kind == kind or (kind == "eval" and part in (LOSS, PREFERENCES))]
-    found = [metric for part in parts for metric in part.metrics if _matches(metric, name)]
-    return min(found, key=lambda metric: metric.name.count("<"), default=None)
+    matching = [metric for part in parts for metric in part.metrics if _matches(metric, name)]
+    return min(matching, key=lambda metric: metric.name.count("<"), default=None)
 
 
 def entries_of(name: str) -> list[tuple[Part, Metric]]:
@@ -316,3 +348,15 @@ def entries_of(name: str) -> list[tuple[Part, Metric]]:
 def _matches(metric: Metric, name: str) -> bool:
     pieces = re.split(r"<\w+>", metric.name)
     return re.fullmatch(".+".join(map(re.escape, pieces)), name) is not None
+
+
+def main() -> None:
+    """Write the page; with --check exit with 1 unless it is current."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        raise SystemExit(f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
-"""What a worker tells of its work: lines in its log, at most one in a period, so that a service that runs by itself shows that it works;
-and for its heartbeats the taken share of its room, as the mean over the time since the heartbeat before. The mean, because work that
-takes milliseconds would be missed, or count for a second, if the room was looked at once a second.
-"""
+"""Reports a worker's progress: in its log, at most one line a period, so that an unattended service shows that it
+works; and in its heartbeats, as the mean share of its capacity in use since the previous heartbeat. A mean, because
+a sample once a second would miss work that takes milliseconds, or count it for a whole second."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ PERIOD_S = 10.0
 
 
 class ProgressLog:
-    """Adds up amounts, and writes a line with their sums when a period has passed."""
+    """Adds up amounts, and writes a line with their sums once a period."""
 
     def __init__(self, log: logging.Logger, *, period_s: float = PERIOD_S, clock: Callable[[], float] = time.monotonic):
         self._log, self._period_s, self._clock = log, period_s, clock
@@ -21,7 +20,7 @@ class ProgressLog:
         self._sums: dict[str, float] = {}
 
     def note(self, line: Callable[[dict[str, float], float], str], **amounts: float) -> None:
-        """Add the amounts; if the period has passed, write `line` of all sums since the last line and of its seconds."""
+        """Add the amounts; if the period is over, write `line` with all sums since the last line and its seconds."""
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + amount
         elapsed_s = self._clock() - self._since_s
@@ -31,17 +30,17 @@ class ProgressLog:
 
 
 class Occupancy:
-    """Share of the room that is taken; a worker begins with nothing."""
+    """Share of the capacity in use; a worker begins idle."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._share = 0.0
         self._since_s = self._taken_s = clock()
         self._sum_s = 0.0
-        """Seconds by their share, from `_taken_s` to `_since_s`."""
+        """Integral of the share over time, in seconds, from `_taken_s` to `_since_s`."""
 
     def note(self, work: float, room: float) -> None:
-        """Note the work in hand and the room for it, in any unit."""
+        """Note the amount of work and the capacity for it, in any unit."""
         self._pass_time()
         self._share = min(1.0, work / max(room, 1))
 

@@ -1,7 +1,8 @@
-"""Text for a terminal: what a model or a person elsewhere wrote, made safe; and curves, such as the reward over steps.
+r"""Makes text for a terminal: escapes what models or remote people wrote, and draws curves, such as the reward over
+steps.
 
-A completion can hold sequences that move the cursor, change the title or reverse the order of what is shown. Each such character is
-printed as its name in Python, `\\x1b`, so that it can be seen and does nothing.
+A completion can hold sequences that move the cursor, change the title or reverse the order of characters. Each such
+character is printed as its escape in Python, `\x1b`, so that it is visible and has no effect.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ KEPT = "\n\t"
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, those of ANSI sequences included
     "\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069"  # marks and overrides of direction
-    "\u2028\u2029\ufeff\ud800-\udfff]"  # separators that some terminals take for lines; halves of characters
+    "\u2028\u2029\ufeff\ud800-\udfff]"  # separators that some terminals take for lines; lone surrogates
 )
 
 
 def visible(text: str) -> str:
-    """Return the text with every control character but newline and tab written out."""
+    """Return the text with every control character but newline and tab escaped."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
@@ -32,7 +33,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def scaled(values: list[float]) -> list[float]:
-    """Return finite values mapped to [0, 1] from the least to the greatest; those in [0, 1] stay as they are."""
+    """Return finite values scaled from [least, greatest] to [0, 1]; values that all lie in [0, 1] are unchanged."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if low >= 0.0 and high <= 1.0:

@@ -1,1 +1,1 @@
-"""Servers over gRPC and HTTP with their limits, and the addresses by which others reach them."""
+"""Servers over gRPC and HTTP with their limits, and their addresses for others."""

@@ -1,12 +1,13 @@
-"""Limits on the calls of a gRPC server: how often a caller may call a method, and how many calls may be under way.
+"""Limits the calls of a gRPC server: their rate for each caller and method, and their number in progress.
 
-Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it may be
-taken, and what is kept here is bounded. A caller is the one that the token's guard has found; where there is none (health,
-reflection) it is the peer's address.
+Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it
+may be accepted, and the data kept here is bounded. A caller is identified by the token guard; without one (health,
+reflection) by the peer's address.
 
-The outermost interceptor of a server frees what an aborted call holds: gRPC keeps the exception of an aborted call in the state of the call. The exception's traceback, and that of the error before it, hold
-frames that hold the call's context, which holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits
-for the collector of cycles. So both tracebacks are cut off; their texts are in the status and in the log by then.
+The outermost interceptor of a server frees the memory of an aborted call. gRPC keeps the call's exception in the state
+of the call. The traceback of the exception, and that of the error before it, hold frames with the call's context, which
+holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits for the garbage collector. So
+both tracebacks are dropped; their texts are in the status and in the log by then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from paceline.services.common.access.tls import host_of
 from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
-"""Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
+"""Callers and methods whose calls are counted; beyond it the counts that were idle the longest start again."""
 NO_LIMIT = 1 << 31
 
 
@@ -40,7 +41,7 @@ class Limit:
     """The limit on the calls of one method."""
 
     per_s: float
-    """Calls of one caller a second, for ever."""
+    """Sustained calls of one caller a second."""
     burst: int
     """Calls of one caller that may come at once beyond that."""
     under_way: int
@@ -50,7 +51,7 @@ class Limit:
 
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
-"""One page of the dashboard makes some ten calls a second with the token of its server."""
+"""For example, one page of the dashboard makes some ten calls a second with the token of its server."""
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
 """Calls that read a spec, or write events."""
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
@@ -58,8 +59,8 @@ STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Calls of workers, whose number is bounded elsewhere: members by the open files, completions by the engine's places. The workers
-of a cluster share a token, and all come at once after the coordinator's restart."""
+"""Calls of workers, which other limits bound: members the open files, completions the engine's capacity. The workers of
+a cluster share a token, and all call at once after the coordinator's restart."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
@@ -88,25 +89,25 @@ Key = tuple[str, str]
 
 
 class Rates:
-    """The pace of each caller's calls of each method, by the generic cell rate algorithm: one number for each, the time at which
-    all that it has called would be due."""
+    """The rate of each caller's calls of each method, by the generic cell rate algorithm: one number each, the time at
+    which all its calls until now would be due."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_kept: int = MAX_KEPT):
+        self._clock, self._max_kept = clock, max_kept
         self._due_s: dict[Key, float] = {}
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def wait_s(self, key: Key, limit: Limit) -> float:
-        """Count a call and return 0; or, for one that comes too early, the seconds after which it may come."""
+        """Count a call and return 0; or, for one that comes too early, return the seconds to wait."""
         now_s = self._clock()
         due_s = max(now_s, self._due_s.pop(key, now_s))
         early_s = due_s - now_s - (limit.burst - 1) / limit.per_s
         if early_s <= 0:
             due_s += 1 / limit.per_s
-        self._due_s[key] = due_s  # at the end: the first are those that have been quiet the longest
-        if len(self._due_s) > MAX_KEPT:
+        self._due_s[key] = due_s  # to the end: the first entries are those that were idle the longest
+        if len(self._due_s) > self._max_kept:
             del self._due_s[next(iter(self._due_s))]
         return max(0.0, early_s)
 
@@ -144,7 +145,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return handler_with(handler, answer, answer_stream)
 
     async def _counted(self, method: str, context: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a call counts as under way; abort a call beyond its limit."""
+        """Return a context in which a call counts as in progress; abort a call beyond its limit."""
         limit = self._limits.get(method, self._usual)
         caller = current_caller()
         key = caller.name if caller is not None else host_of(context.peer()), method
@@ -155,7 +156,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return self._taken(key)
 
     def _refusal(self, key: Key, limit: Limit) -> tuple[str, float]:
-        """Return why a call is refused, and the seconds after which it may come; an empty text where it is taken."""
+        """Return the reason why a call is refused, empty if it is accepted, and the seconds after which it may come."""
         who, method = key
         if self._in_all[method] >= limit.in_all:
             return f"{limit.in_all} calls of {method} are under way here, the most; try again later", USUAL_S
@@ -197,7 +198,7 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
             handler = grpc.stream_stream_rpc_method_handler(_refuse)
         call = method_of(handler)
 
-        # The frames of these two are in the traceback again, so they drop what refers to the call.
+        # The frames of these two are in the traceback again, so they drop their references to the call.
         async def answer(request: Any, context: Any) -> Any:
             answered = call(request, context)
             del request, context
@@ -227,8 +228,8 @@ def method_of(handler: Any) -> Any:
 
 
 def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler of the same kind with another function: `answer_stream` in place of an asynchronous generator, `answer` in
-    place of a coroutine."""
+    """Return a handler of the same kind with another function: `answer_stream` replaces an asynchronous generator,
+    `answer` a coroutine."""
     call = answer_stream if inspect.isasyncgenfunction(method_of(handler)) else answer
     kinds = (_many(handler.request_streaming), _many(handler.response_streaming))
     make: Any = getattr(grpc, f"{kinds[0]}_{kinds[1]}_rpc_method_handler")
@@ -237,7 +238,6 @@ def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMetho
 
 
 async def _refuse(_requests: Any, context: Any) -> Any:
-    """Answer a call of a method that nobody has."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     yield  # makes it a stream
 

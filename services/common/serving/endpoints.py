@@ -1,14 +1,15 @@
-"""Addresses and connections: the address by which others reach a worker, and the detection of dead connections at both ends of the
+"""Addresses and connections: a worker's address for others, and the detection of dead connections at both ends of the
 exchange.
 
-A peer cannot always dial the address that a server binds. The control plane and the exchange do not need another, because workers dial
-out to the coordinator. It is for direct connections between workers (weights) and for clients that call a worker.
+A peer cannot always dial the address that a server binds. The control plane and the exchange do not need another,
+because workers dial out to the coordinator. It is for direct connections between workers (weights) and for clients that
+call a worker.
 
-A network that fails need not close a connection: a lost packet, a relay that has forgotten the connection or a host
-without power give no sign, and TCP alone waits for minutes, or for ever where nothing is to be sent. So both ends send
-a PING of ZMTP every `PING_S` seconds and close a connection on which nothing came for `SILENCE_S` after it, as the
-control plane does. The worker then connects again and sends unanswered requests again. A frame counts when it is whole: a frame
-that takes longer than `SILENCE_S` never arrives. A group of some megabytes does, on a line of a few Mbit/s.
+A network that fails need not close a connection: a lost packet, a NAT that has dropped the connection or a host without
+power give no sign, and TCP alone waits for minutes, or forever if nothing is to be sent. So both ends send a PING of
+ZMTP every `PING_S` seconds and close a connection on which nothing came for `SILENCE_S` after it, as the control plane
+does. The worker then connects again and repeats unanswered requests. A frame counts when it is complete: one that takes
+longer than `SILENCE_S` never arrives. A group of some megabytes does, on a line of a few Mbit/s.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
     """Return the host that a worker names to others: `advertise_host` if given, else the host it listens on. A worker
-    that listens on every address names the address of its route to `coordinator` ("host:port"); nothing is sent to find
-    it. Raises InvalidInput when there is no route."""
+    that listens on every address names the address of its route to `coordinator` ("host:port"); nothing is sent to
+    find it. Raises InvalidInput if there is no route."""
     if advertise_host or host not in WILDCARDS:
         return advertise_host or host
     name, _, port = coordinator.rpartition(":")
@@ -37,15 +38,15 @@ def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidInput(
-            f"--host {host!r} listens on every address, and which of them others should use could not be found "
-            f"by way of the coordinator {coordinator!r} ({error}); give --advertise-host"
+            f"--host {host!r} listens on every address, and the one for others could not be found from the route "
+            f"to the coordinator {coordinator!r} ({error}); give --advertise-host"
         ) from None
 
 
 PING_S = 2.0
 SILENCE_S = 10.0
 CONNECT_S = 5.0
-"""Limit of an attempt to connect. The kernel's own attempts come further and further apart."""
+"""Limit of an attempt to connect. The kernel's attempts come further and further apart."""
 
 
 def watch(socket: zmq.Socket[Any]) -> None:
@@ -60,12 +61,11 @@ def watch(socket: zmq.Socket[Any]) -> None:
 
 
 def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Allow a socket to be bound or connected to an endpoint whose host is an IPv6 address, as `tcp://[::1]:7071`. Call
-    it before."""
+    """Allow a socket to bind or connect to an endpoint with an IPv6 host, as `tcp://[::1]:7071`. Call it before."""
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
 
 
 def in_brackets(host: str) -> str:
-    """Return a host as in an endpoint: an IPv6 address in brackets."""
+    """Return a host in the form for endpoints: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

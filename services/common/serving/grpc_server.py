@@ -9,7 +9,7 @@ import functools
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -29,21 +29,20 @@ from paceline.services.common.serving.endpoints import in_brackets
 from paceline.tls.folder import TlsFolder, tls_folder
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest gRPC message either way: weights manifests are the largest messages here."""
+"""Largest gRPC message either way; weights manifests are the largest messages here."""
 MAX_DETAILS_BYTES = 4096
-"""Bytes of a status's text on the wire, where a byte beyond printable ASCII takes three: gRPC refuses longer trailers.
-"""
+"""Bytes of a status's text on the wire, at three for a byte beyond printable ASCII: gRPC refuses longer trailers."""
 HANDSHAKE_S = 10.0
-"""Seconds in which a new connection has to be through its handshakes, those of TLS and HTTP/2."""
+"""Seconds in which a new connection has to complete its handshakes, those of TLS and HTTP/2."""
 IDLE_S = 60.0
-"""Seconds after which a connection without a call is closed, so that strangers cannot hold all connections of a port by opening them.
+"""Seconds after which a connection without a call is closed, so that strangers cannot occupy all connections of a port.
 A channel opens the next one when it needs it."""
 MAX_STREAMS = 4096
-"""Calls under way on one connection; a channel keeps further ones back."""
+"""Calls in progress on one connection; a channel delays further ones."""
 MAX_CONNECTIONS = 4096
-"""Connections to each port of a server that names no other number; a further one is closed at once."""
+"""Connections to each port of a server that sets no other number; a further one is closed at once."""
 STOP_GRACE_S = 1.0
-"""Seconds that calls under way have when the service ends."""
+"""Seconds that calls in progress have when the service ends."""
 LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -64,7 +63,7 @@ SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    # Later than the heartbeats' time-out, because a broken stream counts as a crash and a silent worker does not.
+    # Later than the heartbeats' time-out, because a broken stream counts as a crash but a silent worker does not.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
@@ -94,7 +93,7 @@ def with_status(call: CallT) -> CallT:
 
 
 def with_stream_status(call: StreamT) -> StreamT:
-    """Wrap a method that answers with a stream, as `with_status` does."""
+    """Wrap a method that answers with a stream, like `with_status`."""
 
     @functools.wraps(call)
     async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -119,7 +118,7 @@ def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[
 
 
 def details_of(text: str) -> str:
-    """Return a status's text, cut to fit into a trailer."""
+    """Return a status's text, truncated to fit into a trailer."""
     size = 0
     kept: list[str] = []
     for character in text:
@@ -132,7 +131,7 @@ def details_of(text: str) -> str:
 
 
 class GrpcServer:
-    """A listening gRPC server with its services: with TLS where the environment names a folder with certificates."""
+    """A listening gRPC server with its services: with TLS if the environment names a folder with certificates."""
 
     def __init__(
         self,
@@ -143,16 +142,16 @@ class GrpcServer:
         *,
         mutual: bool = False,
         people_port: int | None = None,
+        options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ):
         """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new
-        connection is closed at once. Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a
-        second port for those without one. Raises Conflict when a port is taken, InvalidInput for certificates that
-        cannot be used."""
+        connection is closed at once. Under TLS `mutual` accepts only clients with a certificate, and `people_port` is a
+        second port for those without. Raises Conflict if a port is taken, InvalidInput for unusable certificates."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
-        # The guard is outside of the limits, which count by the caller that it has found.
+        # The guard runs before the limits, because they count by the caller that it identifies.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
         limit = ("grpc.max_allowed_incoming_connections", max_connections)
-        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, limit])
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*options, limit])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
@@ -163,7 +162,7 @@ class GrpcServer:
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
 
     def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
-        # Before gRPC tries, because it writes a line to stderr itself.
+        # Checked before gRPC tries, because gRPC writes a line to stderr.
         if port and _is_taken(self.host, port):
             raise _taken(self.host, port)
         address = f"{in_brackets(self.host)}:{port}"
@@ -188,7 +187,7 @@ class GrpcServer:
         self._reminding = asyncio.create_task(remind(insecurity(self.host)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
+        """Set the health of one service, which tells whether it can work. The health of the process is not changed."""
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
@@ -200,7 +199,7 @@ class GrpcServer:
         await self.stop(STOP_GRACE_S)
 
     async def stop(self, grace_s: float) -> None:
-        """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        """Set the health to NOT_SERVING; calls in progress have `grace_s` seconds to end."""
         if self._reminding is not None:
             self._reminding.cancel()
         await self._health.enter_graceful_shutdown()
@@ -212,7 +211,7 @@ def _taken(host: str, port: int) -> Conflict:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Return whether another process listens on the port; False where only the attempt can tell."""
+    """Return whether another process listens on the port; False if only the attempt can tell."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
@@ -227,7 +226,7 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order. A PacelineError ends the
+    """Run `main` with an event that SIGTERM and SIGINT set; then `main` ends regularly. A PacelineError ends the
     process with its message and status 1, any other exception with its traceback."""
     try:
         asyncio.run(_until_signal(main))
@@ -250,17 +249,17 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
     await main(stop)
 
 
-async def remind(sentence: str) -> None:
-    """Write a warning to the log, now and every `REMIND_S` seconds, until cancelled; return at once where it is empty."""
+async def remind(sentence: str, period_s: float = REMIND_S) -> None:
+    """Log a warning, now and every `period_s` seconds, until cancelled; return at once if it is empty."""
     while sentence:
         log.warning("%s", sentence)
-        await asyncio.sleep(REMIND_S)
+        await asyncio.sleep(period_s)
 
 
 ACCEPTED_KEY = "paceline-accepted"
 ACCEPTED = ((ACCEPTED_KEY, "1"),)
-"""The mark in a response's initial metadata with which a rollout worker says that it has begun to work on a request. A call that ends
-without an answer was lost in the middle of the work only if it has this mark: a worker that could not be reached, or that refused the
+"""Key in a response's initial metadata that marks a request as started by a rollout worker. A call that ends without an
+answer was lost in the middle of the work only if it has this mark: a worker that was unreachable, or refused the
 request, never sent it."""
 
 

@@ -1,7 +1,8 @@
-"""`python -m paceline.services.common.serving.healthcheck HOST:PORT`: exit status 0 when the server there is SERVING.
+"""Health check `python -m paceline.services.common.serving.healthcheck HOST:PORT`: exit status 0 if the server there is
+SERVING.
 
-Containers use it as their health check. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is asked for
-a page, `http://HOST:PORT/PATH`, and has to answer with status 200.
+Containers use it. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is checked by a page,
+`http://HOST:PORT/PATH`, which has to answer with status 200.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.tls.folder import tls_folder
 @click.command()
 @click.argument("address")
 @click.option("--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
-@click.option("--service", default="", help="gRPC service whose health is asked for. Default: the server's.")
+@click.option("--service", default="", help="gRPC service to check. Default: the server.")
 def main(address: str, timeout_s: float, service: str) -> None:
     """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""
     if address.startswith("http://"):
@@ -31,8 +32,8 @@ def main(address: str, timeout_s: float, service: str) -> None:
 
 
 def _get(address: str, timeout_s: float) -> None:
-    """Get a page, by no proxy, and over TLS where this host's services use it. Raises click.ClickException for another status than
-    200."""
+    """Get a page, without a proxy, and over TLS if this host's services use it. Raises click.ClickException unless it
+    is 200."""
     parts, folder = urlsplit(address), tls_folder()
     connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     if folder is not None:
@@ -50,7 +51,7 @@ def _get(address: str, timeout_s: float) -> None:
 
 
 def _check(address: str, timeout_s: float, service: str) -> None:
-    """Call `grpc.health.v1`. Raises click.ClickException for another answer than SERVING."""
+    """Call `grpc.health.v1`. Raises click.ClickException unless the answer is SERVING."""
     with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -1,10 +1,10 @@
-"""A port of an aiohttp application whose connections and bodies are bounded.
+"""A port of an aiohttp application with bounded connections and bodies.
 
-Promise: whoever can reach the port has a bounded number of connections, in all and from one address; one without a request,
-and one that does not read its answer, is closed; a refused one gets an answer that says so.
+Promise: the clients have a bounded number of connections, in total and from one address; a connection without a request
+is closed, and so is one whose client does not read its answer; a refused one gets an answer with the reason.
 
 The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
-transport and notes what passes. A task looks at all of them every second.
+transport and notes the traffic. A task checks all of them every second.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from paceline.services.common.access.tls import server_context
 from paceline.tls.folder import tls_folder
 
 MAX_CONNECTIONS = 512
-"""Connections, because the process needs files for other things."""
+"""Number of connections; bounded because the process needs files for other purposes."""
 SHARE_OF_ADDRESS = 0.5
-"""Share of the connections that one address may have, so that none keeps all others out."""
+"""Share of the connections that one address may have, so that none excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may stand without a request: one that has not come whole, or the next one. Proxies keep theirs
-for a minute."""
+"""Seconds for which a connection may be without a request: before the first one is complete, or between two. Proxies
+keep theirs for a minute."""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""Request bodies that are read at a time, because everyone who can reach the port can send them."""
+"""Request bodies that are read at a time; bounded because everyone who can reach the port can send them."""
 BODY_S = 30.0
 """Seconds for a body to arrive."""
 SHUTDOWN_S = 2.0
-"""Seconds that answers under way have when the listener closes; by then their sequences have ended."""
+"""Seconds that answers in progress have when the listener closes; by then their sequences have ended."""
 HTTP_LOG = "aiohttp.server"
-"""Logger of aiohttp's lines for each request that is no HTTP."""
+"""Logger of aiohttp's lines for requests that are not HTTP."""
 
 seldom = SeldomFilter()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,14 +64,14 @@ class HttpListener:
         encrypted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` and `remedy` are for the message about a taken port; the limits are those of this module by default. `encrypted`
+        """`name` and `remedy` are for the message about a taken port; the limits default to those of this module. `encrypted`
         False listens without TLS in any case."""
         logging.getLogger(HTTP_LOG).addFilter(seldom)
         self._name, self._remedy, self._clock = name, remedy, clock
         self._limits = max_connections, max_bodies, share_of_address
         self._encrypted = encrypted
         self._connections: dict[asyncio.Protocol, _Connection] = {}
-        """By aiohttp's protocol."""
+        """Connections by aiohttp's protocol."""
         self._of_address: Counter[str] = Counter()
         self._bodies = 0
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -95,8 +95,8 @@ class HttpListener:
         return sum(connection.unread_s is not None for connection in self._connections.values())
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port, 0 takes a free one; with TLS where the environment names a folder with certificates. Raises
-        Conflict when the port is taken, InvalidInput for certificates that cannot be used."""
+        """Listen and return the port, a free one for 0; with TLS if the environment names a folder with certificates.
+        Raises Conflict if the port is taken, InvalidInput for certificates that cannot be used."""
         await self._runner.setup()
         try:
             folder = tls_folder() if self._encrypted else None
@@ -115,7 +115,7 @@ class HttpListener:
         return "https" if self._encrypted and tls_folder() is not None else "http"
 
     async def close(self) -> None:
-        """Take no more requests; answers under way are finished first."""
+        """Accept no more requests; answers in progress are finished first."""
         if self._listener is not None:
             self._listener.close()
         if self._checking is not None:
@@ -136,7 +136,7 @@ class HttpListener:
             self._bodies -= 1
 
     def check(self) -> None:
-        """Close the connections that stand without a request, or whose client does not read."""
+        """Close the connections without a request, and those whose client does not read."""
         now_s = self._clock()
         for connection in list(self._connections.values()):
             connection.check(now_s)
@@ -147,13 +147,12 @@ class HttpListener:
             self.check()
 
     def _protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
         server = self._runner.server
         assert server is not None
         return _Connection(self, server(), self._clock)
 
     def opened(self, connection: _Connection) -> str:
-        """Note a connection; return why it is refused, empty where it is taken."""
+        """Register a connection; return the reason why it is refused, empty if it is accepted."""
         most = self._limits[0] or MAX_CONNECTIONS
         if len(self._connections) >= most:
             return f"{self._name} has {most} connections, the most; try again later"
@@ -168,7 +167,7 @@ class HttpListener:
         return ""
 
     def closed(self, connection: _Connection) -> None:
-        """Note the end of a connection."""
+        """Unregister a connection."""
         if self._connections.pop(connection.inner, None) is not None:
             self._of_address[connection.address] -= 1
             if not self._of_address[connection.address]:
@@ -185,14 +184,14 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._requests = 0
         self._quiet_s = clock()
-        """Time since when there is no request."""
+        """Time since which there is no request."""
         self.unread_s: float | None = None
-        """Time since when the client leaves its answer unread; None while it reads."""
+        """Time since which the client leaves its answer unread; None while it reads."""
         self._refused = False
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Count a request as under way."""
+        """Count a request as in progress."""
         self._requests += 1
         try:
             yield
@@ -201,18 +200,16 @@ class _Connection(asyncio.Protocol):
             self._quiet_s = self._clock()
 
     def check(self, now_s: float) -> None:
-        """End the connection if it stands without a request, or if the client does not read."""
+        """Close the connection if it has no request, or if the client does not read."""
         transport = self._transport
         if transport is None:
             return
         if self.unread_s is not None and now_s - self.unread_s > UNREAD_S:
             transport.abort()
         elif not self._requests and now_s - self._quiet_s > IDLE_S:
-            if transport.is_closing():  # it waits for the client to read the rest
+            if transport.is_closing():  # aiohttp waits for the client to read the rest
                 transport.abort()
             transport.close()
-
-    # Events of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -1,10 +1,11 @@
 """JSON over HTTP for clients of the OpenAI API: a listener with limits, bodies, errors in the API's shape, and events.
 
-Promise: whoever can reach the port takes a bounded number of connections, bodies and bytes, every error is answered to its
-sender as the API's JSON, and no request ends the service.
+Promise: the port accepts a bounded number of connections, bodies and bytes, every error is answered to its sender as
+the API's JSON, and no request ends the service.
 
-Beyond this host, where the process has certificates, a request needs a token: `Authorization: Bearer TOKEN`, as clients of the OpenAI
-API send their key and Prometheus its credentials. On loopback it needs none, nor without TLS: it would travel in the clear.
+Beyond this host a process with certificates requires a token: `Authorization: Bearer TOKEN`, as clients of the OpenAI
+API send their key and Prometheus its credentials. On loopback it requires none, and neither without TLS, which would
+expose the token.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class HttpGuard:
         seldom: RateLimitedLog,
         note: Callable[[Call], None] = lambda call: None,
     ) -> None:
-        """`seldom` writes a line for refused requests, `note` takes each of them."""
+        """`seldom` logs refused requests, `note` gets each of them."""
         self._callers, self._roles, self._seldom, self._note = callers, roles, seldom, note
 
     async def check(self, request: web.Request) -> None:
-        """Raises AccessDenied, NotPermitted, Unavailable."""
+        """Raise AccessDenied, NotPermitted or Unavailable unless the request may pass."""
         caller = None
         try:
             header = request.headers.get("Authorization", "")
@@ -74,14 +75,14 @@ class HttpGuard:
 
 
 def needs_token(host: str) -> bool:
-    """Return whether a port on `host` takes requests with a token alone."""
+    """Return whether a port on `host` accepts only requests with a token."""
     return tls_folder() is not None and not is_loopback(host)
 
 
 class JsonListener(HttpListener):
     def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
-        """`name` and `remedy` are for the message about a taken port; `limits`, and `encrypted`, are those of `HttpListener`.
-        `guard` checks each request where `needs_token` says so."""
+        """`name` and `remedy` are for the message about a taken port; `limits` and `encrypted` are those of `HttpListener`. `guard`
+        checks each request if `needs_token` is true."""
         self.app = web.Application(middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES)
         self._guard, self._needs_token = guard, False
         super().__init__(self.app, name, remedy, **limits)
@@ -92,7 +93,7 @@ class JsonListener(HttpListener):
         return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
-        """Return the document in a request. Raises InvalidInput where there is none, Busy beyond the limit."""
+        """Return the document in a request. Raises InvalidInput if there is none, Busy beyond the limit."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
@@ -100,20 +101,20 @@ class JsonListener(HttpListener):
         try:
             return json.loads(content)
         except ValueError as error:
-            raise InvalidInput(f"the body is no JSON: {error}") from None
+            raise InvalidInput(f"the body is not JSON: {error}") from None
         except RecursionError:
             raise InvalidInput("the body is nested too deeply") from None
 
     @web.middleware
     async def _with_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the request's token, where the port requires one."""
+        """Check the request's token if the port requires one."""
         if self._needs_token and self._guard is not None:
             await self._guard.check(request)
         return await handler(request)
 
 
 def event_stream() -> web.StreamResponse:
-    """Return a response of server-sent events, which is not prepared yet."""
+    """Return a response of server-sent events, not prepared yet."""
     return web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
 
 
@@ -124,7 +125,6 @@ async def send_event(response: web.StreamResponse, event: Json, name: str = "") 
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as the API's JSON."""
     try:
         return await handler(request)
     except PacelineError as error:
@@ -135,9 +135,9 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
             headers["WWW-Authenticate"] = "Bearer"
         return web.json_response(body, status=status, headers=headers)
     except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for what is here"
+        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for the models here"
         return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
-    except Exception as error:  # any error is answered to its sender, and others are served on
+    except Exception as error:  # any error is answered to its sender, and others continue to be served
         message = unforeseen.note(f"an HTTP {request.method}", error)
         return web.json_response(error_body(message, "server_error"), status=500)
 

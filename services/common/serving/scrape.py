@@ -1,8 +1,8 @@
-"""`/metrics` of a service for Prometheus: what OpenTelemetry has gathered in this process, in the text format; and the
-coordinator's `/scale/POOL`, the one number that KEDA's metrics-api scaler reads of a pool.
+"""Serves `/metrics` for Prometheus, with OpenTelemetry's numbers of this process in the text format; and the coordinator's
+`/scale/POOL`, the one number that KEDA's metrics-api scaler reads for a pool.
 
-Promise: reading touches neither ledger nor members and sets no size; connections are bounded, and a stranger learns the names
-of runs, pools and reward functions and their numbers, nothing else. Nothing listens without --metrics-port.
+Promise: reading touches neither ledger nor members and sets no size; connections are bounded, and a stranger learns
+only the names of runs, pools and reward functions and their numbers. Nothing listens without --metrics-port.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ async def metrics_endpoint(
     note: Callable[[Call], None] = lambda call: None,
     desired: Callable[[str], int] | None = None,
 ) -> AsyncIterator[int | None]:
-    """Serve `/metrics` while the context is open, on a free port for 0; None serves nothing. Yields the port. `callers` are asked
-    where the port requires a token, and `note` takes the requests that are then refused. With `desired`, which returns the size
-    that a pool should have, also `/scale/POOL`. Raises Conflict when the port is taken."""
+    """Serve `/metrics` while the context is open, on a free port for 0; None serves nothing. Yields the port. `callers`
+    identifies callers if the port requires a token, and `note` gets the requests that are then refused. With
+    `desired`, which returns a pool's desired size, also `/scale/POOL`. Raises Conflict if the port is taken."""
     if port is None:
         yield None
         return
@@ -48,7 +48,7 @@ async def metrics_endpoint(
     async def answer_scale(request: web.Request) -> web.Response:
         assert desired is not None
         response = web.json_response({"desired": desired(request.match_info["pool"])})
-        response.force_close()  # KEDA asks for each pool over another connection
+        response.force_close()  # KEDA uses another connection for each pool
         return response
 
     listener = JsonListener(

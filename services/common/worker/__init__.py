@@ -1,1 +1,1 @@
-"""A worker's connection to the coordinator, the run that it is assigned, and its numbers."""
+"""A worker's connection to the coordinator, its assigned run, and its numbers."""

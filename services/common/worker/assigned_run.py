@@ -1,5 +1,5 @@
-"""The run that the coordinator's directives assign to a worker: its spec, with the paths of its bundle's files, which the worker fetches;
-what the worker refuses to load; and the report when it cannot work on the run."""
+"""The run that the coordinator's directives assign to a worker: its spec, with the paths of its bundle's files, which
+the worker fetches; the refusal of files that the worker may not load; and the report if it cannot work on the run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Report = Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
 
 
 class AssignedRun:
-    """The newest assignment, and the failure of its set-up for as long as the set-up is retried."""
+    """The newest assignment, and the failure of its set-up as long as the set-up is retried."""
 
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """Report of the last set-up, if it failed."""
+        """Report of the last set-up if it failed."""
         self.changed = asyncio.Event()
         """Set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Callback with whether the worker can work on its run, called whenever that changes."""
+        """Callback with whether the worker can work on its run, called at every change."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Take a directive to work on a run; return whether the run is another one than before. A run that is assigned
-        again after a failed set-up is set up again at once."""
+        """Follow a directive to work on a run; return whether the run is another one than before. A run that is
+        assigned again after a failed set-up is set up again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None
@@ -47,7 +47,7 @@ class AssignedRun:
         return is_new
 
     async def idle(self) -> None:
-        """Take a directive to work on nothing."""
+        """Follow a directive to work on nothing."""
         self.assignment = self.failure = None
         self.changed.set()
         await self.on_readiness(True)
@@ -64,7 +64,7 @@ class AssignedRun:
         await self.on_readiness(True)
 
     async def report(self, run_id: str | None, report: Report) -> None:
-        """Report the run `run_id` as ready, or else the failure, if there is one."""
+        """Report the run `run_id` as ready, or its failure if there is one."""
         if run_id is not None:
             await report(worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id=run_id)))
         elif self.failure is not None:
@@ -72,12 +72,12 @@ class AssignedRun:
 
 
 async def _ignore(ready: bool) -> None:
-    """Default callback: do nothing."""
+    """Ignore the change."""
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
-    """Return the spec of an assignment, without keys of another version, which are logged. Raises Unavailable if this version cannot
-    read it."""
+    """Return the spec of an assignment, without keys of another version, which are logged. Raises Unavailable if it is
+    unreadable."""
     try:
         spec, warnings = spec_from_ledger(assignment.spec_yaml)
     except SpecError as error:
@@ -96,7 +96,7 @@ def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
 
 
 def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2.ConnectRequest:
-    """Log why a worker cannot work on a run, and return the report."""
+    """Log the reason why a worker cannot work on a run, and return the report."""
     if isinstance(error, InvalidInput | Unavailable):
         text = str(error)
         log.error("cannot work on run %s: %s", run_id, text)
@@ -109,8 +109,8 @@ def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2
 
 
 def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:
-    """Return the reason why a worker may not load a spec's code from its own disk, as a sentence; empty when it may, and for code in
-    a bundle. `allowed` are the folders of `--functions-from`."""
+    """Return the reason why a worker may not load a spec's code from its disk, as a sentence; empty if it may, and for
+    code in a bundle. `allowed` are the folders of `--functions-from`."""
     if bundle:
         return ""
     if isolation_is_required() and (named := code_paths(spec)):
@@ -123,12 +123,12 @@ def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str
 
 
 class BundledSpec:
-    """A spec whose files stay where they are until `close`."""
+    """A spec whose files keep their paths until `close`."""
 
     def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
         """Fetch the files of some kinds that are not in this user's cache; without a bundle there are none. Blocks.
-        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code that they do not have;
-        Unavailable; InvalidInput."""
+        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code outside them; Unavailable; InvalidInput.
+        """
         self.original = self.spec = spec
         self._unpacked = None
         if bundle:
@@ -142,7 +142,7 @@ class BundledSpec:
 
     @contextlib.contextmanager
     def original_paths(self) -> Iterator[None]:
-        """Give errors the paths that the submitter knows."""
+        """Replace the paths in errors by those that the submitter knows."""
         try:
             yield
         except InvalidInput as error:

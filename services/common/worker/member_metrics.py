@@ -1,7 +1,7 @@
-"""A worker's own numbers at `/metrics`: what its heartbeats tell the coordinator, for whoever scrapes each process.
+"""A worker's numbers at `/metrics`: those of its heartbeats, for scrapers of each process.
 
-Promise: a scrape calls nothing of the worker, it reads what the last heartbeat had; names are bounded; sums that a heartbeat only
-carries to the coordinator are left out. Nothing listens without --metrics-port.
+Promise: a scrape calls nothing of the worker, but reads the numbers of the last heartbeat; names are bounded; sums that
+a heartbeat only carries to the coordinator are left out. Nothing listens without --metrics-port.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MemberMetrics:
         )
 
     def note(self, gauges: Mapping[str, float]) -> None:
-        """Take the gauges of a heartbeat."""
+        """Update the gauges from a heartbeat."""
         named = {_name(gauge): value for gauge, value in gauges.items() if not gauge.startswith(_SUMS)}
         with self._lock:
             self._newest = named
@@ -62,8 +62,8 @@ class MemberMetrics:
 
 @asynccontextmanager
 async def member_metrics(role: str, membership: Membership, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Serve a worker's numbers while the context is open, on a free port for 0; None serves nothing. Yields the port. Raises
-    Conflict when it is taken."""
+    """Serve a worker's numbers while the context is open, on a free port for 0; None serves nothing. Yields the port.
+    Raises Conflict if it is taken."""
     if port is not None:
         set_up_metrics(role, scraped=True)
         membership.on_beat = MemberMetrics(role, lambda: membership.has_stream).note
@@ -73,5 +73,4 @@ async def member_metrics(role: str, membership: Membership, host: str, port: int
 
 
 def _name(gauge: str) -> str:
-    """Return a gauge's name as instruments may be named."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", gauge)[:200]

@@ -1,8 +1,8 @@
-"""A worker's connection to the coordinator: one control stream and one exchange socket, made again whenever they break.
+"""A worker's connection to the coordinator: one control stream and one exchange socket, replaced whenever they break.
 
 All three roles use it. `Membership.run()` keeps the stream: Hello, heartbeats, directives to a callback. When the
 stream breaks, it is opened again with the same member id after a growing pause; Welcome names the coordinator's term.
-`request()` sends an exchange request and waits for its reply. A request is sent again only because no reply came: after
+`request()` sends an exchange request and waits for its reply. A request is sent again only if no reply came: after
 a reconnect, all unanswered requests are sent again under the new term.
 
 Heartbeats mean that both connections work. A worker that has lost the exchange cannot submit its groups, so it sends no
@@ -46,23 +46,23 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
-"""Default of the time that a leaving worker waits for the coordinator to take its last reports."""
+"""Default of the time that a leaving worker waits until the coordinator has read its last reports."""
 RESEND_S = 60.0
-"""A request without reply for this long is sent again, then after twice as long, and so on. Longer than any wait that a
-request may ask for. More frequent sending would not speed up a slow answer."""
+"""A request without a reply for this long is sent again, then after twice as long, and so on. Longer than any wait that
+a request may ask for. More frequent sending would not speed up a slow answer."""
 MAX_SENDINGS = 16
-"""Sendings of one request to which a reply still counts."""
+"""Transmissions of one request whose replies still count."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
-"""Kinds of requests for which only a reply to the newest sending counts: the newest request lists what the worker
-holds, so whatever an earlier reply granted has been revoked."""
+"""Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
+leases, so the coordinator has revoked anything that an earlier reply granted."""
 MAX_BULK = 4
-"""Requests with payloads that wait for their replies at a time; others wait to be sent. The coordinator has to keep all
-received payloads, also while its disk is full."""
+"""Requests with payloads that wait for their replies at a time; others wait to be sent. Bounded because the coordinator
+has to keep all received payloads, also while its disk is full."""
 TROUBLE_LOG_S = 60.0
-"""Shortest time between two lines about a coordinator that is away or refuses this worker."""
+"""Shortest time between two log lines about a coordinator that is away or refuses this worker."""
 MAX_TURNS = 64
-"""Finished turns of episodes that wait for their replies at a time. They are small, and those that come together share one
-synced write."""
+"""Finished turns of episodes that wait for their replies at a time. They are small, and those that arrive together
+share one synced write."""
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {
@@ -70,8 +70,7 @@ REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
-"""Statuses after which the worker waits for a person, or for time, because of another protocol, a token or a taken id.
-"""
+"""Statuses after which the worker waits for a person, or for time: another protocol, a token or a taken id."""
 
 log = logging.getLogger(__name__)
 Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
@@ -86,7 +85,7 @@ class Pending:
     payloads: list[bytes]
     reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
     terms: dict[int, int] = field(default_factory=dict)
-    """Term of each sending whose reply counts, by its number."""
+    """Term of each transmission whose reply counts, by its number."""
     pause_s: float = field(default_factory=lambda: RESEND_S)
     sent_s: float = field(default_factory=time.monotonic)
 
@@ -103,8 +102,8 @@ class Membership:
         outbox_size: int = OUTBOX_SIZE,
         on_refused: Callable[[], object] = lambda: None,
     ):
-        """`on_refused` is called once when the coordinator begins to refuse this worker for now: the worker should save
-        its state."""
+        """`on_refused` is called once when the coordinator begins to refuse this worker for now: it should save its
+        state."""
         self.coordinator = checked_address(coordinator)
         """Address of the coordinator."""
         self._hello = hello
@@ -119,13 +118,13 @@ class Membership:
         self._diagnosis = ""
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
-        """Report taken from the queue and not written yet: the stream may break before."""
+        """Report that was taken from the queue but not written yet, because the stream may break before."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """True when there is a connection to the exchange."""
+        """True while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
-        """Pending requests by the number of each sending whose reply counts."""
+        """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
         self._bulk = asyncio.Semaphore(MAX_BULK)
         self._turns = asyncio.Semaphore(MAX_TURNS)
@@ -136,13 +135,13 @@ class Membership:
         self.has_stream = False
         """True while the coordinator hears this worker: from its Welcome until the stream breaks."""
         self.draining = False
-        """Set by a worker that was asked to stop: a coordinator that stops too stays until the worker has left."""
+        """Set by a worker that has to stop: a coordinator that stops too stays until the worker has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep the connection until cancelled. Raises Conflict when the coordinator refuses this worker for good."""
+        """Keep the connection until cancelled. Raises Conflict if the coordinator refuses this worker permanently."""
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -167,7 +166,7 @@ class Membership:
             self._context.term()
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """Log a stream that could not be opened, or broke; it is tried again."""
+        """Log a stream that could not be opened, or broke, and is retried."""
         if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
@@ -191,8 +190,7 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return why TLS keeps this worker from the coordinator, as found in the last TROUBLE_LOG_S seconds; empty where it does
-        not."""
+        """Return the TLS error that keeps this worker from the coordinator, of the last TROUBLE_LOG_S seconds; else ""."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S
@@ -201,15 +199,15 @@ class Membership:
 
     @property
     def waiting_reports(self) -> int:
-        """Return the number of reports that no stream has taken yet."""
+        """Return the number of reports that no stream has sent yet."""
         return self._outbox.qsize()
 
     async def report(self, report: worker_pb2.ConnectRequest) -> None:
-        """Queue a report; it goes out with this stream or the next."""
+        """Queue a report, for this stream or the next."""
         await self._outbox.put(report)
 
     async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
-        """Leave, with a reason when it is a fault; return whether the coordinator read all reports and ended the stream
+        """Leave, with a reason if it is a fault; return whether the coordinator read all reports and ended the stream
         within `wait_s` seconds."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
@@ -234,8 +232,6 @@ class Membership:
             finally:
                 self._drop_request(pending)
 
-    # The control stream
-
     async def _stream(self) -> None:
         async with open_aio_channel(self.coordinator, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -255,17 +251,17 @@ class Membership:
             finally:
                 self.has_stream = False
                 call.cancel()
-                writing.cancel()  # its end ends this too: reports left in the outbox belong to the next stream
+                writing.cancel()  # also ends this task, because reports left in the outbox belong to the next stream
                 await asyncio.wait((writing,))
 
     async def _write_stream(self, call: Stream, heard: asyncio.Event) -> None:
         """Send Hello, then after Welcome all reports and, while the exchange can be reached, a heartbeat every second,
         until the stream breaks. Nothing is sent before Welcome, because it would be lost if the stream is refused.
-        After an error of this worker it sends nothing more: the coordinator takes it for silent and ends the stream."""
+        After an error of this worker it sends nothing more: then the coordinator ends the silent stream."""
         try:
             await self._speak_on(call, heard)
         except Exception as error:
-            unforeseen.note("what a worker reports", error)
+            unforeseen.note("a worker's reports", error)
 
     async def _speak_on(self, call: Stream, heard: asyncio.Event) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -289,8 +285,8 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; that number alone if the gauges fail,
-        because the heartbeat matters more than they do."""
+        """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; only that number if the
+        gauges fail, because the heartbeat matters more than they do."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:
@@ -317,7 +313,7 @@ class Membership:
         if welcome.exchange_key:
             socket.curve_publickey, socket.curve_secretkey = self._public_key, self._private_key
             socket.curve_serverkey = z85.encode(welcome.exchange_key)
-        # Before connecting, because a handshake that has ended by then would not be noticed.
+        # Watched before connecting, because an earlier end of the handshake would be missed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)
         endpoint = _reachable(welcome.exchange_endpoint, self.coordinator)
@@ -332,10 +328,7 @@ class Membership:
         for pending in self._unanswered():
             await self._send(pending)
 
-    # The exchange
-
     async def _send(self, pending: Pending) -> None:
-        """Send a request under a new number."""
         if pending.reply.done():
             return
         request, one_answer = pending.request, pending.request.WhichOneof("body") in NEWEST_REPLY_ONLY
@@ -370,19 +363,18 @@ class Membership:
         return list({id(pending): pending for pending in self._pending.values()}.values())
 
     def _drop_request(self, pending: Pending) -> None:
-        """Drop a request: replies to it do not count any more."""
         for number in pending.terms:
             del self._pending[number]
 
     def _fail_pending(self, reader: asyncio.Task[None]) -> None:
-        """Fail waiting requests, because their replies are not read any more."""
+        """Fail waiting requests, because their replies are no longer read."""
         error = None if reader.cancelled() else reader.exception()
         for pending in self._pending.values():
             if error is not None and not pending.reply.done():
                 pending.reply.set_exception(error)
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
-        """Send all requests again after ZeroMQ has reconnected, because messages on their way were lost."""
+        """Send all requests again after ZeroMQ has reconnected, because messages in transit were lost."""
         broken = False
         while True:
             event = (await recv_monitor_message(monitor))["event"]
@@ -399,7 +391,7 @@ class Membership:
                     await self._send(pending)
 
     async def _introduce(self) -> None:
-        """Identify this worker on the new connection, also when there is nothing to request for a long time."""
+        """Identify this worker on the new connection, even if there is nothing to request for a long time."""
         introduction = pb.ExchangeRequest(
             protocol=PROTOCOL, member_id=self._hello().member_id, term=self.term, secret=self._secret
         )

@@ -1,11 +1,14 @@
-"""What goes with score tasks and their answers beside the rewards: sums over calls and logged values, which travel with a reward worker's
-heartbeats as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's `trainer_state`.
+"""Extras of score tasks and their answers besides the rewards: sums over calls and logged values, which a reward
+worker's heartbeats carry as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's
+`trainer_state`.
 
-Promise: the numbers of a step are over all calls and values that came with heartbeats since the step before, whatever the worker.
+Promise: the numbers of a step are over all calls and values that came with heartbeats since the step before, from any
+worker.
 
-The columns are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key
-where there is one. The ledger does not have them, so a line may be missing after a crash, and nothing depends on one. The trainer's
-state travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
+The columns are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted
+with the storage key if there is one. The ledger does not have them, so a line may be missing after a crash, and nothing
+depends on one. The trainer's state is sent as a column with a name that no argument of a function can have, so a data
+set's columns cannot collide with it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ ENDPOINT_METRICS = {
 }
 """Metrics of the sums of requests to services (`paceline.reward.trainer_view.USAGE`)."""
 MAX_SUMS = 256
-"""Sums of one worker; further ones are left out."""
+"""Number of sums of one worker; further ones are left out."""
 
 
 class FunctionSums:
@@ -58,12 +61,12 @@ class FunctionSums:
         self.add(result.usage)
 
     def take(self) -> dict[str, float]:
-        """Return the sums by name, and begin anew."""
+        """Return the sums by name, and clear them."""
         taken, self._sums = self._sums, {}
         return taken
 
     def take_gauges(self) -> dict[str, float]:
-        """Return them as gauges of a heartbeat, and begin anew."""
+        """Return the sums as gauges of a heartbeat, and clear them."""
         return {f"{PREFIX}{name}": value for name, value in self.take().items()}
 
     def add_gauges(self, gauges: Mapping[str, float]) -> dict[str, float]:
@@ -74,20 +77,20 @@ class FunctionSums:
     def metrics(self) -> dict[str, float]:
         """Return `score_s/LABEL`, the mean seconds of a call, `failed_calls/LABEL`, and the sums of requests to services:
         `endpoint_requests/LABEL` and others."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, value in self._sums.items():
             kind, _, label = name.partition("/")
             if kind == CALLS and value > 0:
-                found[f"score_s/{label}"] = self._sums.get(f"{SECONDS}/{label}", 0.0) / value
-                found[f"failed_calls/{label}"] = self._sums.get(f"{FAILURES}/{label}", 0.0)
+                metrics[f"score_s/{label}"] = self._sums.get(f"{SECONDS}/{label}", 0.0) / value
+                metrics[f"failed_calls/{label}"] = self._sums.get(f"{FAILURES}/{label}", 0.0)
             elif kind in ENDPOINT_METRICS:
-                found[f"{ENDPOINT_METRICS[kind]}/{label}"] = value
-        return found
+                metrics[f"{ENDPOINT_METRICS[kind]}/{label}"] = value
+        return metrics
 
 
 SUM, COUNT = "logged_sum/", "logged_count/"
 MAX_NAMES = 32
-"""Names of one worker; further ones are left out."""
+"""Number of names of one worker; further ones are left out."""
 
 
 class LoggedMetrics:
@@ -103,12 +106,12 @@ class LoggedMetrics:
                 self._metrics[name] = (before[0] + total, before[1] + count)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Return sums and numbers by name, and begin anew."""
+        """Return sums and numbers by name, and clear them."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     def take_gauges(self) -> dict[str, float]:
-        """Return them as gauges of a heartbeat, and begin anew."""
+        """Return them as gauges of a heartbeat, and clear them."""
         taken = self.take().items()
         sums = {f"{SUM}{name}": total for name, (total, _) in taken}
         return sums | {f"{COUNT}{name}": float(count) for name, (_, count) in taken}
@@ -129,11 +132,11 @@ class LoggedMetrics:
 
 EXTRA_NAME = "extra.jsonl"
 MAX_BYTES = 256 << 10
-"""Size of one group's columns on the wire."""
+"""Largest size of one group's columns on the wire."""
 
 
 def extra_json(columns: Mapping[str, list[Any]]) -> str:
-    """Return the columns as a JSON object, without the last ones where it would be longer than MAX_BYTES; empty for none."""
+    """Return the columns as a JSON object, without the last ones if it would exceed MAX_BYTES; empty for none."""
     kept = dict(columns)
     while kept:
         text = json.dumps(kept)
@@ -144,8 +147,8 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return the line of a group whose text has this digest; empty unless `text` is a JSON object with a list of that many
-    values for each name."""
+    """Return the line of a group whose text has this digest; empty unless `text` is a JSON object with a list of that
+    many values for each name."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:
@@ -160,13 +163,13 @@ def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> s
 
 
 def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the columns of groups by the digest of their text; the newest line of each counts. Lines that cannot be read are
+    """Return the columns of groups by the digest of their text; the newest line of each counts. Unreadable lines are
     left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    columns: dict[str, dict[str, list[Any]]] = {}
     try:
         lines = LineReader(folder / EXTRA_NAME, storage_key())
     except OSError:
-        return found
+        return columns
     with lines:
         for start, _, line in lines.stored():
             try:
@@ -174,16 +177,16 @@ def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, li
             except (ValueError, RecursionError, WrongKey):
                 continue
             if isinstance(row, dict) and row.get("digest") in digests and isinstance(row.get("extra"), dict):
-                found[row["digest"]] = row["extra"]
-    return found
+                columns[row["digest"]] = row["extra"]
+    return columns
 
 
 TRAINER_STATE = "paceline.trainer_state"
 
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
-    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. The number of reward
-    workers goes with it, by which they divide limits of services; user functions do not see it."""
+    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. It includes the
+    number of reward workers, which divide limits of services by it; user functions do not see that."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,
@@ -196,6 +199,6 @@ def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_worke
 def with_trainer_state(columns_json: str, state: dict[str, Any]) -> str:
     """Return the columns of a group, a JSON object, with the state beside them."""
     if not columns_json.startswith("{"):
-        return columns_json  # a damaged record, which the worker answers for
+        return columns_json  # damaged columns, which the worker reports
     inside = columns_json.strip()[1:-1].strip()
     return f'{{{inside}{", " if inside else ""}"{TRAINER_STATE}": {json.dumps(state)}}}'

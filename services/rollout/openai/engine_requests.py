@@ -1,7 +1,7 @@
-"""From a request of the API to what the engine samples: token ids, parameters, and a sampler for each choice.
+"""Converts a request of the API to the engine's input: token ids, parameters, and a sampler for each choice.
 
-A call that `tool_choice` demands is begun in the prompt, in the words of the chat template: the model continues within the
-call and cannot do otherwise. These tokens are context, like the rest of the prompt.
+A call that `tool_choice` demands is begun in the prompt, in the words of the chat template, so the model can only
+continue within the call. These tokens are context, like the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
     seed = secrets.randbits(63) if ask.seed is None else ask.seed
     stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
     marks = special_tokens(served.tokenizer).marks.items()
-    # No text has a mark of the chat, so one in a stop string ends the choice as a token.
+    # Text contains no special tokens of the chat, so such a stop string ends the choice as a token.
     ends = [number for number, mark in marks if any(mark in stop for stop in stops)]
     params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends)) if ends else params
     prompts, reader = _prompts(served, ask)
@@ -74,7 +74,7 @@ def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callab
 def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
     """Return the [P] tokens of a prompt of `/v1/completions`, a text or ids: it never goes through the chat template.
 
-    Raises InvalidInput for ids or a text that no sequence could hold, and as `encode_prompt` does.
+    Raises InvalidInput for ids or a text that no sequence could hold, and like `encode_prompt`.
     """
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list):
@@ -86,9 +86,9 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
 
 
 def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], AnswerReader]]:
-    """Return a chat made ready, with the run's arguments of the template and its way to write calls.
+    """Return a prepared chat, with the run's template arguments and its call format.
 
-    Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
+    Raises InvalidInput for a text that no sequence could hold, and like `prepare_chat`.
     """
     spec = served.spec
     try:
@@ -100,7 +100,7 @@ def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], Answer
 
 
 def check_size(served: Served, size: int) -> None:
-    """Raises InvalidInput for a prompt of `size` characters if no sequence could hold it."""
+    """Raise InvalidInput for a prompt of `size` characters if no sequence could hold it."""
     limit = served.spec.policy.max_total_sequence_length
     if size > MAX_CHARS_PER_TOKEN * limit:
         raise InvalidInput(
@@ -109,8 +109,7 @@ def check_size(served: Served, size: int) -> None:
 
 
 def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingParams:
-    """Return the parameters of a request, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens in
-    all."""
+    """Return the parameters of a request, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens."""
     most = ask.max_tokens or default.max_new_tokens
     if most > limit:
         raise Unsupported(
@@ -135,11 +134,11 @@ NO_CALLS = AnswerFormat("none", False)
 def prepare_chat(
     ask: ChatAsk, template: ChatTemplate, run_kwargs: Mapping[str, Any] = NO_KWARGS, call_format: str = "auto"
 ) -> tuple[IntArray, Callable[[], AnswerReader]]:
-    """Return the [P] tokens of a request, opened for the answer, and what makes a reader of an answer: `run_kwargs` are the run's arguments of the template, which those of the request replace,
-    `call_format` is how the run's model writes calls (`auto`: as its template does).
+    """Return the [P] tokens of a request, opened for the answer, with the data for a reader of the answer. `run_kwargs` are the run's arguments of the template, which the request's replace;
+    `call_format` is the format of the run's model for calls (`auto`: the template's).
 
-    Raises Unsupported for what the template does not render, for tools whose calls could not be read, and for a call that
-    cannot be demanded; InvalidInput for what the template refuses.
+    Raises Unsupported for content that the template does not render, for tools whose calls could not be read, and for a
+    call that cannot be demanded; InvalidInput for content that the template refuses.
     """
     kwargs = {
         **run_kwargs,
@@ -155,7 +154,7 @@ def prepare_chat(
         calls = "none"
     elif calls == "none" and call_format == "auto":
         raise Unsupported(
-            "tools are given, but the chat template of this model writes calls in a form that is not known here, so none could "
+            "tools are given, but the chat template of this model writes calls in an unknown form, so none could "
             "be read from its answers (known: <tool_call> marks, and a call as the whole text); set environment.tool_parser",
             "tools",
         )
@@ -178,11 +177,11 @@ def prepare_chat(
 
 
 def _begun_call(choice: ToolChoice, tools: Sequence[Json], written: AnswerFormat) -> str:
-    """Return the beginning of a demanded call, up to where the model has a choice."""
+    """Return the beginning of a demanded call, up to the model's first choice."""
     if not written.opening:
         raise Unsupported(
-            f"tool_choice is {choice.kind!r}, but the chat template of this model writes calls in a form that is not known "
-            "here, so none can be begun; take 'auto'",
+            f"tool_choice is {choice.kind!r}, but the chat template of this model writes calls in an unknown form, "
+            "so none can be begun; use 'auto'",
             "tool_choice",
         )
     name = choice.name or (tools[0]["function"]["name"] if len(tools) == 1 else "")

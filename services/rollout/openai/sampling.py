@@ -1,4 +1,4 @@
-"""The generation of one choice of an answer: from a request to text, token by token for a stream.
+"""Generates one choice of an answer: from a request to text, token by token for a stream.
 
 A choice of `<run>@<version>` has tokens of that version alone. The engine takes new weights while it generates, so a
 request may outlive its version; then it ends with VersionGone and none of its tokens count.
@@ -29,16 +29,16 @@ UNFINISHED = "\ufffd"
 class TextStream:
     """The text of one completion. `decode` turns token ids into text; `stop` are strings that end it.
 
-    The promise: the joined results of `push` and `finish` are the text of all tokens decoded at once, cut before the first
-    stop string, and no returned text changes later. So text is held back while it may be the beginning of a stop string or
-    of a character whose other bytes are still to come.
+    The promise: the joined results of `push` and `finish` are the text of all tokens decoded at once, up to the first
+    stop string, and no returned text changes later. So text is kept back while it may be the beginning of a stop string
+    or of a character with missing bytes.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()) -> None:
         self.stopped = False
-        """True when a stop string was met; later tokens are ignored."""
+        """True after a stop string; later tokens are ignored."""
         self.num_tokens = 0
-        """Number of tokens taken, including those that completed the stop string."""
+        """Number of tokens read, including those that completed the stop string."""
         self._decode = decode
         self._stop = stop
         self._window: list[int] = []
@@ -46,7 +46,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take tokens and return the text that is certain by now."""
+        """Read tokens and return the text that is final by now."""
         out = ""
         for token_id in token_ids:
             if self.stopped:
@@ -66,8 +66,7 @@ class TextStream:
         return out
 
     def _new_text(self) -> str:
-        """Return the text of the last token. It is decoded with the tokens before it, because a decoder may join
-        neighbours."""
+        """Return the last token's text, decoded with the tokens before it, because a decoder may join neighbours."""
         before, now = self._decode(self._window[: self._read]), self._decode(self._window)
         if len(now) <= len(before) or now.endswith(UNFINISHED):
             return ""
@@ -75,7 +74,7 @@ class TextStream:
         return now[len(before) :]
 
     def _release(self, new: str) -> str:
-        """Return the held text with `new`, up to a stop string or to a possible beginning of one."""
+        """Return the kept text with `new`, up to a stop string or to a possible beginning of one."""
         text, self._held = self._held + new, ""
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
@@ -101,7 +100,7 @@ class Served(Protocol):
 
 
 class VersionGone(NotFound):
-    """The requested version is not the one that the worker holds."""
+    """The worker does not hold the requested version."""
 
 
 @dataclass
@@ -115,11 +114,11 @@ class Sampler:
     seed: int
     index: int
     reader: AnswerReader
-    """Reader of the text, new."""
+    """A fresh reader of the text."""
     stop: tuple[str, ...] = ()
     pinned: Version | None = None
     in_reasoning: bool = False
-    """The chat template opened the reasoning."""
+    """True if the chat template opened the reasoning."""
     on_delta: Callable[[Delta], None] | None = None
     echo: bool = False
     """Put the prompt before the text."""
@@ -153,7 +152,7 @@ class Sampler:
             num_tokens = len(completion.token_ids)
             if completion.finish_reason == "abort":
                 raise Unavailable(
-                    f"the worker stopped serving {self.served.run_id} while it generated; ask another or later"
+                    f"the worker stopped serving {self.served.run_id} while it generated; try another, or later"
                 )
         self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
         if self._stream.stopped:
@@ -203,7 +202,7 @@ class Sampler:
             self._tell(completion, parts, self._stream.num_tokens)
 
     def _tell(self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False) -> None:
-        """Hand parts on, with the tokens since the last ones: those of text that was held back come with what it became."""
+        """Pass parts on, with the tokens since the last ones; tokens of text that was kept back come with that text."""
         if self.on_delta is not None and (parts or (last and num_tokens > self._told)):
             new = slice(self._told, num_tokens)
             self.on_delta(
@@ -226,8 +225,8 @@ class Sampler:
 
     def _other_version(self) -> VersionGone:
         return VersionGone(
-            f"the worker took new weights while it generated; it serves {served_names(self.served)} now. "
-            f"Ask for {self.served.run_id!r} to let a completion live through updates"
+            f"the worker received new weights while it generated; it serves {served_names(self.served)} now. "
+            f"Ask for {self.served.run_id!r} to let a completion continue through updates"
         )
 
 

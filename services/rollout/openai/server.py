@@ -1,9 +1,10 @@
 """The HTTP endpoint: routes, errors in the API's shape, streams, and cancellation when a client disconnects.
 
-Order of waiting: a request waits in the gate for room, then for the engine. A client that disconnects cancels its
-request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
+Order of waiting: a request waits in the gate for capacity, then for the engine. A client that disconnects cancels its
+request, and with it the sequences in the engine. Nothing here affects leases, token accounting or batches.
 
-Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a time.
+Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a
+time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prom
 from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 SHARE = 8
-"""External requests get one in so many of the engine's places (at least one)."""
+"""External requests get one of this many of the engine's places (at least one)."""
 
 QUEUE = 16
 """Sequences that may run or wait, in multiples of the places."""
@@ -54,11 +55,11 @@ class Gate:
 
     @contextlib.contextmanager
     def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Reserve room for a request's sequences in the queue. Raises Busy when there is none now."""
+        """Reserve room for a request's sequences in the queue. Raises Busy if there is none now."""
         if self._taken + num_sequences > self.capacity:
             raise Busy(
-                f"{self._taken} sequences are under way or wait, at most {self.capacity} may; this request has "
-                f"{num_sequences}. Try again later, or ask another worker"
+                f"{self._taken} sequences run or wait, at most {self.capacity} may; this request has "
+                f"{num_sequences}. Try again later, or another worker"
             )
         self._taken += num_sequences
         try:
@@ -68,7 +69,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Hold one sequence's place in the engine, in the order of asking."""
+        """Hold one sequence's place in the engine, first come, first served."""
         async with self._free:
             yield
 
@@ -87,9 +88,9 @@ class Endpoint:
         coordinator: str = "",
         recorder: Recorder | None = None,
     ) -> None:
-        """`make_gate` gives the gate for an engine that decodes so many sequences at a time. The `coordinator` knows the tokens of
-        callers, where the port requires one; without it the process's own token alone counts. `recorder` keeps what is answered,
-        and takes feedback."""
+        """`make_gate` makes the gate for an engine that decodes that many sequences at a time. The `coordinator` identifies
+        callers if the port requires a token; without it only the process's token is valid. `recorder` stores answers and feedback.
+        """
         self._source = source
         self._recorder = recorder
         self._make_gate = make_gate
@@ -110,13 +111,11 @@ class Endpoint:
         return self._listener.scheme
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
+        """Listen and return the port, a free one for 0. Raises Conflict if the port is taken."""
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
         await self._listener.close()
-
-    # Models
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         served = self._source()
@@ -127,8 +126,6 @@ class Endpoint:
         served, name = self._served(), request.match_info["model"]
         resolve(served, name)
         return web.json_response(next(entry for entry in _entries(served) if entry["id"] == name))
-
-    # Completions
 
     async def _complete(
         self, kind: type[ChatAsk] | type[CompletionAsk], prefix: str, request: web.Request
@@ -184,7 +181,7 @@ class Endpoint:
     def _served(self) -> Served:
         served = self._source()
         if served is None:
-            raise Unavailable("this worker works on no run now; try again when one has started")
+            raise Unavailable("this worker has no run now; try again when one has started")
         return served
 
     def gate_of(self, served: Served) -> Gate:
@@ -215,7 +212,7 @@ async def _stream(
     samplers: list[Sampler],
     record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events; an error after the first byte is an event too. `record` gets the choices before the last one."""
+    """Stream server-sent events; errors after the first byte are events too. `record` gets the choices before the end."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
@@ -267,7 +264,7 @@ async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
 
 
 def _version(served: Served) -> Version:
-    """Return the version that is held now. Raises Unavailable before there is one."""
+    """Return the version that is held now. Raises Unavailable before the first one."""
     if served.engine.version is None:
         raise no_weights(served)
     return served.engine.version
@@ -287,13 +284,13 @@ class FeedbackAsk(BaseModel):
 
 
 class Recorder(Protocol):
-    """What keeps answered requests."""
+    """Stores answered requests and their feedback."""
 
     async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
-        """Keep the choices of an answer, before it is sent. Raises nothing: an answer is sent all the same."""
+        """Store the choices of an answer, before it is sent. Raises nothing, because the answer is sent in any case."""
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """Keep feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
+        """Store feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
 
 
 def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:

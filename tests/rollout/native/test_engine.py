@@ -269,7 +269,7 @@ async def test_the_spec_says_whether_keys_and_values_are_recomputed(
     running = asyncio.create_task(engine.generate(ask("running", 2000, 1)))
     await until(lambda: engine.num_running == 1)
     await engine.update_weights(Version(1, 1), new.state_dict())
-    # A prompt that was computed under the old weights is computed again under the new ones, whatever is chosen.
+    # A prompt that was computed under the old weights is computed again under the new ones, in any mode.
     again = await engine.generate(ask("again", 10, 2))
     assert np.abs(again.logprobs - reference_logprobs(new, PROMPT, again)).max() < 1e-4
     engine.abort("running")
@@ -306,7 +306,7 @@ async def test_logits_that_overflow_fail_their_requests_and_leave_nothing_behind
 
 
 class LostBuffer(dict[str, torch.Tensor]):
-    """Weights that pass every check and are gone when they are copied."""
+    """Weights that pass every check but are gone when they are copied."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         raise RuntimeError("the receive buffer is gone")

@@ -1,4 +1,4 @@
-"""Computed prompts: the least recently used go first, and nothing is larger than the room."""
+"""Computed prompts: the least recently used are dropped first, and no entry exceeds the cache."""
 
 from __future__ import annotations
 

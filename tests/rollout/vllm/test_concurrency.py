@@ -28,7 +28,7 @@ def test_it_grows_by_an_eighth_when_everything_runs_and_the_cache_has_room() -> 
 
 def test_it_does_not_grow_for_less() -> None:
     limit = ConcurrencyLimit(sure=16, most=64)
-    assert steps(limit, 1000, 15, 0, 0.1, 0) == 16  # the limit holds nothing back
+    assert steps(limit, 1000, 15, 0, 0.1, 0) == 16  # the limit restrains nothing
     assert steps(limit, 1000, 16, 1, 0.1, 0) == 16  # one waits already
     assert steps(limit, 1000, 16, 0, 0.8, 0) == 16  # the cache has not enough room
     assert steps(limit, 1, 16, 0, 0.79, 0) == 18
@@ -50,7 +50,7 @@ def test_a_full_cache_trims_it_to_what_runs() -> None:
 
 def test_a_preemption_cuts_a_fifth_of_what_is_in_hand_and_growth_rests() -> None:
     limit = ConcurrencyLimit(sure=40, most=64)
-    assert steps(limit, 1, 28, 2, 0.5, 1) == 24  # 30 in hand · 4/5
+    assert steps(limit, 1, 28, 2, 0.5, 1) == 24  # 30 running · 4/5
     assert steps(limit, 1, 28, 20, 0.5, 1) == 19  # the limit itself, 24 · 4/5
     assert steps(limit, REST_AFTER_CUT - 1, 19, 0, 0.1, 0) == 19
     assert steps(limit, 1, 19, 0, 0.1, 0) == 21

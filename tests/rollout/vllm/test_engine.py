@@ -53,7 +53,7 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
     model.save_pretrained(folder)
     policy = PolicySection.model_validate({"model_name": str(folder), "precision": "float32"})
     policy_model = load_policy(policy, torch.device("cpu"))
-    for parameter in policy_model.parameters():  # what the learner's mixed precision does for forward and backward
+    for parameter in policy_model.parameters():  # as in the learner's mixed precision, for forward and backward
         parameter.data = parameter.data.to(dtype)
     sequences = [
         TrainingSample(i, prompt, completion.token_ids)
@@ -76,7 +76,7 @@ class HostMemory:
         self.pauses_s: list[float] = []
 
     async def deliver(self, version: Version, tensors: dict[str, torch.Tensor], damage: int = 0) -> None:
-        """Bring a version, with one byte changed on its way where `damage` is not 0. Raises what the engine does."""
+        """Bring a version, with one byte changed on its way unless `damage` is 0. Raises the engine's errors."""
         layout = plan(tensors, 1 << 12)
         flat = pack(tensors, layout)
         manifest = layout.with_checksums(checksums(flat, layout))
@@ -100,7 +100,7 @@ async def check_versions(
     reference_logprobs: Any,
     deliver: Deliver | None = None,
 ) -> None:
-    """64 sequences live through 5 versions; every token's log-probability is that of its version's weights."""
+    """Let 64 sequences live through 5 versions; every token's log-probability is that of its version's weights."""
     deliver = deliver or engine.update_weights
     models = [make_model(architecture, tied=tied, seed=seed) for seed in range(NUM_VERSIONS)]
     await deliver(Version(1, 0), models[0].state_dict())
@@ -141,7 +141,7 @@ async def check_versions(
 
 
 def engine_pids(engine: Any) -> dict[str, int]:
-    """The engine's own processes by title, found by the guard's mark."""
+    """The engine's processes by title, found by the guard's mark."""
     mark = engine._guard.environment[VARIABLE]
     found = {}
     for process in psutil.process_iter():
@@ -173,7 +173,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
     print(f"float32: largest difference {np.abs(sampled - learnt).max():.1e} over {len(sampled)} tokens")
     assert np.abs(sampled - learnt).max() <= 2e-5
 
-    # Siblings share what was computed of their prompt: blocks are 128 tokens.
+    # Siblings share their prompt's computation: blocks are 128 tokens.
     prompt = (np.arange(300) % 23).astype(np.int32)
     siblings = [GenerationRequest(f"g{i}", prompt, SamplingParams(4), seed=i) for i in range(8)]
     before = engine.prefix_hits  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
         assert np.abs(completion.logprobs - expected).max() <= 2e-5
     assert engine.prefix_hits - before == 7 * 256  # type: ignore[attr-defined]
 
-    # The prefix cache forgets with the weights.
+    # The prefix cache is cleared with the weights.
     other = make_model("qwen3", tied=True, seed=7)
     await engine.update_weights(Version(1, 1), other.state_dict())
     again = await engine.generate(dataclasses.replace(siblings[0], request_id="again"))
@@ -190,7 +190,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
 
     await check_versions(engine, make_model, "qwen3", True, reference_logprobs)
 
-    # Its death: who waits is told, who asks later too, and nothing is left.
+    # Its death: waiting and later callers get the reason, and no process is left.
     waiting = asyncio.create_task(engine.generate(requests(3000)[0]))
     watch = asyncio.create_task(engine.watch())
     await until(lambda: engine.num_running == 1)
@@ -208,7 +208,7 @@ async def test_its_numbers_are_the_learners_and_versions_are_exact_in_flight_unt
 
 
 async def started(engine: Engine) -> Any:
-    """Return the engine when it is up; skip the test, aloud, where vLLM does not start several workers."""
+    """Return the engine when it is up; skip the test, with a reason, if vLLM does not start several workers."""
     try:
         await engine.ready()
     except EngineDied as error:
@@ -247,7 +247,7 @@ async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
         assert whole <= sum(loaded) <= whole + SHARED_BYTES
         assert max(loaded) <= 0.6 * whole
 
-    # One worker sees a byte that is not the sender's: no worker loads anything.
+    # One worker finds a byte that is not the sender's: no worker loads anything.
     with pytest.raises(WireError, match=r"worker [01] of the engine: tensor '[^']*' arrived with xxh3_64"):
         await memory.deliver(Version(1, NUM_VERSIONS), make_model("llama", tied=False, seed=99).state_dict(), damage=1)
     last = make_model("llama", tied=False, seed=NUM_VERSIONS - 1)

@@ -12,7 +12,7 @@ from paceline.rollout.vllm.engine_thread import EngineThread
 
 
 class Life:
-    """An engine that lives until it is closed or told to die."""
+    """An engine that lives until it is closed or ordered to die."""
 
     def __init__(self) -> None:
         self.thread = EngineThread(self.live, self.at_end)

@@ -1,4 +1,4 @@
-"""Readers of a segment in the workers' processes: mapped once, each its part, nothing that was overwritten."""
+"""Readers of a segment in the workers' processes: mapped once, each its part, never overwritten bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ order = json.loads(sys.argv[1])
 order["manifest"] = bytes.fromhex(order["manifest"])
 def take(weights):
     print(sorted((name, str(tensor.dtype), tensor.tolist()) for name, tensor in weights.tensors.items()))
-SegmentReader(int(sys.argv[2]), torch.device("cpu")).read(ReadOrder(**order), take)
+for reader in range(order["num_readers"]):
+    SegmentReader(reader, torch.device("cpu")).read(ReadOrder(**order), take)
 """
 
 
@@ -73,24 +74,18 @@ def split_weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-async def test_readers_in_other_processes_see_every_tensor_and_verify_a_part_each() -> None:
+async def test_readers_in_another_process_see_every_tensor_and_verify_a_part_each() -> None:
     weights, receipts = HostWeights.packed(tensors(), SegmentPair(), 0), Receipts(2)
     number = (given := order_for(weights, receipts)).number
     order = {**dataclasses.asdict(given), "manifest": given.manifest.hex()}
-    for reader in range(2):
-        seen = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-c", READER, json.dumps(order), str(reader)],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        assert seen.stdout.decode().strip() == str(
-            [
-                ("embed", "torch.float32", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
-                ("head", "torch.float32", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
-                ("norm", "torch.bfloat16", [1.5, -2.0]),
-            ]
-        )
+    command = [sys.executable, "-c", READER, json.dumps(order)]
+    seen = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, check=True)
+    expected = [
+        ("embed", "torch.float32", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        ("head", "torch.float32", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        ("norm", "torch.bfloat16", [1.5, -2.0]),
+    ]
+    assert seen.stdout.decode().splitlines() == [str(expected)] * 2
     assert await receipts.verified(weights.manifest.content_hash, number, 0) == [24, 4]
 
 

@@ -17,11 +17,11 @@ from paceline.spec import RunSpec
 from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 LATE_S = 0.1
-"""A reader that begins so long after its order: whoever does not wait for it is earlier."""
+"""Delay of a reader after its order: anyone that does not wait for it is earlier."""
 
 
 class SlowWorker:
-    """Answers an order at once, as vLLM's workers do, and reads later; `done` has what was read and loaded, in order."""
+    """Answers an order at once, like vLLM's workers, and reads later; `done` has what was read and loaded, in order."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -39,7 +39,8 @@ class SlowWorker:
 
 
 def by_hosts(value: float, segments: SegmentPair) -> HostWeights:
-    """Weights as a host's agent brings them: compared by it, so their manifest, the same for all versions, has no checksums."""
+    """Weights as a host's relay brings them: compared by it, so their manifest, the same for all versions, has no
+    checksums."""
     packed = HostWeights.packed({"norm": torch.full((8,), value)}, segments, 0)
     layout = packed.manifest.with_checksums({"norm": ""})
     return HostWeights(packed.segment, packed.generation, layout, "compared")

@@ -1,4 +1,4 @@
-"""The directory of runs: made, or refused with a sentence."""
+"""The directory of runs: made, or refused with a message."""
 
 from __future__ import annotations
 

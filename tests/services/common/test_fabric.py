@@ -1,4 +1,4 @@
-"""The interface of large transfers: by name, by address, by network, and what is refused."""
+"""The interface of large transfers: by name, address or network, and refused ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_interface_an_address_or_a_network() -> None:
 @pytest.mark.parametrize("given", ["ib7", "down", "10.2.0.0/16", "10.1.0.10", "no address"])
 def test_what_this_host_has_not(given: str) -> None:
     with pytest.raises(
-        InvalidInput, match=r"no interface, address or network of it; this host has lo 127\.0\.0\.1; eth0 192"
+        InvalidInput, match=r"not an interface, address or network of it; this host has lo 127\.0\.0\.1; eth0 192"
     ) as caught:
         fabric_address(given)
     assert given in str(caught.value)
@@ -67,7 +67,7 @@ def test_beyond_this_host_it_needs_insecure(monkeypatch: pytest.MonkeyPatch) -> 
     def command(fabric: str) -> None:
         click.echo(f"uses {fabric}")
 
-    monkeypatch.setenv(fabric.FABRIC_VARIABLE, "")  # put back after the test, because the option sets it
+    monkeypatch.setenv(fabric.FABRIC_VARIABLE, "")  # restored after the test, because the option sets it
     refused = CliRunner().invoke(command, ["--fabric", "ib0"])
     assert refused.exit_code == 2
     assert "--fabric 10.1.0.9 is beyond this host" in refused.output
@@ -77,4 +77,4 @@ def test_beyond_this_host_it_needs_insecure(monkeypatch: pytest.MonkeyPatch) -> 
     assert CliRunner().invoke(command, ["--fabric", "lo"]).output == "uses 127.0.0.1\n"
     wrong = CliRunner().invoke(command, ["--fabric", "ib7"])
     assert wrong.exit_code == 2
-    assert "--fabric 'ib7' is no interface" in wrong.output
+    assert "--fabric 'ib7' is not an interface" in wrong.output

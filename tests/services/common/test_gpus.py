@@ -115,7 +115,7 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
     assert unused_gpus("learner", []) == ""
     assert unused_gpus("learner", ["0", "1"]) == (
         "this learner computes on CPUs although the host shows 2 GPUs, because torch cannot use any; see "
-        "`paceline doctor`, or say --device cpu if that is meant"
+        "`paceline doctor`, or give --device cpu if that is intended"
     )
 
 
@@ -192,9 +192,6 @@ def test_cpu_with_named_gpus_is_a_contradiction() -> None:
         ClusterSection(device="cpu", learner_gpus=(0,))
 
 
-# Detection
-
-
 @pytest.mark.parametrize(
     ("wanted", "visible"),
     [
@@ -232,7 +229,7 @@ def test_gpus_are_found_by_the_drivers_program_or_its_folder(tmp_path: Path, mon
     assert installed_gpus(folder, tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert installed_gpus(folder, tmp_path) == 3  # a container with the devices alone
+    assert installed_gpus(folder, tmp_path) == 3  # a container with only the devices
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (folder / name).mkdir(parents=True)
     assert installed_gpus(folder, tmp_path) == 2

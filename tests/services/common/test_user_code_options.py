@@ -1,4 +1,5 @@
-"""Operators can require isolation, turn it off and pass variables; a service that cannot keep the promise does not start."""
+"""Operators can require isolation, turn it off and pass variables; a service that cannot isolate as required does not
+start."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_a_service_that_cannot_isolate_does_not_start(
         monkeypatch.setenv(surroundings.VARIABLE, "1")
     done = CliRunner().invoke(main, [*command, *option])
     assert done.exit_code == 2
-    assert "--require-isolation cannot be kept here: this kernel has no Landlock" in done.output
+    assert "--require-isolation is impossible here: this kernel has no Landlock" in done.output
 
 
 def test_isolated_workers_take_code_of_bundles_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,12 @@ def test_definitions_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("tools", "words"),
     [
-        ([{"type": "web_search"}], "no function"),
-        ([{"type": "function"}], "no function"),
+        ([{"type": "web_search"}], "not a function"),
+        ([{"type": "function"}], "not a function"),
         ([tool(1)], "the name 1"),
         ([tool("a b")], "the name 'a b'"),
         ([tool("a"), tool("a")], "two functions"),
-        ([tool("a", parameters=[])], "no JSON schema"),
+        ([tool("a", parameters=[])], "not a JSON schema"),
         ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], f"at most {MAX_TOOLS}"),
     ],
 )

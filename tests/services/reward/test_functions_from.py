@@ -96,4 +96,4 @@ async def test_a_worker_of_some_functions_takes_no_run_with_others(tmp_path: Pat
 def test_only_names_built_in_functions() -> None:
     refused = CliRunner().invoke(main, ["--only", "my_rewards.py:f"])
     assert refused.exit_code == 2
-    assert "'my_rewards.py:f' is no built-in reward function; built in are bbq_bias" in refused.output
+    assert "'my_rewards.py:f' is not a built-in reward function; built in are bbq_bias" in refused.output

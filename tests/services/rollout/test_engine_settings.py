@@ -1,4 +1,4 @@
-"""A worker's own engine settings: which keys, what they change, and what is refused."""
+"""A worker's engine settings: their keys, their effects, and refused ones."""
 
 from __future__ import annotations
 

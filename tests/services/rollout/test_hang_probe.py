@@ -1,4 +1,4 @@
-"""The probe tells an engine that hangs from an engine that is busy."""
+"""The hang probe distinguishes an engine that hangs from one that is busy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class FakeEngine:
-    """Engine that answers probes as `turns` says: as after an abort, by a refusal, or never."""
+    """Engine that answers probes by `turns`: as after an abort, by a refusal, or never."""
 
     def __init__(self, turns: str):
         self.turns = turns

@@ -1,4 +1,4 @@
-"""A rollout worker with leases that raise unforeseen errors: the group is returned, the worker goes on."""
+"""A rollout worker with leases that raise unforeseen errors: the group is returned, the worker continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls of `Generate`: bounds, the gate, and the turns of sessions, which continue on another worker after a drain."""
+"""Calls of `Generate`: bounds, the gate, and the turns of conversations, which continue on another worker after a
+drain."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Context:
         raise Aborted(code, details)
 
     async def send_initial_metadata(self, _: object) -> None:
-        """A session's request was accepted."""
+        """A turn's request was accepted."""
 
 
 class Aborted(Exception):
@@ -99,9 +100,6 @@ async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWor
     assert len(bench.engine.asked) == gate.places + 2
 
 
-# Sessions
-
-
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -129,7 +127,7 @@ async def test_the_step_decides_which_version_is_older(worker: RolloutWorker, be
 
 async def test_tokens_of_another_version_than_the_pinned_one_are_refused(worker: RolloutWorker, bench: Bench) -> None:
     bench.engine.version = Version(1, 7)  # type: ignore[assignment]  # the bench's tokens are of (1, 0)
-    with pytest.raises(Aborted, match="took version") as refused:
+    with pytest.raises(Aborted, match="received version") as refused:
         await generate(worker, prompt_ids=PROMPT, session="s", pinned_version={"session": 1, "step": 7})
     assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
 

@@ -1,4 +1,4 @@
-"""The chat template on the disk: a corrected one is taken, a damaged one is not."""
+"""The chat template on disk: a corrected one is loaded, a damaged one is not."""
 
 from __future__ import annotations
 

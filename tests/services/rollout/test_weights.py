@@ -16,7 +16,7 @@ from paceline.services.rollout.weights import RolloutWeights
 from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0
-MAX_WAIT_S = 2.0
+MAX_WAIT_S = 1.0
 V1 = Version(1, 1)
 
 
@@ -116,7 +116,7 @@ async def test_the_last_yes_is_said_again_to_a_coordinator_that_was_away(worker:
 
 
 HERE = "the run's own"
-"""Stands for the url of the test's store."""
+"""Placeholder for the url of the test's store."""
 
 
 def stored_offer(run_id: str = "run", **fields: Any) -> worker_pb2.WeightOffer:
@@ -164,5 +164,5 @@ async def test_a_bad_offer_is_answered_with_a_sentence(worker: Worker, bad: work
     assert why in ack.message
     assert len(ack.message) < 500
     worker.engine.go_on.set()
-    await worker.publish()  # a valid offer is taken as before
+    await worker.publish()  # a valid offer is accepted as before
     assert (await worker.membership.next("weight_ack")).ok

@@ -36,11 +36,11 @@ async def test_a_worker_ends_while_it_still_closes_a_run_that_is_over():
 
     worker = SlowToClose("127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1")
     belonging = asyncio.create_task(worker.membership.run())
-    await worker._on_directive(worker_pb2.ConnectResponse(run=worker_pb2.RunAssignment(run_id="grpo-1")))
+    await worker.on_directive(worker_pb2.ConnectResponse(run=worker_pb2.RunAssignment(run_id="grpo-1")))
     working = asyncio.create_task(worker.work())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await worker._on_directive(worker_pb2.ConnectResponse(idle=worker_pb2.Idle()))
+    await worker.on_directive(worker_pb2.ConnectResponse(idle=worker_pb2.Idle()))
     await asyncio.wait_for(closing.wait(), PATIENCE_S)
 
     working.cancel()
@@ -104,7 +104,7 @@ class EndedRun:
 
 
 class EndedByItself(EndedRun):
-    """Run that the exchange has ended by the time that it is cancelled: it returns."""
+    """Run that the exchange has ended before it is cancelled: it returns."""
 
     async def generate_forever(self) -> None:
         self.began.set()
@@ -134,11 +134,11 @@ async def test_the_engine_of_a_run_that_is_over_serves_until_the_next_run(
     async with asyncio.timeout(PATIENCE_S):
         for number, run in enumerate(runs):
             assignment = worker_pb2.RunAssignment(run_id=f"test-{number}")
-            await worker._on_directive(worker_pb2.ConnectResponse(run=assignment))
+            await worker.on_directive(worker_pb2.ConnectResponse(run=assignment))
             await run.began.wait()
             assert worker.served is run  # type: ignore[comparison-overlap]
             assert runs[0].closed == (number == 1)
-            await worker._on_directive(worker_pb2.ConnectResponse(idle=worker_pb2.Idle()))
+            await worker.on_directive(worker_pb2.ConnectResponse(idle=worker_pb2.Idle()))
             while worker._run is not None:  # noqa: ASYNC110 - the end of a run has no event
                 await asyncio.sleep(0)
             assert run.closed == (run.engine.version is None)

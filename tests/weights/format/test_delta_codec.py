@@ -1,4 +1,4 @@
-"""Changed elements as few bytes: round trips, known sizes, and input that no encoder has made."""
+"""Changed elements in few bytes: round trips, known sizes, and input that no encoder has made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def encode(base_N: np.ndarray, new_N: np.ndarray) -> bytes:
 
 
 def round_trip(base_N: np.ndarray, new_N: np.ndarray) -> int:
-    """Decodes what was encoded, applies it twice, compares; returns the size in bytes."""
+    """Decode an encoded change, apply it twice, compare; return the size in bytes."""
     data = encode(base_N, new_N)
     positions_K, values_K = delta_codec.decode(data, base_N)
     np.testing.assert_array_equal(np.sort(positions_K), np.flatnonzero(base_N != new_N))
@@ -122,7 +122,7 @@ def test_a_byte_that_is_cut_or_added_is_refused() -> None:
         b"\x09" + data[1:],
         data[:1] + b"\xff" * 8 + data[9:],
     ):
-        with pytest.raises(WireError, match="is no delta"):
+        with pytest.raises(WireError, match="cannot be decoded"):
             delta_codec.decode(broken, base_N)
     with pytest.raises(WireError):
         delta_codec.decode(data, base_N[:1000])

@@ -1,4 +1,4 @@
-"""The places of a version's bytes, and the conditions on a manifest from outside."""
+"""The offsets of a version's bytes, and the conditions on a foreign manifest."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_packed_tensors_come_back_as_views() -> None:
         ),
         (lambda d: d | {"tensors": [["a", "uint8", [1] * 17, 0, ""]]}, "more than 16 dimensions"),
         (lambda d: d | {"tensors": [["a", "uint8", "11", 0, ""]]}, "more than 16 dimensions"),
-        (lambda d: d | {"tensors": [["a", "uint8", [-1], 0, ""]]}, "-1 where a count belongs"),
-        (lambda d: d | {"tensors": [["a", "uint8", [float("nan")], 0, ""]]}, "nan where a count belongs"),
-        (lambda d: d | {"tensors": [["a", "uint8", [True], 0, ""]]}, "True where a count belongs"),
+        (lambda d: d | {"tensors": [["a", "uint8", [-1], 0, ""]]}, "-1 is not a count"),
+        (lambda d: d | {"tensors": [["a", "uint8", [float("nan")], 0, ""]]}, "nan is not a count"),
+        (lambda d: d | {"tensors": [["a", "uint8", [True], 0, ""]]}, "True is not a count"),
         (lambda d: d | {"tensors": [["a", "uint8", [2**62, 2**62], 0, ""]]}, "puts tensor 'a' at 0"),
         (lambda d: d | {"tensors": [["a", ["uint8"], [1], 0, ""]]}, "unhashable"),
         (lambda d: d | {"bucket_bytes": 0}, "buckets of 0"),
-        (lambda d: d | {"total_bytes": 2**63}, "where a count belongs"),
+        (lambda d: d | {"total_bytes": 2**63}, "is not a count"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_before_memory_is_set_aside(

@@ -10,7 +10,6 @@ import torch
 from flat_tensors import pack
 
 from paceline.errors import InvalidInput, WireError
-from paceline.weights.format import verification
 from paceline.weights.format.manifest import WeightManifest
 from paceline.weights.format.packing import checksums, plan
 from paceline.weights.format.verification import pieces_of, share_of, verify
@@ -27,8 +26,8 @@ def tied() -> dict[str, torch.Tensor]:
     return {"a": torch.ones(100), "b": shared, "tied": shared, "none": torch.empty(0), "c": torch.ones(7)}
 
 
-def compare(flat: torch.Tensor, manifest: WeightManifest, digests: bool = True) -> int:
-    return verify(flat, manifest, pieces_of(manifest), digests=digests)
+def compare(flat: torch.Tensor, manifest: WeightManifest, digests: bool = True, **limits: int) -> int:
+    return verify(flat, manifest, pieces_of(manifest), digests=digests, **limits)
 
 
 def end_of(manifest: WeightManifest, name: str) -> int:
@@ -36,37 +35,32 @@ def end_of(manifest: WeightManifest, name: str) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
-def test_every_byte_is_compared(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "THREADS", threads)
+def test_every_byte_is_compared(threads: int) -> None:
     manifest, flat = version(tied())
-    assert compare(flat, manifest) == 4 * (100 + 40 + 7)
+    assert compare(flat, manifest, num_threads=threads) == 4 * (100 + 40 + 7)
     for name in ("a", "b", "c"):
         wrong = flat.clone()
         wrong[end_of(manifest, name) - 1] += 1
         with pytest.raises(WireError, match=f"tensor {name!r} arrived with xxh3_64"):
-            compare(wrong, manifest)
+            compare(wrong, manifest, num_threads=threads)
 
 
-def test_pieces_larger_than_a_chunk_are_hashed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "CHUNK_BYTES", 100)
+def test_pieces_larger_than_a_chunk_are_hashed_in_chunks() -> None:
     manifest, flat = version({"a": torch.randn(777), "b": torch.randn(333).to(torch.bfloat16)}, 64)
-    compare(flat, manifest)
+    compare(flat, manifest, chunk_bytes=100)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 500, 999])
-def test_a_number_that_is_not_finite_is_found_wherever_it_is(
-    dtype: torch.dtype, bad: float, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verification, "CHUNK_BYTES", 136)
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, bad: float, place: int) -> None:
     tensor = torch.linspace(-1, 1, 1000).to(dtype)
     tensor[place] = bad
     manifest, flat = version({"fine": torch.ones(3), "weight": tensor}, bucket_bytes=101)
     message = "weight 'weight' has NaN or infinite elements; the old weights go on"
     for digests in (True, False):
         with pytest.raises(InvalidInput, match=message):
-            compare(flat, manifest, digests)
+            compare(flat, manifest, digests, chunk_bytes=136)
 
 
 def test_a_sum_that_overflows_is_no_fault() -> None:

@@ -1,4 +1,4 @@
-"""Connections are taken, whatever peers do."""
+"""Connections are accepted, whatever peers do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 import socket
 from typing import Any, cast
 
-import pytest
-
-from paceline.weights.hosts import transport
 from paceline.weights.hosts.transport import next_connection
 
 
@@ -26,10 +23,9 @@ class Listener:
         return answer
 
 
-def test_errors_end_nothing_but_a_closed_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "PAUSE_S", 0.0)
+def test_errors_end_nothing_but_a_closed_listener() -> None:
     taken, closed = ("connection", "address"), False
     listener = cast(socket.socket, Listener(errno.EMFILE, errno.ECONNABORTED, taken, errno.EINVAL))
-    assert next_connection(listener, lambda: closed) == taken
+    assert next_connection(listener, lambda: closed, pause_s=0.0) == taken
     closed = True
     assert next_connection(listener, lambda: closed) is None

@@ -1,4 +1,4 @@
-"""One agent for all processes of a host: started by the first, replaced when it dies or stops, gone after the last."""
+"""One relay for all processes of a host: started by the first, replaced when it dies or stops, gone after the last."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.weights.hosts import client as module
-from paceline.weights.hosts.client import RelayClient
+from paceline.weights.hosts.client import SILENCE_S, RelayClient
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE, LABEL_VARIABLE, socket_name
 
 WAIT_S = 60.0
-Start = Callable[[], RelayClient]
+Start = Callable[..., RelayClient]
 
 
 @pytest.fixture(params=["abstract", "folder"])
 def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))
-    folder = tempfile.mkdtemp(prefix="agents-")  # a socket's name is short
+    folder = tempfile.mkdtemp(prefix="relays-")  # a socket's name is short
     if request.param == "folder":
         monkeypatch.setenv(FOLDER_VARIABLE, folder)
     clients: list[RelayClient] = []
 
-    def started() -> RelayClient:
-        clients.append(RelayClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here"))
+    def started(silence_s: float = SILENCE_S) -> RelayClient:
+        name = socket_name("127.0.0.1:7070", "127.0.0.1")
+        clients.append(RelayClient(name, "127.0.0.1", "127.0.0.1", "here", silence_s))
         clients[-1].start()
         return clients[-1]
 
@@ -48,7 +48,7 @@ def pid_of(client: RelayClient) -> int:
     return client._connection.peer_pid
 
 
-def test_all_processes_of_a_host_have_one_agent(start: Start) -> None:
+def test_all_processes_of_a_host_have_one_relay(start: Start) -> None:
     clients = [start(), start(), start()]
     assert all(client.wait(WAIT_S) for client in clients)
     identities = [client.identity for client in clients]
@@ -59,11 +59,8 @@ def test_all_processes_of_a_host_have_one_agent(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_agent_that_dies_or_stops_is_replaced(
-    start: Start, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.5)
-    client, again = start(), threading.Event()
+def test_a_relay_that_dies_or_stops_is_replaced(start: Start, number: signal.Signals) -> None:
+    client, again = start(silence_s=1.5), threading.Event()
     assert client.wait(WAIT_S)
     before = client.identity
     client.on_connected = again.set
@@ -74,7 +71,7 @@ def test_an_agent_that_dies_or_stops_is_replaced(
     assert client.identity.agent_id != before.agent_id
 
 
-def test_the_agents_of_two_coordinators_or_addresses_are_apart() -> None:
+def test_the_relays_of_two_coordinators_or_addresses_are_apart() -> None:
     names = {
         socket_name("127.0.0.1:7070", "127.0.0.1"),
         socket_name("127.0.0.1:7071", "127.0.0.1"),

@@ -1,4 +1,4 @@
-"""The only message of a reader: what is none is refused before it is kept."""
+"""The only message of a reader: anything else is refused before it is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.weights.hosts import frames
 
 
 class Said:
-    """A channel on which somebody has said everything already."""
+    """A channel on which the peer has sent everything already."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data
@@ -33,7 +33,7 @@ def test_a_request_comes_as_it_was_sent() -> None:
 
 
 def test_what_is_no_request_is_refused() -> None:
-    with pytest.raises(WireError, match="no request of an agent"):
+    with pytest.raises(WireError, match="not a request of a relay"):
         frames.receive_request(Said(frames.LENGTH.pack(2) + b"\xff\xff"))
     with pytest.raises(WireError, match="a request of 1048577 bytes"):
         frames.receive_request(Said(frames.LENGTH.pack(frames.MAX_MESSAGE_BYTES + 1)))

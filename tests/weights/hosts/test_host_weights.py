@@ -1,4 +1,4 @@
-"""A version's tensors in a segment: views of the received bytes, under every name that an engine asks for."""
+"""A version's tensors in a segment: views of the received bytes, under every name of an engine."""
 
 from __future__ import annotations
 

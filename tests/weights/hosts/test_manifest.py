@@ -1,4 +1,4 @@
-"""The manifest that travels with a version: read back as it was, or refused."""
+"""The manifest of a version: read back unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from host_agents import content, layout
+from host_relays import content, layout
 
 from paceline.errors import WireError
 from paceline.groups import Version

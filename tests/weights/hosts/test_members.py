@@ -1,4 +1,4 @@
-"""Which members are behind, which have fallen silent, and which are to read the store."""
+"""Members that are behind, silent, or to read the object store."""
 
 from __future__ import annotations
 

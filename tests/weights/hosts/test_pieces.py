@@ -46,7 +46,7 @@ def test_buckets_are_small_enough_to_fill_a_chain_and_bounded() -> None:
 @pytest.mark.parametrize(
     "owned",
     [
-        [Owned(0, 99, 0)],  # the last byte is nobody's
+        [Owned(0, 99, 0)],  # no host has the last byte
         [Owned(10, 100, 0)],
         [Owned(0, 60, 0), Owned(50, 100, 1)],
         [Owned(0, 100, 0), Owned(100, 100, 0)],

@@ -26,9 +26,9 @@ def test_beyond_this_host_the_key_has_to_allow_it() -> None:
     check_plain("a link", ["10.0.0.1"], allowed=True, remedy="")
     with pytest.raises(
         InvalidInput,
-        match=r"a link at 10\.0\.0\.1 .* in the clear.*use agents, or set weights\.allow_plaintext_network",
+        match=r"a link at 10\.0\.0\.1 .* in the clear.*use relays, or set weights\.allow_plaintext_network",
     ):
-        check_plain("a link", ["127.0.0.1", "10.0.0.1"], allowed=False, remedy="use agents")
+        check_plain("a link", ["127.0.0.1", "10.0.0.1"], allowed=False, remedy="use relays")
 
 
 @pytest.mark.usefixtures("with_certificates")

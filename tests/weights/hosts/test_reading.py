@@ -1,4 +1,5 @@
-"""Versions along a chain of hosts: verified, passed on at once, and read elsewhere where a host is dead, lies or has lost them."""
+"""Versions along a chain of hosts: verified, passed on at once, and read from another host if one is dead, lies or has
+lost them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from host_agents import TOKEN, WAIT_S, LearnerHost, LocalClient, address, content, layout, plan
+from host_relays import TOKEN, WAIT_S, LearnerHost, LocalClient, address, content, layout, plan
 
 from paceline.errors import Unavailable
 from paceline.groups import Version
@@ -25,7 +26,7 @@ class Site:
     """The learner's hosts, and others."""
 
     def __init__(self) -> None:
-        self.agents: list[Relay] = []
+        self.relays: list[Relay] = []
         self.clients: list[LocalClient] = []
         self.learners: list[LearnerHost] = []
 
@@ -34,10 +35,10 @@ class Site:
         return self.learners[-1]
 
     def host(self) -> tuple[Relay, LocalClient]:
-        agent = Relay(Transport(), "127.0.0.1", silence_s=2.0)
-        self.agents.append(agent)
-        self.clients.append(LocalClient(agent))
-        return agent, self.clients[-1]
+        relay = Relay(Transport(), "127.0.0.1", silence_s=2.0)
+        self.relays.append(relay)
+        self.clients.append(LocalClient(relay))
+        return relay, self.clients[-1]
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def site() -> Iterator[Site]:
     yield made
     for client in made.clients:
         client.connection.close()
-    for agent in made.agents:
-        agent.close()
+    for relay in made.relays:
+        relay.close()
     for learner in made.learners:
         learner.close()
 
@@ -66,12 +67,12 @@ def test_a_version_goes_down_the_chain_and_leaves_the_learner_once(site: Site, h
     for version in (V1, V2, V3):
         announced = learner.stage(version)
         chain: list[list[str]] = []
-        for position, (agent, client) in enumerate(members):
+        for position, (relay, client) in enumerate(members):
             client.send(plan=plan(announced, *reversed(chain), position=position))
-            chain.append([address(agent)])
+            chain.append([address(relay)])
         for _, client in members:
             assert has_content(learner, client, version)
-    sent = sum(agent.sender.sent_bytes for agent in learner.agents)
+    sent = sum(relay.sender.sent_bytes for relay in learner.relays)
     assert sent == 3 * learner.manifest.size_bytes
     assert members[-1][0].sender.sent_bytes == 0
 
@@ -84,7 +85,7 @@ def has_content(learner: LearnerHost, client: LocalClient, version: Version) -> 
 
 
 def silent_host() -> tuple[socket.socket, str]:
-    """A host that takes connections and says nothing, as a stopped process does."""
+    """A host that accepts connections and sends nothing, like a stopped process."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     return listener, f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -97,7 +98,7 @@ def test_a_dead_and_a_stopped_host_are_skipped(site: Site) -> None:
         client.send(plan=plan(announced, ["127.0.0.1:9"], [stopped]))
         held, _ = client.complete(V1)
     assert held.transfer.skipped >= 2
-    assert held.transfer.upstream == address(learner.agents[0])
+    assert held.transfer.upstream == address(learner.relays[0])
 
 
 def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
@@ -106,7 +107,7 @@ def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 
     def lie() -> None:
-        """Sends the right manifest, and pieces of zeros."""
+        """Send the right manifest, and pieces of zeros."""
         while True:
             try:
                 connection, _ = listener.accept()
@@ -116,7 +117,7 @@ def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
             channel.send(bytes(frames.NONCE_BYTES))
             request = frames.receive_request(channel)
             if request.manifest:
-                frames.send_frame(channel, Kind.MANIFEST, data=learner.agents[0].store._held[-1].manifest_bytes)
+                frames.send_frame(channel, Kind.MANIFEST, data=learner.relays[0].versions._held[-1].manifest_bytes)
             else:
                 size_bytes = learner.manifest.pieces[request.stream].size_bytes
                 frames.send_frame(channel, Kind.PIECE, request.stream, bytes(size_bytes))
@@ -159,15 +160,15 @@ def test_a_plan_with_other_upstreams_redirects_a_version_under_way(site: Site) -
     del lost.upstreams[:]
     lost.upstreams.add(addresses=["127.0.0.1:9"])
     client.send(plan=lost)
-    client.reply(lambda reply: reply.WhichOneof("reply") == "held")  # it is under way, and finds nobody
+    client.reply(lambda reply: reply.WhichOneof("reply") == "held")  # it is being read, and no host has it
     client.send(plan=plan(announced))
     assert has_content(learner, client, V1)
 
 
-def until_read(agent: Relay) -> None:
-    """Wait until another host asks this one for something."""
+def until_read(relay: Relay) -> None:
+    """Wait until another host requests something from this one."""
     end_s = time.monotonic() + WAIT_S
-    while not agent.sender._channels:
+    while not relay.sender._channels:
         assert time.monotonic() < end_s, "nobody asks"
         time.sleep(0.01)
 
@@ -212,11 +213,11 @@ def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site:
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 
     def stand_still(connection: socket.socket) -> None:
-        """Send the manifest, and then signs of life for ever."""
+        """Send the manifest, and then signs of life forever."""
         channel = Channel(connection, "waits", 5.0)
         channel.send(bytes(frames.NONCE_BYTES))
         if frames.receive_request(channel).manifest:
-            data = learner.agents[0].store._held[0].manifest_bytes
+            data = learner.relays[0].versions._held[0].manifest_bytes
             frames.send_frame(channel, Kind.MANIFEST, data=data)
         with contextlib.suppress(Unavailable):
             while not ended.wait(0.05):
@@ -246,7 +247,7 @@ def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site:
 def test_nobody_reads_without_the_run_s_secret(site: Site, token: bytes) -> None:
     learner = site.learner()
     announced = learner.stage(V1)
-    channel = Transport().connect(address(learner.agents[0]), 5.0)
+    channel = Transport().connect(address(learner.relays[0]), 5.0)
     nonce = frames.receive(channel, frames.NONCE_BYTES)
     request = frames.host_agent_pb2.ReadRequest(
         protocol=frames.PROTOCOL,
@@ -265,7 +266,7 @@ def test_nobody_reads_without_the_run_s_secret(site: Site, token: bytes) -> None
 
 def test_what_is_no_request_ends_that_connection_only(site: Site) -> None:
     learner, (_, client) = site.learner(), site.host()
-    channel = Transport().connect(address(learner.agents[0]), 5.0)
+    channel = Transport().connect(address(learner.relays[0]), 5.0)
     frames.receive(channel, frames.NONCE_BYTES)
     channel.send(b"\xff" * 64)
     with pytest.raises(Unavailable):

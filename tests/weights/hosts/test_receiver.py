@@ -1,4 +1,4 @@
-"""What a worker loads of what its host's agent brings."""
+"""A worker loads the versions that its host's relay brings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from host_agents import LearnerHost, LocalClient, content, layout, numbers, plan
+from host_relays import LearnerHost, LocalClient, content, layout, numbers, plan
 
 from paceline.errors import InvalidInput, Unavailable, WireError
 from paceline.groups import Version
@@ -27,10 +27,10 @@ LONGEST_SILENCE_S = 1.0
 class Client(LocalClient):
     """The interface of `RelayClient`, without a process to start."""
 
-    def __init__(self, agent: Relay) -> None:
-        super().__init__(agent)
+    def __init__(self, relay: Relay) -> None:
+        super().__init__(relay)
         self.told: queue.Queue[Version] = queue.Queue()
-        """Complete versions of which the agent has told, after the receiver has heard of them."""
+        """Complete versions that the relay has reported, after the receiver has got the report."""
         self.forget()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -54,12 +54,12 @@ class Client(LocalClient):
 
 
 class Worker:
-    """A worker on a host of its own unless `agent` is given, and its learner's host."""
+    """A worker on a separate host unless `relay` is given, and its learner's host."""
 
-    def __init__(self, learner: LearnerHost | None = None, agent: Relay | None = None) -> None:
+    def __init__(self, learner: LearnerHost | None = None, relay: Relay | None = None) -> None:
         self.learner = learner or LearnerHost(layout())
-        self.agent = agent or Relay(Transport(), "127.0.0.1")
-        self.client = Client(self.agent)
+        self.relay = relay or Relay(Transport(), "127.0.0.1")
+        self.client = Client(self.relay)
         self.loaded: queue.Queue[tuple[Version, bytes]] = queue.Queue()
         self.acks: queue.Queue[tuple[Version, bool, str, worker_pb2.HostTransfer | None]] = queue.Queue()
         self.go_on, self.refusal = threading.Event(), ""
@@ -72,7 +72,7 @@ class Worker:
             client=self.client,  # type: ignore[arg-type]
             on_weights=self._load,
             on_ack=lambda *ack: self.acks.put(ack),
-            on_agent=lambda: None,
+            on_relay=lambda: None,
         )
 
     def _load(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ class Worker:
     def close(self) -> None:
         self.receiver.close()
         self.client.connection.close()
-        self.agent.close()
+        self.relay.close()
         self.learner.close()
 
 
@@ -115,9 +115,9 @@ def test_while_one_is_loaded_the_next_ones_arrive_and_only_the_newest_follows(wo
     assert worker.loaded.get(timeout=WAIT_S)[0] == V1
     worker.publish(V2)
     worker.publish(V3)
-    with worker.agent.store.changed:
-        assert worker.agent.store.changed.wait_for(
-            lambda: (n := worker.agent.store.newest_complete()) is not None and n.version == V3, WAIT_S
+    with worker.relay.versions.changed:
+        assert worker.relay.versions.changed.wait_for(
+            lambda: (n := worker.relay.versions.newest_complete()) is not None and n.version == V3, WAIT_S
         )
     assert [(p.version, p.phase) for p in worker.receiver.at_work] == [(V1, "loading")]
     worker.go_on.set()
@@ -149,7 +149,7 @@ def test_a_swap_of_ten_times_the_longest_silence_is_served_once_with_one_transfe
     members.answer("m", version, ok, message)
     result = results.get(timeout=WAIT_S)
     assert (result.ok, result.version, result.attempt) == (True, V1, 1)
-    assert worker.learner.agents[0].sender.sent_bytes == worker.learner.manifest.size_bytes
+    assert worker.learner.relays[0].sender.sent_bytes == worker.learner.manifest.size_bytes
     assert worker.loaded.empty()
     members.close()
 
@@ -164,9 +164,9 @@ def test_a_refused_version_is_not_tried_again_and_the_next_one_is(worker: Worker
 
 
 def test_a_version_that_is_complete_before_its_plan_comes_is_loaded_with_the_plan() -> None:
-    # Of two channels, the agent's socket and the control plane, either may be the quicker one.
+    # Of two channels, the relay's socket and the control plane, either may be faster.
     learner = LearnerHost(layout())
-    worker = Worker(learner, learner.agents[0])
+    worker = Worker(learner, learner.relays[0])
     worker.publish(V1)
     assert worker.acks.get(timeout=WAIT_S)[:2] == (V1, True)
     announced = learner.stage(V2)

@@ -1,4 +1,4 @@
-"""What workers and learner ranks of a host see of its agent."""
+"""A host's relay, as its workers and learner ranks see it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from host_agents import RUN, WAIT_S, LearnerHost, LocalClient, address, content, layout, message, plan
+from host_relays import RUN, WAIT_S, LearnerHost, LocalClient, address, content, layout, message, plan
 
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
@@ -26,14 +26,14 @@ def learner() -> Iterator[LearnerHost]:
 
 
 @pytest.fixture
-def agent() -> Iterator[Relay]:
+def relay() -> Iterator[Relay]:
     made = Relay(Transport(), "127.0.0.1")
     yield made
     made.close()
 
 
-def test_a_version_reaches_a_host_once_and_all_its_workers(learner: LearnerHost, agent: Relay) -> None:
-    workers = [LocalClient(agent) for _ in range(3)]
+def test_a_version_reaches_a_host_once_and_all_its_workers(learner: LearnerHost, relay: Relay) -> None:
+    workers = [LocalClient(relay) for _ in range(3)]
     announced = learner.stage(V1)
     segments = []
     for worker in workers:
@@ -44,36 +44,36 @@ def test_a_version_reaches_a_host_once_and_all_its_workers(learner: LearnerHost,
         segments.append(segment.identity)
         worker.connection.close()
     assert len(set(segments)) == 1
-    assert learner.agents[0].sender.sent_bytes == learner.manifest.size_bytes
+    assert learner.relays[0].sender.sent_bytes == learner.manifest.size_bytes
 
 
 def test_a_worker_of_the_learner_s_host_reads_what_the_ranks_wrote(learner: LearnerHost) -> None:
-    worker = LocalClient(learner.agents[0])
+    worker = LocalClient(learner.relays[0])
     worker.send(plan=plan(learner.stage(V1)))
     held, segment = worker.complete(V1)
     assert held.transfer.received_bytes == 0
     with segment.reading(held.generation):
         assert bytes(segment.memory()[:1000]) == content(V1, 1000)
     worker.connection.close()
-    assert learner.agents[0].sender.sent_bytes == 0
+    assert learner.relays[0].sender.sent_bytes == 0
 
 
 def test_each_plan_is_answered_with_the_complete_version_also_one_that_was_told_before(
     learner: LearnerHost,
 ) -> None:
-    worker = LocalClient(learner.agents[0])
+    worker = LocalClient(learner.relays[0])
     worker.send(plan=plan(learner.stage(V1)))
     worker.complete(V1)
     announced = learner.stage(V2)
-    worker.complete(V2)  # the agent knows it before the coordinator does
+    worker.complete(V2)  # the relay has it before the coordinator knows
     for _ in range(2):
         worker.send(plan=plan(announced))
         worker.complete(V2)
     worker.connection.close()
 
 
-def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(agent: Relay) -> None:
-    ranks = [LocalClient(agent) for _ in range(2)]
+def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(relay: Relay) -> None:
+    ranks = [LocalClient(relay) for _ in range(2)]
     for rank in ranks:
         stage = host_agent_pb2.StageLayout(run_id=RUN, manifest=layout().to_bytes(), local_ranks=2)
         rank.send(layout=stage)
@@ -90,15 +90,15 @@ def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(agent: R
         rank.connection.close()
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_no_version(agent: Relay) -> None:
-    rank = LocalClient(agent)
+def test_a_rank_that_dies_while_it_writes_leaves_no_version(relay: Relay) -> None:
+    rank = LocalClient(relay)
     rank.send(layout=host_agent_pb2.StageLayout(run_id=RUN, manifest=layout().to_bytes(), local_ranks=1))
     rank.send(begin=host_agent_pb2.StageBegin(run_id=RUN, version=message(V1)))
     rank.reply(lambda reply: reply.WhichOneof("reply") == "buffer")
-    assert agent.store.find(RUN, V1) is not None
+    assert relay.versions.find(RUN, V1) is not None
     rank.connection.close()
-    with agent.store.changed:
-        assert agent.store.changed.wait_for(lambda: agent.store.find(RUN, V1) is None, 30)
+    with relay.versions.changed:
+        assert relay.versions.changed.wait_for(lambda: relay.versions.find(RUN, V1) is None, 30)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_version(agent: Relay) -> Non
         {},
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused_and_the_agent_goes_on(
+def test_a_request_that_makes_no_sense_is_refused_and_the_relay_goes_on(
     learner: LearnerHost, request_fields: dict[str, object]
 ) -> None:
-    client = LocalClient(learner.agents[0])
+    client = LocalClient(learner.relays[0])
     client.send(**request_fields)
     reply, _ = client.reply(lambda reply: reply.WhichOneof("reply") == "refusal")
     assert reply.refusal.message
@@ -124,9 +124,9 @@ def test_a_request_that_makes_no_sense_is_refused_and_the_agent_goes_on(
     client.connection.close()
 
 
-def read_as_a_stranger(agent: Relay) -> bytes:
-    """Ask an agent for a manifest with a proof that fits nothing; return what it says."""
-    channel = Transport().connect(address(agent), WAIT_S)
+def read_as_a_stranger(relay: Relay) -> bytes:
+    """Ask a relay for a manifest with a wrong proof; return its answer."""
+    channel = Transport().connect(address(relay), WAIT_S)
     try:
         nonce = frames.receive(channel, frames.NONCE_BYTES)
         request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id=RUN, manifest=True, proof=nonce)
@@ -142,11 +142,11 @@ def test_readers_of_the_present_run_alone_are_admitted(
     learner: LearnerHost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "seldom", RateLimitedLog(logging.getLogger(sending.__name__), 0.0))
-    (agent,) = learner.agents
+    (relay,) = learner.relays
     for _ in range(2):
-        assert b"no proof that its sender belongs to run" in read_as_a_stranger(agent)
+        assert b"no proof that its sender belongs to run" in read_as_a_stranger(relay)
     assert "refused a reader at 127.0.0.1:" in caplog.text
-    sender, nonce = agent.sender, b"n" * frames.NONCE_BYTES
+    sender, nonce = relay.sender, b"n" * frames.NONCE_BYTES
 
     def refusal(run_id: str, secret: bytes) -> str:
         request = host_agent_pb2.ReadRequest(

@@ -183,7 +183,7 @@ def test_pages_are_locked_where_the_weights_lie_until_the_segment_is_closed() ->
     address = segment.flat().data_ptr()
     assert segment.page_lock([(100, 200)]) == mmap.PAGESIZE
     assert segment.page_lock() == 4 * mmap.PAGESIZE
-    del segment  # as when it is closed: another mapping may come to the same address
+    del segment  # as after closing: another mapping may get the same address
     second = address + mmap.PAGESIZE
     assert calls[:2] == [(address, mmap.PAGESIZE, 0), (second, 3 * mmap.PAGESIZE, 0)]
     assert sorted(calls[2:]) == [(address,), (second,)]
@@ -198,14 +198,14 @@ def test_the_size_cannot_change_under_a_reader() -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/fd/1/../../../etc/passwd", "", "x" * 1000])
 def test_a_path_that_is_no_segment_is_refused(path: str) -> None:
-    with pytest.raises(Unavailable, match="is offered as a segment of memory, and is none"):
+    with pytest.raises(Unavailable, match="is offered as a segment of memory, but is not one"):
         HostSegment.open(path)
 
 
 def test_other_files_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"cannot be opened \(No such file or directory\)"):
         HostSegment.open(f"/proc/{os.getpid()}/fd/99999")
-    cut_off = "can be cut off while it is read"
+    cut_off = "can be truncated while it is read"
     with open(tmp_path / "plain", "wb+") as plain, pytest.raises(Unavailable, match=cut_off):
         HostSegment.attach(plain.fileno())
 

@@ -1,4 +1,4 @@
-"""A rank's versions in its host's memory, over the deaths of its host's agents."""
+"""A rank's versions in its host's memory, across the deaths of its host's relays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from host_agents import RUN, LocalClient, content, layout
+from host_relays import RUN, LocalClient, content, layout
 
 from paceline.errors import Unavailable
 from paceline.groups import Version
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 class Client:
-    """The interface of `RelayClient`; the test replaces the agent. `sent` names all requests, in their order."""
+    """The interface of `RelayClient`; the test replaces the relay. `sent` names all requests, in their order."""
 
     def __init__(self) -> None:
         self.forget()
@@ -33,8 +33,8 @@ class Client:
     def forget(self) -> None:
         self.on_connected, self.on_reply = (lambda: None), (lambda reply, fd: None)
 
-    def connect(self, agent: Relay) -> None:
-        local = LocalClient(agent)
+    def connect(self, relay: Relay) -> None:
+        local = LocalClient(relay)
         self._local, earlier = local, self._local
         if earlier is not None:
             earlier.connection.close()
@@ -42,7 +42,7 @@ class Client:
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:
         if self._local is None:
-            raise Unavailable("no agent")
+            raise Unavailable("no relay")
         self.sent.append(request.WhichOneof("request") or "")
         self._local.connection.send(request)
 
@@ -66,12 +66,12 @@ class Ranks:
     """The ranks of one host."""
 
     def __init__(self, number: int) -> None:
-        self.agents: list[Relay] = []
+        self.relays: list[Relay] = []
         self.clients = [Client() for _ in range(number)]
         self.staged: queue.Queue[tuple[int, Version]] = queue.Queue()
         self.write_begun, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
-        self.replace_agent()
+        self.replace_relay()
         self.stages = [self._stage(index, client) for index, client in enumerate(self.clients)]
 
     def _stage(self, index: int, client: Client) -> RankStage:
@@ -86,10 +86,10 @@ class Ranks:
             on_replaced=lambda: None,
         )
 
-    def replace_agent(self) -> None:
-        self.agents.append(Relay(Transport(), "127.0.0.1"))
+    def replace_relay(self) -> None:
+        self.relays.append(Relay(Transport(), "127.0.0.1"))
         for client in self.clients:
-            client.connect(self.agents[-1])
+            client.connect(self.relays[-1])
 
     def publish(self, index: int, version: Version) -> None:
         def write(segment: HostSegment) -> None:
@@ -111,7 +111,7 @@ class Ranks:
                 waiting.discard(index)
 
     def held(self, version: Version) -> bytes:
-        held = self.agents[-1].store.find(RUN, version)
+        held = self.relays[-1].versions.find(RUN, version)
         assert held is not None
         return bytes(held.memory[: layout().layout.total_bytes])
 
@@ -119,8 +119,8 @@ class Ranks:
         for stage, client in zip(self.stages, self.clients, strict=True):
             stage.close()
             client.close()
-        for agent in self.agents:
-            agent.close()
+        for relay in self.relays:
+            relay.close()
 
 
 @pytest.fixture
@@ -130,20 +130,20 @@ def ranks() -> Iterator[Ranks]:
     made.close()
 
 
-def test_another_agent_gets_the_newest_version_from_the_memory_of_the_one_that_died(ranks: Ranks) -> None:
+def test_another_relay_gets_the_newest_version_from_the_memory_of_the_one_that_died(ranks: Ranks) -> None:
     for version in (V1, V2):
         for index in range(2):
             ranks.publish(index, version)
         ranks.all_staged(version)
     expected = ranks.held(V2)
     assert expected == content(V2, len(expected))
-    ranks.replace_agent()
+    ranks.replace_relay()
     ranks.all_staged(V2)
     assert ranks.held(V2) == expected
-    assert ranks.agents[-1].store.find(RUN, V1) is None
+    assert ranks.relays[-1].versions.find(RUN, V1) is None
 
 
-def test_a_version_published_to_another_agent_is_not_begun_again(ranks: Ranks) -> None:
+def test_a_version_published_to_another_relay_is_not_begun_again(ranks: Ranks) -> None:
     for index in range(2):
         ranks.publish(index, V1)
     ranks.all_staged(V1)
@@ -152,7 +152,7 @@ def test_a_version_published_to_another_agent_is_not_begun_again(ranks: Ranks) -
     publishing = [threading.Thread(target=ranks.publish, args=(index, V2)) for index in range(2)]
     for thread in publishing:
         thread.start()
-    ranks.replace_agent()
+    ranks.replace_relay()
     ranks.all_staged(V2)
     for thread in (*publishing, *(t for t in threading.enumerate() if t.name == "weights-again")):
         thread.join(WAIT_S)
@@ -165,14 +165,14 @@ def test_a_version_published_to_another_agent_is_not_begun_again(ranks: Ranks) -
         assert client.sent[client.sent.index("layout", 1) :].count("begin") == 1
 
 
-def test_a_version_that_is_written_while_the_agent_dies_is_staged_with_the_next_one(ranks: Ranks) -> None:
+def test_a_version_that_is_written_while_the_relay_dies_is_staged_with_the_next_one(ranks: Ranks) -> None:
     ranks.publish(1, V1)
     ranks.write_begun.clear()
     ranks.go_on.clear()
     publishing = threading.Thread(target=ranks.publish, args=(0, V1))
     publishing.start()
     assert ranks.write_begun.wait(WAIT_S)
-    ranks.replace_agent()
+    ranks.replace_relay()
     ranks.go_on.set()
     publishing.join(WAIT_S)
     ranks.all_staged(V1)

@@ -1,4 +1,4 @@
-"""Versions from host to host under TLS, and strangers at an agent's port."""
+"""Versions from host to host under TLS, and strangers at a relay's port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_agents import LearnerHost, LocalClient, address, layout, plan
+from host_relays import LearnerHost, LocalClient, address, layout, plan
 from tls_folders import make_folders
 
 from paceline.errors import Unavailable
@@ -39,7 +39,7 @@ def transport(folder: Path) -> TlsTransport:
 
 @pytest.fixture
 def learner(folders: dict[str, Path]) -> Iterator[LearnerHost]:
-    """The learner's host, whose agent speaks TLS."""
+    """The learner's host, whose relay speaks TLS."""
     made = LearnerHost(layout(), transport(folders["learner"]))
     yield made
     made.close()
@@ -47,13 +47,13 @@ def learner(folders: dict[str, Path]) -> Iterator[LearnerHost]:
 
 @contextlib.contextmanager
 def host(folder: Path) -> Iterator[LocalClient]:
-    agent = Relay(transport(folder), "127.0.0.1", silence_s=2.0)
-    client = LocalClient(agent)
+    relay = Relay(transport(folder), "127.0.0.1", silence_s=2.0)
+    client = LocalClient(relay)
     try:
         yield client
     finally:
         client.connection.close()
-        agent.close()
+        relay.close()
 
 
 def test_versions_arrive_before_and_after_certificates_are_renewed(
@@ -66,7 +66,7 @@ def test_versions_arrive_before_and_after_certificates_are_renewed(
             renew(tmp_path / "ca", name)
         client.send(plan=plan(learner.stage(V2)))
         assert client.complete(V2)[0].verified_bytes == learner.manifest.size_bytes
-    assert learner.agents[0].sender.sent_bytes == 2 * learner.manifest.size_bytes
+    assert learner.relays[0].sender.sent_bytes == 2 * learner.manifest.size_bytes
 
 
 @pytest.mark.parametrize("who", ["another authority", "expired", "another role", "plain"])
@@ -86,10 +86,10 @@ def test_a_stranger_gets_not_even_the_nonce(
         "another role": folders["coordinator"],
         "plain": folders["person"],
     }[who]
-    # The stranger trusts everybody, to find out what the agent sends.
+    # The stranger trusts everybody, to find out what the relay sends.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    host_name, port = address(learner.agents[0]).split(":")
+    host_name, port = address(learner.relays[0]).split(":")
     connection = socket.create_connection((host_name, int(port)), 10.0)
     with contextlib.closing(connection):
         if who != "plain":
@@ -101,7 +101,7 @@ def test_a_stranger_gets_not_even_the_nonce(
             received = connection.recv(frames.NONCE_BYTES)
             assert received == b"" or who == "plain"  # to plain bytes TLS answers with an alert
             assert len(received) < frames.NONCE_BYTES
-    assert learner.agents[0].sender.sent_bytes == 0
+    assert learner.relays[0].sender.sent_bytes == 0
     why = {"expired": "expired", "another role": "role coordinator"}.get(who, "TLS")
     deadline_s = time.monotonic() + 60.0
     while not any("a reader on another host is gone: 127.0.0.1:" in line and why in line for line in caplog.messages):
@@ -135,7 +135,7 @@ def test_a_worker_reads_from_no_stranger(folders: dict[str, Path], tmp_path: Pat
         stranger = LearnerHost(layout(), transport(folder))
         try:
             with pytest.raises(Unavailable, match="is refused"):
-                transport(folders["rollout"]).connect(address(stranger.agents[0]), 10.0)
+                transport(folders["rollout"]).connect(address(stranger.relays[0]), 10.0)
         finally:
             stranger.close()
 

@@ -1,4 +1,4 @@
-"""The format of stored versions: elements of every width travel in it, another one is refused."""
+"""The format of stored versions: elements of every width, and the refusal of other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers of stored weights to a worker in a separate process, which is stopped, meets damage, and must never
+"""Offers of stored weights to a worker in a separate process, which is stopped, reads damaged files, and must never
 label a token with a version that it does not hold."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Worker:
         self.reader.start()
 
     def publish(self, step: int) -> None:
-        """Moves the weights far enough that no two versions give the same log-probabilities."""
+        """Move the weights far enough that no two versions give the same log-probabilities."""
         version = Version(1, step)
         torch.manual_seed(step)
         with torch.no_grad():
@@ -93,14 +93,14 @@ class Worker:
         self.writer.put(version, local_slices(self.model, None), plan_tensors(self.model, None))
 
     def wait_for(self, step: int) -> None:
-        """Until the worker says that it serves this version."""
+        """Wait until the worker reports that it serves this version."""
         while True:
             result = self.results.get(timeout=DEADLINE_S)
             if result.ok and result.version.step == step:
                 return
 
     def completion(self) -> dict[str, Any]:
-        """The next completion, its log-probabilities compared with those of the versions it names; that is the point."""
+        """Return the next completion, after comparing its log-probabilities with those of the versions that it names."""
         completion = self.completions.get(timeout=DEADLINE_S)
         token_ids = completion["token_ids"]
         ids_1L = torch.tensor([PROMPT_IDS + token_ids])
@@ -116,7 +116,7 @@ class Worker:
         return completion
 
     def completion_of(self, step: int) -> dict[str, Any]:
-        """The first completion that is of this version from its first token on; all before it are compared too."""
+        """Return the first completion that is of this version from its first token on; all before it are compared too."""
         while True:
             completion = self.completion()
             if completion["spans"][0][:2] == [1, step]:
@@ -154,9 +154,9 @@ class Worker:
                     self.writer.put_snapshot()
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    worker = Worker(tmp_path)
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    worker = Worker(tmp_path_factory.mktemp("worker"))
     try:
         assert worker.ready.wait(DEADLINE_S)
         worker.offers.set_members(1, ["worker"])
@@ -165,27 +165,15 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         worker.end()
 
 
-def test_a_worker_that_was_stopped_never_labels_a_token_wrongly(worker: Worker) -> None:
-    worker.publish(0)
-    worker.completion_of(0)
-    for pause in range(3):
-        first = 4 * pause + 1
-        worker.process.send_signal(signal.SIGSTOP)
-        for step in range(first, first + 4):
-            worker.publish(step)
-        worker.process.send_signal(signal.SIGCONT)
-        worker.wait_for(first + 3)
-        worker.completion_of(first + 3)
-
-
 def test_damage_in_the_store_is_repaired_while_the_worker_goes_on_serving(worker: Worker) -> None:
-    worker.publish(0)
-    worker.wait_for(0)
-    worker.publish(1)
-    worker.wait_for(1)
+    start = len(worker.versions)
+    for step in (start, start + 1):
+        worker.publish(step)
+        worker.wait_for(step)
     worker.process.send_signal(signal.SIGSTOP)
-    worker.publish(2)
-    path = worker.folder / "store" / "000001-00000002" / "delta.0.safetensors"
+    worker.publish(start + 2)
+    name = f"000001-{start + 2:08d}"
+    path = worker.folder / "store" / name / "delta.0.safetensors"
     pause = threading.Event()
     while not path.with_name("delta.json").exists():
         pause.wait(0.01)
@@ -195,9 +183,23 @@ def test_damage_in_the_store_is_repaired_while_the_worker_goes_on_serving(worker
     worker.process.send_signal(signal.SIGCONT)
     refused = worker.results.get(timeout=DEADLINE_S)
     assert not refused.ok
-    assert "000001-00000002/delta.0.safetensors" in refused.error
-    worker.wait_for(2)  # from the snapshot that was written because of it
-    worker.completion_of(2)
-    worker.publish(3)
-    worker.wait_for(3)
-    worker.completion_of(3)
+    assert f"{name}/delta.0.safetensors" in refused.error
+    worker.wait_for(start + 2)  # from the snapshot that was written because of it
+    worker.completion_of(start + 2)
+    worker.publish(start + 3)
+    worker.wait_for(start + 3)
+    worker.completion_of(start + 3)
+
+
+def test_a_worker_that_was_stopped_never_labels_a_token_wrongly(worker: Worker) -> None:
+    start = len(worker.versions)
+    worker.publish(start)
+    worker.completion_of(start)
+    for pause in range(3):
+        first = start + 4 * pause + 1
+        worker.process.send_signal(signal.SIGSTOP)
+        for step in range(first, first + 4):
+            worker.publish(step)
+        worker.process.send_signal(signal.SIGCONT)
+        worker.wait_for(first + 3)
+        worker.completion_of(first + 3)

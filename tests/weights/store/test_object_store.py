@@ -1,4 +1,4 @@
-"""The same chain of versions in stores that are no folders: fsspec's memory, and an S3 server (moto) on loopback."""
+"""The same chain of versions in object stores: fsspec's memory, and an S3 server (moto) on loopback."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def test_a_server_that_is_away_is_said_to_be_unavailable(s3_server: int, monkeyp
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client library's own patience is not in question
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client library's time-outs are not tested here
     import s3fs
 
-    s3fs.S3FileSystem.clear_instance_cache()  # else it is the one that knows the server
+    s3fs.S3FileSystem.clear_instance_cache()  # else the client would be one that has the server's address
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # taken, and not listening
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")

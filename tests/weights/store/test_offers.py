@@ -61,7 +61,7 @@ def test_a_member_for_which_every_snapshot_is_damaged_costs_only_some(bench: Ben
     bench.answer(10, ok=True)
     bench.store_snapshot(11)
     bench.answer(11, damaged=True)
-    assert bench.offers.wants_snapshot  # it was well in between
+    assert bench.offers.wants_snapshot  # it succeeded in between
 
 
 def test_a_version_that_was_never_stored_is_held_by_nobody(bench: Bench) -> None:

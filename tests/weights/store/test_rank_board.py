@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.weights.store import rank_board
 from paceline.weights.store.rank_board import RankBoard, _TcpBoard
 
 
@@ -29,13 +28,12 @@ class Store:
         raise self.errors.pop(0)
 
 
-def test_a_time_out_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_board, "POLL_S", 0.01)
+def test_a_time_out_is_waited_out() -> None:
     errors: list[Any] = [dist.DistStoreError("wait timeout"), RuntimeError("connection reset")]
-    assert _TcpBoard(Store(*errors)).wait("key", threading.Event()) == b"note"
+    assert _TcpBoard(Store(*errors), poll_s=0.01).wait("key", threading.Event()) == b"note"
     closed = threading.Event()
     closed.set()
-    assert _TcpBoard(Store(*errors)).wait("key", closed) is None
+    assert _TcpBoard(Store(*errors), poll_s=0.01).wait("key", closed) is None
 
 
 def test_what_nobody_foresaw_rises() -> None:

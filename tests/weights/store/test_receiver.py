@@ -21,7 +21,7 @@ Ack = tuple[Version, bool, str, bool]
 
 
 class Member:
-    """A receiver whose store answers as a test says, and what it said."""
+    """A receiver whose store answers as the test orders, and its answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self.error: Exception | None = None

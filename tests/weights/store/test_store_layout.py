@@ -1,4 +1,4 @@
-"""Chunks of a rank's blocks: every row once, no chunk of two widths, and none larger than allowed without need."""
+"""Chunks of a rank's blocks: every row once, no chunk of two widths, and none unnecessarily large."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def make_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
 
 
 def damage(pair: Pair, name: str, how: str) -> None:
-    """Changes an object as disks, networks and people do."""
+    """Change an object as disks, networks and people do."""
     path = Path(pair.store.url) / name
     data = path.read_bytes()
     match how:
@@ -102,7 +102,7 @@ def test_a_reader_that_missed_versions_catches_up_across_a_snapshot(make_pair: C
 def test_snapshots_come_by_interval_by_cost_and_when_asked_for(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(anchor_interval=2)
     for step in range(3):
-        # The delta is told first, its snapshot as soon as it is there.
+        # The delta is announced first, its snapshot as soon as it is there.
         assert pair.step(step).snapshot_version == Version(1, 0)
     assert pair.with_snapshot(2).version == Version(1, 2)
     pair.step(3)
@@ -207,7 +207,7 @@ def test_only_what_no_member_needs_is_pruned(make_pair: Callable[..., Pair]) -> 
         pair.step(step)
     pair.writer.close()
     kept = sorted({name.partition("/")[0] for name in pair.store.names()})
-    assert kept == [f"000001-{step:08d}" for step in range(1, 9)]  # the member goes on from version 1
+    assert kept == [f"000001-{step:08d}" for step in range(1, 9)]  # the member continues from version 1
     later = make_pair(session=2)
     later.step(9)
     later.step(10)

@@ -44,7 +44,7 @@ def make_token_file(cluster: LocalCluster, name: str, role: CallerRole) -> Path:
 
 
 async def until_known(cluster: LocalCluster, path: Path) -> None:
-    """Wait until the coordinator has read the table anew."""
+    """Wait until the coordinator has read the table again."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:

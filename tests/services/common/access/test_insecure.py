@@ -1,4 +1,4 @@
-"""Addresses beyond this host need a word of consent."""
+"""Addresses beyond this host need explicit consent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of the dashboard: what a token, a link and a wrong key may do."""
+"""Keys of the dashboard: the rights of a token, a link and a wrong key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of rights: a row for every method of every proto, and real servers that permit what it says."""
+"""The table of rights: a row for every method of every proto, and real servers that enforce it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def noted() -> list[Call]:
 
 @pytest_asyncio.fixture
 async def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: list[Call]) -> AsyncIterator[tuple[int, int]]:
-    """A coordinator's server and a worker's with all workers' services, whose own token has the role worker."""
+    """A coordinator's server, and a worker's with all workers' services, whose token has the role worker."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     coordinator = Coordinator(ledger, tmp_path, Members(60.0), "127.0.0.1", 0)
     callers = TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
@@ -149,7 +149,7 @@ async def test_real_servers_permit_and_note_what_the_table_says(
                 break
             await asyncio.sleep(0.01)  # the note of the last call may come after its answer
     assert permitted == {path: set(right.roles) for path, right in RPCS.items()}
-    # A worker's service asks about the tokens of its callers in the name of its own token.
+    # A worker's service identifies its callers with its token.
     assert {fact for fact in found if fact[1] != "w"} == wanted
 
 

@@ -1,4 +1,4 @@
-"""A worker beyond loopback hides secrets from user code where no option says otherwise, and complains where it cannot."""
+"""A worker beyond loopback hides secrets from user code unless an option says otherwise, and warns if it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC under TLS: who is let in, what the others are told, and certificates that are replaced while a server runs."""
+"""gRPC under TLS: accepted callers, the others' errors, and certificates that are replaced while a server runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def who(port: int | None, folder: Path) -> bytes:
 
 
 async def refusal(port: int | None, folder: Path) -> str:
-    """Return what a caller is told who gets no connection."""
+    """Return the error of a caller that gets no connection."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await who(port, folder)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -126,7 +126,8 @@ async def test_a_server_without_tls_or_with_a_bad_certificate_is_named(
 async def test_both_sides_take_renewed_certificates_without_a_restart(
     server: GrpcServer, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Everything of the first authority is replaced; a channel that was open before goes on, and new ones verify the new one."""
+    """Everything of the first authority is replaced; a channel that was open before continues, and new ones verify the
+    new one."""
     folder = TlsFolder(folders["worker"])
     channel = RenewedChannel(lambda: open_aio_channel(f"127.0.0.1:{server.port}", folder=folder), folder)
     call = channel.unary_unary("/test.Service/Who")

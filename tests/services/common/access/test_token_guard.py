@@ -35,7 +35,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A coordinator whose token is in its own directory, as without any option or variable."""
+    """A coordinator whose token is in its directory, as without any option or variable."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_TOKEN_FILE", "")
         patch.delenv("PACELINE_TOKEN_FILE")
@@ -184,7 +184,7 @@ def test_health_stays_open(cluster: LocalCluster) -> None:
 async def test_a_worker_that_gets_the_token_later_belongs_then(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refused at first, it reports why and tries again, because the file may still be on its way."""
+    """Refused at first, it reports the reason and tries again, because the file may still be on its way."""
     late = tmp_path / "late"
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(late))
     welcomed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Named tokens: what the file keeps, who may read it, and when a token stops to count."""
+"""Named tokens: the content of the file, its readers, and the time when a token becomes invalid."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_token_counts_until_it_is_revoked_or_expires(tmp_path: Path, mon
     revoke(path, "ann")
     now_s[0] += CHECK_S
     assert "was revoked" in callers.refusal(ann)
-    path.write_text("{")  # damage does not open a door, nor close the others
+    path.write_text("{")  # damage neither admits anyone nor excludes the others
     now_s[0] += CHECK_S
     assert "was revoked" in callers.refusal(ann)
     assert (await callers.caller("boot")).steers_all

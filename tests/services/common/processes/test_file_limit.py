@@ -1,4 +1,4 @@
-"""The limit of open files, and a coordinator that meets it."""
+"""The limit of open files, and a coordinator that reaches it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_worker_too_many_is_refused_with_the_remedy_and_the_others_stay(
     )
     first.hang_up()
     await first.hear_the_end()
-    again = rollout(plane, "rollout-1")  # a member that comes back needs no further place
+    again = rollout(plane, "rollout-1")  # a member that returns needs no additional capacity
     await again.hear("welcome")
     await plane.stop()
 

@@ -1,4 +1,4 @@
-"""The line of a log that says why its service died, in the forms in which services, Python and vLLM write it."""
+"""The line of a log with the reason of its service's death, in the forms of services, Python and vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mean share of a worker's room, with a clock of the test."""
+"""Mean used share of a worker's capacity, with a clock of the test."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_more_work_than_room_is_a_full_worker() -> None:
     occupancy.note(9, 4)
     now[0] = 1.0
     assert occupancy.take() == 1.0
-    occupancy.note(1, 0)  # an engine that has no room yet
+    occupancy.note(1, 0)  # an engine that has no capacity yet
     now[0] = 2.0
     assert occupancy.take() == 1.0

@@ -1,4 +1,4 @@
-"""Calls beyond a limit are refused with a time at which they are taken, at a real server."""
+"""Calls beyond a limit are refused with the time to wait, at a real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paceline.calls.backoff import from_error
 from paceline.calls.token import metadata
 from paceline.services.common.access.rights import RPCS, Caller, CallerRole
 from paceline.services.common.access.token_guard import TokenGuard
-from paceline.services.common.serving import call_limits
 from paceline.services.common.serving.call_limits import (
     LIMITS,
     NO_LIMIT,
@@ -94,9 +93,8 @@ def test_a_pace_is_kept_and_a_burst_allowed() -> None:
     assert [rates.wait_s(key, limit) for _ in range(4)] == [0, 0, 0, pytest.approx(0.5)], "a pause saves up no more"
 
 
-def test_what_is_kept_of_callers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_limits, "MAX_KEPT", 10)
-    rates, limit = Rates(Clock()), Limit(per_s=1.0, burst=1, under_way=1, in_all=1)
+def test_what_is_kept_of_callers_is_bounded() -> None:
+    rates, limit = Rates(Clock(), max_kept=10), Limit(per_s=1.0, burst=1, under_way=1, in_all=1)
     for number in range(100):
         assert rates.wait_s((str(number), "Get"), limit) == 0
     assert len(rates) == 10

@@ -1,4 +1,4 @@
-"""Tokens at HTTP ports: who is answered where a port requires one, and where none does."""
+"""Tokens at HTTP ports: answered requests at a port that requires one, and at one that does not."""
 
 from __future__ import annotations
 

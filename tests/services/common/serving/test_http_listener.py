@@ -1,4 +1,4 @@
-"""Connections of an HTTP port are bounded by address, and those that stand idle or unread are closed."""
+"""Connections of an HTTP port are bounded by address, and idle or unread ones are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of every kind leave no cycle behind, whoever aborted them."""
+"""Calls of every kind leave no cycle in memory, whoever aborted them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def _register(_: Any, server: grpc.aio.Server) -> None:
 
 
 def aborted() -> int:
-    """Return how many errors of aborted calls are in memory, those of other tests in this process too.
+    """Return how many errors of aborted calls are in memory, including those of other tests in this process.
 
-    It asks for the type, because `isinstance` asks each object for its class, and torch has one that answers with a warning.
+    It compares types, because `isinstance` asks each object for its class, and torch has one that answers with a
+    warning.
     """
     return sum(type(each) is grpc.aio.AbortError for each in gc.get_objects())
 

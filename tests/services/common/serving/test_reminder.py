@@ -5,16 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import pytest
-
 from paceline.services.common.serving import grpc_server as reminder
 from paceline.services.common.serving.grpc_server import remind
 
 
-async def test_a_warning_is_written_again_and_again_and_no_warning_never(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reminder, "REMIND_S", 0.0)
+async def test_a_warning_is_written_again_and_again_and_no_warning_never() -> None:
     third, seen = asyncio.Event(), []
 
     class Seen(logging.Handler):
@@ -25,7 +20,7 @@ async def test_a_warning_is_written_again_and_again_and_no_warning_never(
 
     handler = Seen()
     reminder.log.addHandler(handler)
-    reminding = asyncio.create_task(remind("NOT ENCRYPTED"))
+    reminding = asyncio.create_task(remind("NOT ENCRYPTED", period_s=0.0))
     try:
         await asyncio.wait_for(third.wait(), 60)
     finally:

@@ -1,4 +1,5 @@
-"""Further columns of reward functions: bounded on the wire, refused where they do not fit, joined to samples by their text."""
+"""Further columns of reward functions: bounded on the wire, refused if they do not fit, joined to samples by their
+text."""
 
 from __future__ import annotations
 

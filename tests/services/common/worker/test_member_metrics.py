@@ -1,4 +1,4 @@
-"""`/metrics` of workers: their heartbeats' gauges, bounded, without sums, and of a real worker's process."""
+"""`/metrics` of workers: their heartbeats' gauges, bounded, without sums, also from a real worker's process."""
 
 from __future__ import annotations
 

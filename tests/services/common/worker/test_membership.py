@@ -15,8 +15,7 @@ import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Conflict
-from paceline.services.common.serving import grpc_server
-from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.serving.grpc_server import SERVER_OPTIONS, GrpcServer
 from paceline.services.common.worker import membership as member
 from paceline.services.common.worker.membership import Membership
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -28,7 +27,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x
 
 
 class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
-    """One stream at a time, and an exchange on a port that stays; `restart` begins a new term."""
+    """One stream at a time, and an exchange on a fixed port; `restart` begins a new term."""
 
     def __init__(self) -> None:
         self.term = 1
@@ -83,7 +82,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
         self._ended = asyncio.Event()
 
     async def cut(self) -> None:
-        """Break the exchange's connections, with messages on their way; new connections are accepted at once."""
+        """Break the exchange's connections, with messages in transit; new connections are accepted at once."""
         self._router.close()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -205,7 +204,7 @@ async def test_what_came_with_an_earlier_secret_is_sent_again_with_the_next(
 
 
 async def until_resent(coordinator: Coordinator, number: int) -> list[tuple[bytes, pb.ExchangeRequest]]:
-    """Return the next sendings."""
+    """Return the next transmissions."""
     return [await coordinator.hear() for _ in range(number)]
 
 
@@ -274,7 +273,7 @@ async def test_a_reply_to_any_sending_of_a_result_counts(coordinator: Coordinato
 async def test_of_a_request_for_leases_only_the_reply_to_the_newest_sending_counts(
     coordinator: Coordinator, membership: Membership
 ) -> None:
-    """Leases of the first reply are revoked when the second request says that they are not held."""
+    """Leases of the first reply are revoked when the second request does not list them."""
     asked = ask(membership)
     first, second = await until_resent(coordinator, 2)
     await coordinator.answer(first, 1, pb.REPLY_STATUS_OK)
@@ -475,11 +474,10 @@ async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.Cap
     assert capfd.readouterr().err == ""
 
 
-async def test_connections_without_a_call_keep_nobody_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers take all connections of a port and say nothing; a client gets in once they have been idle for long enough."""
-    options = [*grpc_server.SERVER_OPTIONS, ("grpc.max_connection_idle_ms", 1_000)]
-    monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", options)
-    server = GrpcServer("127.0.0.1", 0, max_connections=2)
+async def test_connections_without_a_call_keep_nobody_out_for_ever() -> None:
+    """Strangers take all connections of a port and send nothing; a client gets in once they have been idle long enough."""
+    options = {**dict(SERVER_OPTIONS), "grpc.max_connection_idle_ms": 500}
+    server = GrpcServer("127.0.0.1", 0, max_connections=2, options=list(options.items()))
     async with server, asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as opened:
         strangers = []
         for _ in range(3):

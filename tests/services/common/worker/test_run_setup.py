@@ -1,4 +1,4 @@
-"""Workers that cannot set a run up report why, try again automatically, and report when they can."""
+"""Workers that cannot set up a run report the reason, retry automatically, and report when they succeed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 class Membership:
-    """Membership that records reports, and lets every request wait for ever."""
+    """Membership that records reports, and lets every request wait forever."""
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[worker_pb2.RunReport] = asyncio.Queue()
@@ -125,7 +125,7 @@ async def test_a_rollout_worker_waits_for_its_model(tmp_path: Path, monkeypatch:
     worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1", ExponentialBackoff(0.01, 0.01))
     membership = join(worker)
     policy = {"model_name": str(folder), "generation": {"max_new_tokens": 4}}
-    await worker._on_directive(assigned(tmp_path, policy=policy))
+    await worker.on_directive(assigned(tmp_path, policy=policy))
     working = asyncio.create_task(worker.work())
     for _ in range(2):
         report = await membership.next()

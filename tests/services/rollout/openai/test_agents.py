@@ -32,7 +32,7 @@ ASK: Any = {"model": RUN, "messages": [ASKED], "max_tokens": 60, "seed": 1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that always reasons, says something and calls twice; behind the beginning of a call it completes that one."""
+    """A model that always reasons, writes content and calls twice; after the beginning of a call it completes that one."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = chat_templates.character_tokenizer(chat_templates.HERMES)
     write_chain_model(folder, tokenizer, [("\n", *TEXT), (" ", *FORCED)])
@@ -159,7 +159,7 @@ async def test_tools_whose_calls_could_not_be_read_are_refused(client: AsyncOpen
         run.spec = run.spec.model_copy(update={"environment": environment})
         answer = await client.chat.completions.create(**ASK, tools=[TOOL])
         assert len(answer.choices[0].message.tool_calls or []) == calls
-    with pytest.raises(openai.BadRequestError, match="take 'auto'"):
+    with pytest.raises(openai.BadRequestError, match="use 'auto'"):
         await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required")
 
 
@@ -202,13 +202,13 @@ async def test_a_response_is_the_chat_that_its_items_mean(client: AsyncOpenAI, r
         ],
     )  # fmt: skip
     assert second.usage is not None
-    # `strict` and the description are in the definitions of one of them only.
+    # Only one of them has `strict` and the description in its definitions.
     difference = len('"description": "Adds.", ') - len(', "strict": false')
     assert as_chat.usage.prompt_tokens - second.usage.input_tokens == difference
 
 
 def items_of(response: Any) -> list[Any]:
-    """Return what its items say, without ids and what the client adds."""
+    """Return the content of its items, without ids and the client's additions."""
     known = ("type", "status", "name", "arguments", "text")
     items = []
     for item in response.output:

@@ -246,7 +246,7 @@ async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_vers
     client: AsyncOpenAI, run: EndpointRun, weights: Any
 ) -> None:
     def ask(model: str) -> Any:
-        # The update comes after the first chunk and before these many tokens are through.
+        # The update comes after the first chunk and before this many tokens.
         return client.completions.create(
             model=model, prompt="abc", max_tokens=LONG, stream=True, extra_body={"min_tokens": LONG}
         )
@@ -255,7 +255,7 @@ async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_vers
     await anext(free)
     await anext(pinned)
     await run.engine.update_weights(SECOND, weights(1.1))
-    with pytest.raises(openai.APIError, match="took new weights"):
+    with pytest.raises(openai.APIError, match="received new weights"):
         async for _ in pinned:
             pass
     async for chunk in free:
@@ -277,7 +277,7 @@ async def test_a_pinned_request_without_a_stream_is_told_so_too(
     )
     await until(lambda: run.engine.num_running == 1)
     await run.engine.update_weights(SECOND, weights(1.1))
-    with pytest.raises(openai.NotFoundError, match="took new weights"):
+    with pytest.raises(openai.NotFoundError, match="received new weights"):
         await asked
     await until(lambda: run.engine.num_running == 0)
 
@@ -576,7 +576,7 @@ async def test_without_a_run_there_are_no_models_and_a_clear_word(no_run: Callab
     port = await endpoint.start("127.0.0.1", 0)
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         assert [model async for model in client.models.list()] == []
-        with pytest.raises(openai.InternalServerError, match="works on no run") as refused:
+        with pytest.raises(openai.InternalServerError, match="has no run") as refused:
             await client.completions.create(model=RUN, prompt="abc")
         assert refused.value.status_code == 503
     await endpoint.close()
@@ -609,7 +609,7 @@ async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
                 "/completions",
                 {"data": b"{", "headers": {"Content-Type": "application/json"}},
                 400,
-                "no JSON",
+                "not JSON",
             ),
         ):
             async with session.request(method, url + path, **options) as answer:  # type: ignore[arg-type]

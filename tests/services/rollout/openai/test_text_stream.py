@@ -27,7 +27,7 @@ def test_pieces_join_to_the_whole_whatever_the_bytes(ids: list[int]) -> None:
 @given(st.text("ab€", max_size=30), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3))
 def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
     stream, parts = pieces(list(text.encode()), *stops)
-    # The stop string that is complete first wins, at its first place; then the longest text before it is cut.
+    # The stop string that is complete first wins; if several end there, the text ends before the longest.
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         assert "".join(parts) == text

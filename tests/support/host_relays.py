@@ -1,4 +1,4 @@
-"""Hosts in one process: agents that speak TCP on loopback, and a learner's host that stages versions of a few kilobytes."""
+"""Hosts in one process: relays that speak TCP on loopback, and a learner's host that stages versions of a few kilobytes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def content(version: Version, size_bytes: int) -> bytes:
 
 
 class LocalClient:
-    """A worker or a rank of an agent's host, without a process."""
+    """A worker or a rank of a relay's host, without a process."""
 
-    def __init__(self, agent: Relay) -> None:
+    def __init__(self, relay: Relay) -> None:
         ours, theirs = socket.socketpair()
         self.connection = LocalConnection(ours)
-        agent.serve(LocalConnection(theirs))
+        relay.serve(LocalConnection(theirs))
 
     def send(self, **request: object) -> None:
         """Send one request, by the name of its field."""
@@ -82,12 +82,12 @@ class LocalClient:
 
 
 class LearnerHost:
-    """The agents of the learner's hosts, each with one rank that stages its part."""
+    """The relays of the learner's hosts, each with one rank that stages its part."""
 
     def __init__(self, manifest: HostManifest, transport: Transport | None = None) -> None:
         self.manifest = manifest
-        self.agents = [Relay(transport or Transport(), "127.0.0.1") for _ in range(manifest.sources)]
-        self.clients = [LocalClient(agent) for agent in self.agents]
+        self.relays = [Relay(transport or Transport(), "127.0.0.1") for _ in range(manifest.sources)]
+        self.clients = [LocalClient(relay) for relay in self.relays]
         for source, client in enumerate(self.clients):
             client.send(
                 layout=host_agent_pb2.StageLayout(
@@ -119,16 +119,16 @@ class LearnerHost:
             version=message(version),
             manifest_sha256=hashlib.sha256(manifest).digest(),
             size_bytes=self.manifest.size_bytes,
-            sources=[address(agent) for agent in self.agents],
-            source_agent_ids=[agent.agent_id for agent in self.agents],
+            sources=[address(relay) for relay in self.relays],
+            source_agent_ids=[relay.agent_id for relay in self.relays],
             token=TOKEN,
         )
 
     def close(self) -> None:
         for client in self.clients:
             client.connection.close()
-        for agent in self.agents:
-            agent.close()
+        for relay in self.relays:
+            relay.close()
 
 
 def plan(version: worker_pb2.HostVersion, *upstreams: Sequence[str], position: int = 0) -> worker_pb2.HostPlan:
@@ -145,9 +145,9 @@ def plan(version: worker_pb2.HostVersion, *upstreams: Sequence[str], position: i
     )
 
 
-def address(agent: Relay) -> str:
+def address(relay: Relay) -> str:
     """The address at which other hosts read."""
-    return f"127.0.0.1:{agent.port}"
+    return f"127.0.0.1:{relay.port}"
 
 
 def numbers(held: host_agent_pb2.HeldVersion) -> Version:

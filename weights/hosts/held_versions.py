@@ -1,10 +1,10 @@
-"""The versions that a host holds, in segments of shared memory: one is passed on and loaded while the next one arrives.
+"""The versions that a host holds in segments of shared memory: one is passed on and loaded while the next one arrives.
 
-Pieces arrive in any order, each verified before it is noted here; whoever passes the version on waits for the next one
-(`HeldVersion.next_piece`). The promise: a segment is written only while no engine of the host reads it, which the kernel's
-file locks tell. Readers on other hosts do not hold a version back: of two segments that are both read by other hosts, the
-older one is overwritten, and its readers are told that it is gone. One that only stages waits for nobody: where engines
-read both segments, a third one is made and dropped later.
+Pieces arrive in any order, each verified before it is noted here; threads that pass the version on wait for the next
+piece (`HeldVersion.next_piece`). The promise: a segment is written only while no engine of the host reads it, according
+to the kernel's file locks. Readers on other hosts do not keep a version: of two segments that other hosts read, the
+older one is overwritten, and its readers are told that it is gone. Staging waits for nobody: if engines read both
+segments, a third one is made, and dropped later.
 
 One condition guards all state; waiting threads are woken at every change.
 """
@@ -24,11 +24,11 @@ from paceline.weights.hosts.segment import HostSegment
 SEGMENTS = 2
 MAX_SEGMENTS = 3
 ENGINES_POLL_S = 0.01
-"""Pause between two checks whether an engine has finished with a segment, which the kernel does not announce."""
+"""Pause between two checks for the end of an engine's reading, which the kernel does not announce."""
 
 
 class HeldVersion:
-    """A version in a segment, or a part of it. Guarded by the store's condition, except for the bytes."""
+    """A version in a segment, or a part of it. The condition of `HeldVersions` guards all but the bytes."""
 
     def __init__(
         self, layout: HostManifest, version: Version, segment: HostSegment, generation: int, staged: bool
@@ -39,21 +39,21 @@ class HeldVersion:
         self.segment, self.generation = segment, generation
         self.memory = segment.memory()
         self.staged = staged
-        """True where learner ranks of this host write it."""
+        """True if learner ranks of this host write it."""
         self.manifest: HostManifest | None = None
-        """The version's, once it is known here."""
+        """The version's manifest, once it is known here."""
         self.manifest_bytes = b""
         self.present = bytearray(len(self.pieces))
         """1 for each piece that is verified."""
         self.arrived: list[int] = []
-        """The same pieces in the order in which they came."""
+        """The verified pieces in order of arrival."""
         self.verified_bytes = 0
         self.gone = False
         """True when the segment is being overwritten."""
         self.readers = 0
-        """Readers on other hosts."""
+        """Number of readers on other hosts."""
         self.writers = 0
-        """Threads of this process, and ranks of this host, that write it."""
+        """Number of threads of this process, and ranks of this host, that write it."""
         self.ranks_done: set[int] = set()
         """Learner ranks of this host that have written their parts."""
 
@@ -68,17 +68,17 @@ class HeldVersion:
         return not self.gone and self.segment.generation == self.generation
 
 
-class HostStore:
+class HeldVersions:
     """The versions of one run at a time. Any thread."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._held: list[HeldVersion] = []
-        """By age, the oldest first; at most one for each segment."""
+        """Ordered by age, the oldest first; at most one for each segment."""
         self._segments: list[HostSegment] = []
         self.run_id = ""
         self.wanted: Version | None = None
-        """The newest version that this host is to bring; an older one will not begin to arrive any more."""
+        """The newest version that this host is to bring; an older one can no longer begin to arrive."""
         self.closed = False
 
     def use_run(self, run_id: str) -> None:
@@ -93,7 +93,7 @@ class HostStore:
             self.changed.notify_all()
 
     def find(self, run_id: str, version: Version) -> HeldVersion | None:
-        """Return the version, if it is here or arrives."""
+        """Return the version if it is here or arriving."""
         with self.changed:
             return next((h for h in self._held if h.run_id == run_id and h.version == version), None)
 
@@ -111,8 +111,8 @@ class HostStore:
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
-        """Return memory for a version: the one that it has already, or that of an older one. None if engines read all
-        segments for `wait_s`, or a newer version came. A staged version always gets memory."""
+        """Return memory for a version: its present memory, or that of an older one. None if engines read all segments for
+        `wait_s`, or a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with self.changed:
@@ -154,7 +154,7 @@ class HostStore:
             self.changed.notify_all()
 
     def drop(self, held: HeldVersion) -> None:
-        """Give up a version that will not be completed; its memory takes another one."""
+        """Abandon a version that will not be completed; another one may use its memory."""
         with self.changed:
             held.gone = True
             self._held = [other for other in self._held if other is not held]
@@ -162,7 +162,7 @@ class HostStore:
 
     @contextmanager
     def reading(self, held: HeldVersion) -> Iterator[None]:
-        """Read a version for another host. Raises Unavailable for one that is gone."""
+        """Read a version for another host. Raises Unavailable if it is gone."""
         with self.changed:
             if not held.is_current:
                 raise Unavailable(f"version {held.version.step} is gone")
@@ -176,7 +176,7 @@ class HostStore:
 
     @contextmanager
     def writing(self, held: HeldVersion) -> Iterator[None]:
-        """Write a version: its segment is not taken meanwhile."""
+        """Write a version: its segment is not reused meanwhile."""
         with self.changed:
             held.writers += 1
         try:
@@ -216,7 +216,7 @@ class HostStore:
             for held in self._held:
                 held.gone = held.gone or held.segment is segment
             self._held = [held for held in self._held if not held.gone]
-            if len(self._segments) > SEGMENTS:  # one that engines' reading made necessary
+            if len(self._segments) > SEGMENTS:  # the third one, no longer needed
                 self._segments = [other for other in self._segments if other is not segment]
                 continue
             return segment, generation
@@ -234,7 +234,7 @@ class HostStore:
         bucket = held.pieces[piece].bucket
         parts = [index for index in _pieces_of(held, piece) if held.pieces[index].bucket == bucket]
         if all(held.present[index] for index in parts):
-            # Of several hosts nobody has made the digest of the whole; engines compare what this host has verified.
+            # With several sources no host has the digest of the whole; engines compare with what was verified here.
             whole = digest if len(parts) == 1 else piece_digest(held.memory, _whole_bucket(held, bucket), "xxh3_128")
             held.segment.publish(bucket, whole)
 
@@ -244,7 +244,7 @@ class HostStore:
 
 
 def _pieces_of(held: HeldVersion, piece: int) -> range:
-    """Return the indices around `piece` among which all pieces of its bucket are: they are in the order of buckets."""
+    """Return indices around `piece` that include all pieces of its bucket, because pieces are in bucket order."""
     sources = max(1, held.layout.sources)
     return range(max(0, piece - sources), min(len(held.pieces), piece + sources + 1))
 
