@@ -297,36 +297,6 @@ PARTS = (
     STATE,
 )
 
-HEAD = """# Metrics
-
-[//]: # (Made by `python -m paceline.services.common.reporting.metric_table`; edit the table in that module.)
-
-Every step of a run writes one line to `metrics.jsonl` in the run's directory, with `kind`, `step`, `time` (seconds since
-1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
-
-```bash
-tensorboard --logdir runs        # completions of evaluations are among its texts
-python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', lines=True).tail())"
-paceline plot my-run-1
-```
-
-The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` and so on with the attribute `paceline.run`
-(`services/coordinator/reporting/otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
-`--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
-underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
-(`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
-`--metrics-port` as well: a worker's `/metrics` has the numbers of its heartbeats (`paceline_member_memory_gb`),
-`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
-and MLflow.
-
-A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
-angle brackets. *Healthy* says what to expect, and what another value means.
-
-`paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
-second, the fourth and so on. In the same way it warns of a step whose `advantage_max` is above 1000, or whose `grad_norm` is
-above 1000 times `policy.max_grad_norm`, with `loss_fn.reduction: sequence_sum` per trained token of a completion.
-"""
-
 
 def metric_of(kind: str, name: str) -> Metric | None:
     """Return the entry of a metric; None if there is none. An evaluation on examples has a step's metrics."""
@@ -348,15 +318,3 @@ def entries_of(name: str) -> list[tuple[Part, Metric]]:
 def _matches(metric: Metric, name: str) -> bool:
     pieces = re.split(r"<\w+>", metric.name)
     return re.fullmatch(".+".join(map(re.escape, pieces)), name) is not None
-
-
-def main() -> None:
-    """Write the page; with --check exit with 1 unless it is current."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        raise SystemExit(f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`")
-
-
-if __name__ == "__main__":
-    main()
