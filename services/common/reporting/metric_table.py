@@ -1,6 +1,4 @@
-"""Table of all metrics of a run, which docs/use/metrics.md is made from.
-
-    python -m paceline.services.common.reporting.metric_table [--check]
+"""Table of all metrics of a run, for `paceline metrics --explain` and the page of metrics.
 
 A name may have parameters in angle brackets, as `reward/<function>`.
 """
@@ -13,7 +11,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One entry of docs/use/metrics.md."""
+    """Meaning, unit and healthy range of a metric."""
 
     name: str
     unit: str
