@@ -198,7 +198,7 @@ class EnvironmentFailed(EpisodeFault):
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance is gone through no fault of its own, for example because its process died in another episode's call.
+    """The instance is gone without a fault in the instance, for example because its process died in another episode's call.
     It is replayed, restored or restarted, and does not count as a failure."""
 
 

@@ -129,7 +129,7 @@ class TrainingSample:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts as a sample; further transcripts of an episode do not."""
+        """Return whether it counts as a sample; further transcripts of an episode do not."""
         return self.transcript is None or self.transcript.is_first
 
     @property

@@ -111,12 +111,12 @@ class CheckpointWriter:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a checkpoint was begun and not finished."""
+        """Return whether a checkpoint was begun and not finished."""
         return self._thread is not None
 
     @property
     def ready(self) -> bool:
-        """Whether `finish` would return at once on this rank."""
+        """Return whether `finish` would return at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:

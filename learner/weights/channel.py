@@ -20,7 +20,7 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises a thread's error."""
+        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises a thread's error."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:

@@ -62,7 +62,7 @@ class Hosts:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first rank of its host, which speaks for it."""
+        """Return whether this is the first rank of its host, which speaks for it."""
         return self.host_of_rank.index(self.source) == self.rank
 
     @property

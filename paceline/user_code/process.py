@@ -130,7 +130,7 @@ class UserProcess(_Child):
 
     @property
     def usable(self) -> bool:
-        """Whether the process is started and has not ended as far as is known."""
+        """Return whether the process is started and has not ended as far as is known."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
@@ -222,7 +222,7 @@ class SharedProcess(_Child):
 
     @property
     def usable(self) -> bool:
-        """Whether the process is started and has not ended as far as is known."""
+        """Return whether the process is started and has not ended as far as is known."""
         return self._writer is not None
 
     async def start(self, timeout_s: float) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
-    """Return the session of the folder that a learner found at the path of its own checkpoint; None for another path."""
+    """Return the session of the folder that a learner found at its checkpoint's path; None for another path."""
     path, _, name = report.checkpoint_path.rpartition("/")
     session = session_of(name)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):

@@ -225,7 +225,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class ToolChoice(NamedTuple):
-    """What `tool_choice` allows."""
+    """The calls that `tool_choice` allows."""
 
     kind: str
     """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (calls) or `function` (a call of `name`)."""

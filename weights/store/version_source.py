@@ -45,7 +45,7 @@ class WholeSlices:
 
 @dataclass(frozen=True)
 class ChunkChanges:
-    """What changed in a chunk."""
+    """The changed elements of a chunk."""
 
     changes: Changes
     positions_K: npt.NDArray[np.int32]

@@ -40,12 +40,12 @@ class RankBatch(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether the run, or this session of it, has ended."""
+        """Return whether the run, or this session of it, has ended."""
         return self.reply.state == pb.BATCH_STATE_END
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends normally before this step."""
+        """Return whether the run ends normally before this step."""
         return self.reply.state == pb.BATCH_STATE_LAST
 
     @property

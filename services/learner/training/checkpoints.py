@@ -159,7 +159,7 @@ class SessionCheckpoints:
 
     @property
     def unwritten(self) -> bool:
-        """Whether `finish` would wait on this rank."""
+        """Return whether `finish` would wait on this rank."""
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
@@ -255,7 +255,7 @@ class SessionCheckpoints:
 
     @property
     def is_queued(self) -> bool:
-        """Whether checkpoints are queued for an object store."""
+        """Return whether checkpoints are queued for an object store."""
         return self._uploads is not None
 
     @property

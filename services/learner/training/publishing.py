@@ -77,7 +77,7 @@ class Publishing:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
+        """Return whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
         return self._channel is not None and self._channel.wants_snapshot
 
     def write_snapshot(self) -> None:
