@@ -78,7 +78,7 @@ class Campaign:
 
 JUDGE = f"""
 import dataclasses, json, pathlib, sys
-sys.path += ["{ROOT}/tests/chaos", "{ROOT}/tests/support"]
+sys.path += ["{ROOT}/tests/chaos"]
 from verdict import judge
 print(json.dumps(dataclasses.asdict(judge(pathlib.Path("/tmp/ledger"), sys.argv[1]))))
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-sys.path += [str(SUPPORT), str(SUPPORT / "models")]  # pytest has them by its settings
+sys.path += [str(SUPPORT / name) for name in ("models", "services", "training")]  # pytest has them by its settings
 
 from mesh_cases import CASES, TOLERANCE, save_models  # noqa: E402
 from mesh_runs import MeshRun, one_rank, run_mesh  # noqa: E402

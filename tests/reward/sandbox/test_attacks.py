@@ -18,6 +18,7 @@ from paceline.reward.sandbox.choosing import NoSandbox
 from paceline.reward.sandbox.protocol import Limits, Sandbox
 
 ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support" / "user_code"
 HARMLESS = (
     "TCP to loopback",
     "unix sockets",
@@ -76,7 +77,7 @@ def test_a_program_beside_the_attacks_goes_on(isolating: Sandbox, tmp_path: Path
 def test_every_attack_is_contained_in_a_restricted_pod() -> None:
     """User 1000 without capabilities under the runtimes' default filter: `auto` finds `landlock`, and it holds."""
     command = [sys.executable, str(Path(restricted_pod.__file__)), "python", "-B"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)  # pytest's own folders are closed to other users
         environment = {
@@ -86,7 +87,7 @@ def test_every_attack_is_contained_in_a_restricted_pod() -> None:
             "PACELINE_ATTACKED": SECRET,
         }
         ran = subprocess.run(
-            [*command, str(ROOT / "tests" / "support" / "sandbox_attacks.py"), "auto"],
+            [*command, str(SUPPORT / "sandbox_attacks.py"), "auto"],
             env=environment,
             capture_output=True,
             text=True,

@@ -13,9 +13,10 @@ from pathlib import Path
 from free_ports import free_port
 from python_path import python_path
 
-SCRIPTS = Path(__file__).parent / "processes"
-ROOT = SCRIPTS.parents[2]
-PATHS = python_path(ROOT, ROOT / "tests" / "support", ROOT / "tests" / "support" / "models")
+SUPPORT = Path(__file__).parents[1]
+SCRIPTS = SUPPORT / "processes"
+ROOT = SUPPORT.parents[1]
+PATHS = python_path(ROOT, *(folder for folder in sorted(SUPPORT.iterdir()) if folder != SCRIPTS))
 
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 300) -> None:
