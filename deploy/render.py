@@ -1,8 +1,9 @@
 """Makes deploy/docker/Dockerfile and deploy/compose.yaml from the list of roles, deploy/helm/paceline/files/roles.yaml.
 
-    python deploy/render.py [--check]
+python deploy/render.py [--check]
 
-A role's entry is all that an image, a service of compose and the chart need. --check exits with 1 when a file is not current.
+An image, a service of compose and the chart need nothing but a role's entry. --check exits with 1 if a file is not
+current.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MADE = "# Made by deploy/render.py from deploy/helm/paceline/files/roles.yaml; d
 Role = dict[str, Any]
 
 BUNDLES = "/bundles"
-"""Cache of bundles, apart from other folders, because user code can make no files beside what is hidden from it."""
+"""Cache of bundles, in a separate folder, because user code can create no files beside hidden ones."""
 COMPOSE_HEAD = """#
 # All roles on one host. Profile `cpu` needs nothing else; `gpu` gives a GPU to each rollout worker and to the learner.
 #
@@ -78,7 +79,6 @@ def _stage(target: str, image: str, role: Role) -> str:
 
 
 def _port(role: Role) -> int:
-    """Return the port of --port."""
     return int(role["ports"].get("grpc") or role["ports"]["http"])
 
 
@@ -105,7 +105,7 @@ def compose() -> str:
 
 
 def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
-    grows = name not in ("rollout", "learner")  # those of the profile gpu are services of their own
+    grows = name not in ("rollout", "learner")  # the profile gpu has separate services for these
     is_command, is_coordinator = role["workload"] == "command", role["workload"] == "coordinator"
     target = name if profile == "cpu" else f"{name}-gpu"
     service: dict[str, Any] = {

@@ -1,10 +1,11 @@
-"""Collects the root of an image without a system around it: Python, an environment, the libraries that both load, certificates.
+"""Collects the root of an image without a system around it: Python, an environment, the libraries that both load,
+certificates.
 
-    python collect.py FOLDER
+python collect.py FOLDER
 
-Runs with the interpreter of the environment (/opt/paceline). There is no shell, package manager or compiler in the result; the
-user paceline (10001) owns the folders that are written. Debian's packages that files come from are in `var/lib/dpkg/status.d`,
-where scanners and SBOM tools look, with their licences in `usr/share/doc`.
+Run it with the interpreter of the environment (/opt/paceline). The result has no shell, package manager or compiler;
+the user paceline (10001) owns the writable folders. `var/lib/dpkg/status.d`, which scanners and SBOM tools read, lists
+the Debian packages of the files, and `usr/share/doc` has their licences.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNUSED = shutil.ignore_patterns(
     "site-packages",
     "_dbm.*",
 )
-"""Folders and files of Python's library that no service imports; `_dbm` would bring a database's library."""
+"""Folders and files of Python's library that no service imports; `_dbm` would need a database's library."""
 ZONES = Path("/usr/share/zoneinfo")
 UNCHECKED = 1
 """Flags in the bytecode that compile.py makes (PEP 552)."""
@@ -51,7 +52,7 @@ USER = 10001
 
 
 def unused_of_library(folder: str, names: list[str]) -> set[str]:
-    """Return what is left out of a folder of Python's library, also the bytecode of what no service loads."""
+    """Return the names to leave out of a folder of Python's library, including bytecode that no service loads."""
     found = set(UNUSED(folder, names))
     if Path(folder).name == "__pycache__":
         for name in names:
@@ -62,7 +63,7 @@ def unused_of_library(folder: str, names: list[str]) -> set[str]:
 
 
 def add(root: Path, path: Path) -> None:
-    """Copy a file or folder to the same place below `root`, and what its links lead to."""
+    """Copy a file or folder to the same path below `root`, with the targets of its links."""
     goal = root / path.parent.resolve().joinpath(path.name).relative_to("/")
     if goal.exists() or not path.exists():
         return
@@ -77,7 +78,7 @@ def add(root: Path, path: Path) -> None:
 
 
 IGNORED = {STDLIB: unused_of_library, ZONES: shutil.ignore_patterns("right", "posix")}
-"""What is left out of folders; the copies of all time zones are among it."""
+"""Names left out of folders, such as the copies of all time zones."""
 
 
 def libraries(files: list[Path]) -> set[Path]:
@@ -91,7 +92,7 @@ def libraries(files: list[Path]) -> set[Path]:
 
 
 def packages(paths: list[Path]) -> Iterator[str]:
-    """Yield the Debian packages that have the files."""
+    """Yield the Debian packages that own the files."""
     names = sorted({str(path) for path in paths} | {str(path).removeprefix("/usr") for path in paths})
     owners = subprocess.run(["dpkg", "-S", *names], check=False, capture_output=True, text=True).stdout
     yield from sorted({line.split(":")[0] for line in owners.splitlines() if not line.startswith("diversion")})
@@ -102,7 +103,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     for folder in ("usr/bin", "usr/lib", "usr/lib64", *OWNED, "tmp", "etc"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    for name in ("bin", "lib", "lib64"):  # as Debian has it
+    for name in ("bin", "lib", "lib64"):  # as in Debian
         (root / name).symlink_to(f"usr/{name}")
     python = Path(sys.executable).resolve()
     library = (path for path in STDLIB.rglob("*.so") if not UNUSED(str(path.parent), [path.name]))

@@ -1,9 +1,10 @@
-"""Compiles what the services load, so that no process of an image, whose root is read-only, compiles it anew at its start.
+"""Compiles the modules that the services load, because an image's root is read-only and each process would compile them
+at its start.
 
-    python compile.py MODULE...
+python compile.py MODULE...
 
-Run at the end of an image's build, after trim.py. It imports the modules, which shows that nothing of theirs was trimmed, and
-compiles every file that was loaded, of Python's library too, and all files of this repository's packages.
+Run it at the end of an image's build, after trim.py. It imports the modules, which proves that nothing they need was
+trimmed, and compiles every file that was loaded, of Python's library too, and all files of this repository's packages.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def loaded() -> set[Path]:
 
 
 def compile_all(sources: Iterable[Path]) -> int:
-    """Compile files for good, whatever times their copies will have; return the bytes. Raises PyCompileError."""
+    """Compile files without checks of their times; return the bytes. Raises PyCompileError."""
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     made = (py_compile.compile(str(source), doraise=True, invalidation_mode=mode) for source in sources)
     return sum(Path(path).stat().st_size for path in made if path)
 
 
 def main() -> None:
-    """Import, compile, and print the bytes that were added."""
+    """Import, compile, and print the number of bytes added."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
     own = (SITE / "paceline").rglob("*.py")

@@ -1,9 +1,9 @@
-"""Removes from the environment it runs in what no service opens: tests of packages, headers, static libraries, caches, pip.
+"""Removes files that no service opens from its environment: tests of packages, headers, static libraries, caches, pip.
 
-    python trim.py [control]
+python trim.py [control]
 
-Run once at the end of an image's build; with `control` also what needs torch or serves no store. Where `strip` is installed,
-symbols that only debuggers read go too.
+Run it once at the end of an image's build; `control` also removes packages that need torch or serve no store. If
+`strip` is installed, it removes debug symbols too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOLDERS = (
     "_distutils_hack",
 )
 KEPT = ("torch",)
-"""Packages that read what other packages never do: torch compiles with its own headers."""
+"""Packages that read files which others never do: torch compiles with its headers."""
 FILES = (
     "**/*.a",
     "**/*.pyx",
@@ -50,7 +50,7 @@ FILES = (
     "distutils-precedence.pth",
 )
 SCRIPTS = ("pip*", "wheel", "f2py", "numpy-config", "[Aa]ctivate*")
-"""Commands of what is removed, and those for shells."""
+"""Commands of removed packages, and commands for shells."""
 CONTROL_FILES = (
     "transformers/models/*/feature_extraction_*.py",
     "transformers/models/*/image_processing_*.py",
@@ -60,7 +60,8 @@ CONTROL_FILES = (
     "transformers/models/*/video_processing_*.py",
     "botocore/data/*/**/*.*",
 )
-"""Models' layers need torch, and their other inputs than text too; of a cloud's services the store and its credentials are used."""
+"""Models' layers need torch, as do inputs other than text; of a cloud's services only the store and its credentials are
+used."""
 CONTROL_KEPT = (
     "transformers/models/auto",
     "botocore/data/s3",
@@ -70,7 +71,8 @@ CONTROL_KEPT = (
 )
 
 PATCHED = b".libs"
-"""In a library that loads others from its wheel's folder NAME.libs. The wheel's build has changed it, and stripped it does not load."""
+"""Marks a library that loads others from its wheel's folder NAME.libs. The wheel's build has changed it; stripped, it
+does not load."""
 
 
 def size(path: Path) -> int:
@@ -91,7 +93,8 @@ def remove(path: Path) -> int:
 
 
 def remove_unused(site: Path, commands: Path, control: bool) -> int:
-    """Remove from a folder of packages, and from that of their commands, what is not used; return the bytes that were freed."""
+    """Remove unused files from a folder of packages and from the folder of their commands; return the bytes that were
+    freed."""
     freed = 0
     if control:
         kept = [site / name for name in CONTROL_KEPT]
@@ -107,12 +110,13 @@ def remove_unused(site: Path, commands: Path, control: bool) -> int:
 
 
 def bears_strip(library: Path) -> bool:
-    """Say whether a library loads after its symbols were removed."""
+    """Return whether a library loads after its symbols were removed."""
     return PATCHED not in library.parent.name.encode() and PATCHED not in library.read_bytes()
 
 
 def strip(library: Path) -> int:
-    """Remove a library's symbols for debuggers, and load it; return the bytes that were freed. Raises OSError if it does not load."""
+    """Strip a library's debug symbols, and load it; return the bytes that were freed. Raises OSError if it does not
+    load."""
     before = size(library)
     subprocess.run(["strip", "--strip-unneeded", library], check=True)
     ctypes.CDLL(str(library), os.RTLD_NOW)
