@@ -87,8 +87,8 @@ class Gateway:
         without a valid key, grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
-            wanted = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
-            found = await self._backend.call(self._methods[IDENTIFY], wanted, token)
+            query = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
+            found = await self._backend.call(self._methods[IDENTIFY], query, token)
             steers = {CallerRole.SUBMITTER, CallerRole.OPERATOR} & set(found.roles)
             role = Role.OPERATOR if steers else Role.READER if CallerRole.VIEWER in found.roles else role
             role = self._access.limited(role)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineModel:
-    """See `AskedModel`. Samples with the generation settings of the spec that the model was opened with."""
+    """See `EvaluatedModel`. Samples with the generation settings of the spec that the model was opened with."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -50,7 +50,7 @@ class EngineModel:
         ]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """See `AskedModel.score`. A continuation's tokens follow the prompt's tokens in the encoding of the whole text."""
+        """See `EvaluatedModel.score`. A continuation's tokens follow the prompt's tokens in the encoding of the whole text."""
         pairs = [self._pair(prompt, each) for each in continuations]
         return await asyncio.gather(*(self._score(ids, start) for ids, start in pairs))
 

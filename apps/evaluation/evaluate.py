@@ -135,14 +135,14 @@ def evaluate(
         raise click.UsageError("Missing argument 'FILE|TASK'.")
     file, overrides = _file_or_task(arguments[0]), arguments[1:]
     endpoint = _endpoint(model, model_name, api_key_env, api_key_file, timeout)
-    asked = _asked_model(model, file, directory)
-    spec = evaluation_spec(file, overrides, asked)
+    model_spec = _evaluated_model(model, file, directory)
+    spec = evaluation_spec(file, overrides, model_spec)
     with prepared_data(spec, lambda run: (), validation_alone=True) as prepared:
         result, samples, questions = asyncio.run(
             _evaluated(prepared.spec(spec), model, endpoint, device, seed, processes)
         )
     result |= {"name": spec.name, "digests": digests(spec)}
-    sets = _training_sets(asked, trained_on)
+    sets = _training_sets(model_spec, trained_on)
     warnings = _compare(result, sets, questions, spec.data.prompt_key) if sets else []
     whole = write_result(output, result, samples)
     for warning in warnings:
@@ -174,7 +174,7 @@ def _endpoint(
     return checked_settings(EndpointSettings, values, "--model")
 
 
-def _asked_model(model: str | None, file: Path, directory: Path) -> RunSpec:
+def _evaluated_model(model: str | None, file: Path, directory: Path) -> RunSpec:
     """Return the spec of the model to evaluate. Raises UsageError if the file needs a model and none is named."""
     from paceline.spec.reading import read_tree
 

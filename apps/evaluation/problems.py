@@ -32,10 +32,10 @@ class ContinuationScore(NamedTuple):
     logprob: float
     """Sum over its tokens, in nats, under the model itself (temperature 1)."""
     is_greedy: bool
-    """Whether each of its tokens is the likeliest one at its position."""
+    """True if each of its tokens is the likeliest one at its position."""
 
 
-class AskedModel(Protocol):
+class EvaluatedModel(Protocol):
     """A model that completes prompts or computes log-probabilities."""
 
     name: str
@@ -74,7 +74,7 @@ class Problem:
     columns: Mapping[str, Any]
     completions: tuple[Completion, ...] = ()
     rewards_CL: FloatArray | None = None
-    """[C, L]; None where scoring failed."""
+    """[C, L]; None if scoring failed."""
     totals_C: Rewards | None = None
     failure: str = ""
     scores: tuple[ContinuationScore, ...] = ()
@@ -92,7 +92,7 @@ def labels_of(spec: RunSpec) -> list[str]:
 
 
 async def solved(
-    model: AskedModel | None,
+    model: EvaluatedModel | None,
     rewards: RewardRunner,
     spec: RunSpec,
     seed: int,
@@ -129,7 +129,7 @@ class _NotScored(Exception):
         self.completions = tuple(completions)
 
 
-async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
+async def _chosen(problem: Problem, model: EvaluatedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
     """Return the problem with one completion: the letter of the likeliest answer, and the rewards of both choices.
 
     The second choice is by log-probability per character of the answer's text: lm-eval's `acc_norm`.

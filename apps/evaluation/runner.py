@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.advantages import Rewards
-from paceline.apps.evaluation.problems import AskedModel, Problem, labels_of, solved
+from paceline.apps.evaluation.problems import EvaluatedModel, Problem, labels_of, solved
 from paceline.apps.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.data.preparation.filters import text_of
 from paceline.data.prompts import PromptSource, open_prompts
@@ -76,8 +76,8 @@ def _means(problem: Problem, labels: Sequence[str]) -> dict[str, float]:
     assert problem.totals_C is not None
     columns = {"reward": problem.totals_C}
     columns |= {f"reward/{label}": problem.rewards_CL[:, index] for index, label in enumerate(labels)}
-    known = {name: values[~np.isnan(values)].astype(np.float64) for name, values in columns.items()}
-    return {name: float(values.mean()) for name, values in known.items() if len(values)}
+    numbers = {name: values[~np.isnan(values)].astype(np.float64) for name, values in columns.items()}
+    return {name: float(values.mean()) for name, values in numbers.items() if len(values)}
 
 
 def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
@@ -100,15 +100,15 @@ def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
         return {}
     for index, reward in enumerate(spec.rewards):
         columns = [problem.rewards_CL[:, index] for problem in scored if problem.rewards_CL is not None]
-        known = [each[~np.isnan(each)] for each in columns]
-        if not any(map(len, known)) or not np.isin(np.concatenate(known), (0.0, 1.0)).all():
+        numbers = [each[~np.isnan(each)] for each in columns]
+        if not any(map(len, numbers)) or not np.isin(np.concatenate(numbers), (0.0, 1.0)).all():
             continue
         for j in [1 << power for power in range(k.bit_length())]:
-            found = [pass_at_k(len(each), int(each.sum()), j) for each in known if len(each) >= j]
+            found = [pass_at_k(len(each), int(each.sum()), j) for each in numbers if len(each) >= j]
             values[f"pass@{j}/{reward.label}"] = np.array(found)
         votes = [
             (votes_of(reward, problem.columns, problem.texts, scores := each.tolist()), scores)
-            for problem, each in zip(scored, known, strict=True)
+            for problem, each in zip(scored, numbers, strict=True)
             if len(each) == k
         ]
         if any(vote is not None for found, _ in votes for vote in found):
@@ -129,11 +129,11 @@ def _of_groups(column: str, scored: Sequence[Problem], means: Sequence[Mapping[s
     metrics: Json = {}
     for name in dict.fromkeys(name for each in means for name in each):
         of_groups = {value: _by_name(found).get(name) for value, found in sorted(groups.items())}
-        known = {value: values for value, values in of_groups.items() if values is not None}
-        for value, values in known.items():
+        numbers = {value: values for value, values in of_groups.items() if values is not None}
+        for value, values in numbers.items():
             metrics[f"{name}[{column}={value}]"] = estimate(values, seed)._asdict()
-        if len(known) > 1 or len(groups) == 1:  # without numbers there is no gap, not a gap of 0
-            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
+        if len(numbers) > 1 or len(groups) == 1:  # without numbers there is no gap, not a gap of 0
+            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(numbers.values()), seed)._asdict()
     return metrics
 
 
@@ -179,7 +179,7 @@ class Evaluated(NamedTuple):
     """Text of each problem, to compare with training data."""
 
 
-async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
+async def evaluate(model: EvaluatedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
     """Evaluate `model` on the validation set of `spec`; it is None with the method `prefer`, which measures the reward
     functions. Raises InvalidInput without a set, DataError, Unreadable, and the errors of the model and of
     `RewardRunner.start`."""

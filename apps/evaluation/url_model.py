@@ -49,18 +49,18 @@ class _Echoed(NamedTuple):
 
 
 class UrlModel:
-    """See `AskedModel`. Its completions are texts only: reward functions get no token ids."""
+    """See `EvaluatedModel`. Its completions are texts only: reward functions get no token ids."""
 
     def __init__(self, spec: RunSpec, endpoint: Endpoint, model: str, concurrency: int) -> None:
         self._spec, self._endpoint = spec, endpoint
         self.name = model
         self.concurrency = concurrency
         self._opens = any(reward.kwargs.get("think_in_prompt") is True for reward in spec.rewards)
-        """Whether the chat template opens the reasoning, by the setting of the rewards, the only source for it."""
+        """True if the chat template opens the reasoning; only the rewards' settings say so."""
         self._warned = False
 
     async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
-        """See `AskedModel.sample`. Sends one request for each completion, because not every service supports `n`."""
+        """See `EvaluatedModel.sample`. Sends one request for each completion, because not every service supports `n`."""
         route, body = self._body(prompt)
         if tools is not None:
             body["tools"] = tools
@@ -71,7 +71,7 @@ class UrlModel:
         return [self._completion(answer) for answer in answers]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """See `AskedModel.score`. The service echoes the text (`echo`) with its log-probabilities."""
+        """See `EvaluatedModel.score`. The service echoes the text (`echo`) with its log-probabilities."""
         if not isinstance(prompt, str) or self._spec.data.apply_chat_template == "always":
             raise InvalidInput(
                 "a model behind a URL gives log-probabilities of texts, not of chats; set data.apply_chat_template=never and "
@@ -214,10 +214,12 @@ async def _only_model(endpoint: Endpoint, url: str) -> str:
         names = [str(entry["id"]) for entry in (await endpoint.get("models"))["data"]]
     except (RequestRefused, BadAnswer, KeyError, TypeError) as error:
         raise InvalidInput(f"{url}/models does not list models ({error!r}); name one in --model-name") from None
-    own = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
-    if len(own) != 1:
-        raise InvalidInput(f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name")
-    return own[0]
+    models = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
+    if len(models) != 1:
+        raise InvalidInput(
+            f"{url} serves {len(models)} models ({', '.join(models[:8])}); name one of them in --model-name"
+        )
+    return models[0]
 
 
 def _prompt_tokens(answer: Json) -> int:

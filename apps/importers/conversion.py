@@ -99,10 +99,10 @@ class Conversion:
     def _entry(self, name: str) -> ForeignName | None:
         """Return the table's entry for the name, or for the longest section above it: this library's first, then
         others'."""
-        own = table(self.library)
+        names = table(self.library)
         parts = name.split(".")
         sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
-        return next((own[each] for each in (name, *sections) if each in own), None) or look_up(name)
+        return next((names[each] for each in (name, *sections) if each in names), None) or look_up(name)
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:

@@ -214,7 +214,7 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
     """Return the file's text for functions at the top of the script, and the names that they use but the script does
     not define at its top. `text` is the script's source and `tree` its syntax tree."""
     defined = dict(_definitions(tree))
-    wanted: set[int] = set()
+    needed: set[int] = set()
     missing: list[str] = []
     queue, seen = list(functions), set[str]()
     while queue:
@@ -224,15 +224,15 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
         seen.add(name)
         if name in defined:
             index = defined[name]
-            if index not in wanted:
-                wanted.add(index)
+            if index not in needed:
+                needed.add(index)
                 if not isinstance(tree.body[index], ast.Import | ast.ImportFrom):
                     queue += _names_read(tree.body[index])
         elif not hasattr(builtins, name):
             missing.append(name)
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     parts = [ast.unparse(node) for node in future]
-    for index in sorted(wanted):
+    for index in sorted(needed):
         node = tree.body[index]
         if isinstance(node, ast.Import | ast.ImportFrom):
             node = _only(node, seen)

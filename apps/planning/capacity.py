@@ -31,7 +31,7 @@ TOKEN_BYTES = 12
 """Bytes of a token that passes through the coordinator: id, log-probability, and its text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""What a coordinator on two cores commits: groups of 100 kB, and bytes with groups of 400 kB
+"""Measured commits of a coordinator on two cores: groups of 100 kB, and bytes with groups of 400 kB
 (docs/operate/performance.md)."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -203,8 +203,8 @@ def _capacity(
     if why_not := refusal(spec, shape, room):
         raise SpecError(why_not)
     work = work_of(spec, prompt_tokens, completion_tokens)
-    own = replace(work, groups=max(1, math.ceil(work.groups / ranks)))
-    training_s = training_seconds(shape, own, processor.training)
+    of_rank = replace(work, groups=max(1, math.ceil(work.groups / ranks)))
+    training_s = training_seconds(shape, of_rank, processor.training)
     if not engines:
         return Capacity(
             processor, number, ranks, 0, 0, False, work, 0.0, training_s, training_s, 0.0, 0.0, memory, None

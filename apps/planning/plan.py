@@ -71,25 +71,25 @@ def plan(
     from paceline.services.local.room import cluster_here, room_here
     from paceline.spec.reading import load_spec
 
-    wanted = load_spec(spec, overrides)
-    shape = read_shape(wanted.policy.model_name) if model_config is None else _shape_in(model_config)
+    run_spec = load_spec(spec, overrides)
+    shape = read_shape(run_spec.policy.model_name) if model_config is None else _shape_in(model_config)
     if shape is None:
         raise NotFound(
-            f"policy.model_name {wanted.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
+            f"policy.model_name {run_spec.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
             "local folder, download the model's config.json first (`hf download NAME config.json`), or name it with --model-config"
         )
     if gpus is not None:
-        _plan_for(wanted, shape, gpus, _price_in(prices, gpus), prompt_tokens, completion_tokens, as_json)
+        _plan_for(run_spec, shape, gpus, _price_in(prices, gpus), prompt_tokens, completion_tokens, as_json)
         return
-    wanted, division = cluster_here(wanted)
+    run_spec, division = cluster_here(run_spec)
     room = room_here()
-    wanted, chosen = planned(wanted, shape, room)
-    made = plan_of(wanted, shape, room)
-    why_not = refusal(wanted, shape, room)
+    run_spec, chosen = planned(run_spec, shape, room)
+    made = plan_of(run_spec, shape, room)
+    why_not = refusal(run_spec, shape, room)
     if as_json:
-        print_json(_as_json(wanted, made, chosen, why_not))
+        print_json(_as_json(run_spec, made, chosen, why_not))
     else:
-        _print_plan(wanted, made, [division, *chosen], why_not)
+        _print_plan(run_spec, made, [division, *chosen], why_not)
     if why_not:
         raise click.exceptions.Exit(1)
 

@@ -151,7 +151,7 @@ class Processor:
     generation: Rates
     training: Rates
     measured: str
-    """Where and when its rates were measured; `unmeasured` for assumed rates."""
+    """Place and date of the measurement; `unmeasured` for assumed rates."""
 
     @property
     def is_gpu(self) -> bool:

@@ -245,7 +245,7 @@ def _body(
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
             f"- fingerprint of its data: `{lineage.data or 'not recorded'}`",
-            *([] if lineage.named_by_files else ["- named by whoever registered the files, which name no run"]),
+            *([] if lineage.named_by_files else ["- named at registration; the files name no run"]),
             "",
         ]
     for each in evaluations:

@@ -48,7 +48,7 @@ class Lineage:
     batches: tuple[Mapping[str, Any], ...] = ()
     """Step, digest and chain of every batch."""
     named_by_files: bool = False
-    """Whether the exported files name the run; if not, the person who registered them does."""
+    """True if the exported files name the run, else it was named at registration."""
 
 
 def files_digest(files: Mapping[str, str]) -> str:

@@ -53,8 +53,8 @@ def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: 
     assert folder is not None
     destination = out or folder / REPORT_NAME
     check_page_file(destination)
-    known = [name for curve in curves for row in (*curve.steps, *curve.evaluations) for name in row]
-    check_names(metrics, list(dict.fromkeys(known)), curves[0].run_id)
+    recorded = [name for curve in curves for row in (*curve.steps, *curve.evaluations) for name in row]
+    check_names(metrics, list(dict.fromkeys(recorded)), curves[0].run_id)
     shown = [
         curve._replace(steps=selected(curve.steps, metrics), evaluations=selected(curve.evaluations, metrics))
         for curve in curves
@@ -82,8 +82,8 @@ def curves_of(source: Source, run_id: str, state: str) -> RunCurves:
 
 def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -> tuple[list[str], list[str]]:
     with records_of_run(words[0], directory, coordinator) as (source, _):
-        known = set(run_ids(source))
-    runs = [word for word in words if word is words[0] or word in known or find_run(word, directory)[1] != word]
+        ids = set(run_ids(source))
+    runs = [word for word in words if word is words[0] or word in ids or find_run(word, directory)[1] != word]
     return runs, [word for word in words if word not in runs]
 
 

@@ -69,15 +69,15 @@ def sweep(
     SWEEP.yaml names the keys, their bounds and the metric. The study is in the directory's sweeps/; repeating the
     command resumes it. Ctrl-C ends it; the next call goes on with a run under way.
     """
-    wanted = load_sweep(sweep)
-    base = check_sweep(wanted, spec, overrides)
-    folder = directory / FOLDER / wanted.name
+    search = load_sweep(sweep)
+    base = check_sweep(search, spec, overrides)
+    folder = directory / FOLDER / search.name
 
     def say(line: str) -> None:
         click.echo(visible(line), err=as_json)
 
     if report_file is not None:
-        study = SweepStudy(folder, wanted, read_only=True)
+        study = SweepStudy(folder, search, read_only=True)
         _write_report(study, report_file)
     else:
         report_file = folder / REPORT
@@ -85,7 +85,7 @@ def sweep(
             lock = FolderLock(folder / LOCK, "`paceline sweep`")
             lock.take()
             stack.callback(lock.release)
-            study = SweepStudy(folder, wanted)
+            study = SweepStudy(folder, search)
             client = _client(stack, coordinator, base, directory, say)
             stack.callback(_write_report, study, report_file)
             Trials(study, client, spec, overrides, say).run()

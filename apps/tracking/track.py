@@ -83,13 +83,13 @@ def track(
         if kinds or changes or only_now:
             raise click.UsageError("without RUN the trackers are those of the specs; name a RUN with these options")
         with records_of(directory, coordinator) as source:
-            where = _Where(source)
+            where = _SourceOpener(source)
         Tracking(where.opened, directory, where.links(page), stop).run()
         _leave()
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)
         settings = _settings(source, run_id, kinds, changes)
-        where = _Where(source)
+        where = _SourceOpener(source)
     # One thread for each, because libraries block; the process ends without threads that hang.
     links = where.links(f"{page.rstrip('/')}/#/run/{run_id}" if page else "")
     folder = folder_of(directory, run_id)
@@ -109,7 +109,7 @@ def track(
         raise click.exceptions.Exit(1)
 
 
-class _Where:
+class _SourceOpener:
     """The command's source of the records; each thread opens its own."""
 
     def __init__(self, source: Source):

@@ -22,7 +22,7 @@ from paceline.spec.sections.system import WebhookSection
 
 SECRET = "PACELINE_WEBHOOK_SECRET"
 SIGNATURE, DELIVERY = "X-Paceline-Signature", "X-Paceline-Delivery"
-TRIED_AGAIN = {408, 425, 429}
+RETRIED = {408, 425, 429}
 """Statuses below 500 that are retried."""
 
 
@@ -94,7 +94,7 @@ class Webhook(Tracker):
                 return
         except urllib.error.HTTPError as error:
             with error:
-                if error.code < 500 and error.code not in TRIED_AGAIN:
+                if error.code < 500 and error.code not in RETRIED:
                     raise Refused(f"the webhook answers {error.code} to {event!r}") from None
                 raise ConnectionError(f"the webhook answers {error.code}") from None
 
