@@ -49,7 +49,7 @@ def test_files_that_lost_their_end_get_it_again(backend: FileBackend) -> None:
     backend.follower(only_now=True).run()
     before = backend.position()
     backend.truncate()
-    assert 0 < backend.position() < before
+    assert backend.position() < before
     backend.run.add("state", state="succeeded")
     backend.follower().run()
     assert backend.rewards() == steps(6)
