@@ -52,7 +52,14 @@ def path_of(example: str) -> Path:
 
 def main() -> None:
     for example in EXAMPLES:
-        command = [str(HELM["4"]), "template", "paceline", str(CHART), "--values", str(CHART / f"values-{example}.yaml")]
+        command = [
+            str(HELM["4"]),
+            "template",
+            "paceline",
+            str(CHART),
+            "--values",
+            str(CHART / f"values-{example}.yaml"),
+        ]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         path_of(example).write_text(snapshot(tuple(filter(None, yaml.load_all(text, yaml.CSafeLoader)))))
 
