@@ -1,10 +1,10 @@
-"""Validate the HTTPRoutes in deploy/examples by the schema of the Gateway API, which an npm package carries.
+"""Validates the HTTPRoutes in deploy/examples by the schema of the Gateway API, from an npm package.
 
     npm install --prefix FOLDER @kubernetes-models/gateway-api@2.0.0
     python deploy/check_routes.py FOLDER
 
-Its validator knows fields, types, enumerations and limits; a field that the schema does not have passes, and so does what an
-implementation of the Gateway API does not support.
+The validator checks fields, types, enumerations and limits. It does not detect a field that the schema lacks, nor a
+feature that an implementation of the Gateway API does not support.
 """
 
 from __future__ import annotations

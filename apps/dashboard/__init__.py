@@ -1,4 +1,4 @@
-"""A page that shows runs, and the REST interface to their records."""
+"""A web page that shows runs, and a REST interface to their records."""
 
 COMMANDS = {
     "paceline serve": {
@@ -8,4 +8,3 @@ COMMANDS = {
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

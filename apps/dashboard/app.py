@@ -1,11 +1,12 @@
-"""The dashboard's HTTP server: the page's files, the REST interface, and headers that keep hostile text from running.
+"""Serves the dashboard over HTTP: the page's files, the REST interface, and headers that keep hostile text from
+running.
 
-The content security policy allows scripts, styles and connections from this server alone, and none inline, so a text that reached
-the page as markup by a fault would still not run. The page's files are open to everyone; what they show needs a key.
+The content security policy allows scripts, styles and connections from this server only, and nothing inline: text that
+a bug turned into markup would still not run. Everyone may read the page's files; the records need a key.
 
-Tokenizers, for views that colour a completion by token, are loaded when they are first asked for, by a thread of the
-dashboard's process, and only from folders on this machine: the page works without the internet, and without the
-tokenizer it shows numbers.
+A thread of the dashboard's process loads tokenizers, for views that colour a completion by token, at their first use
+and only from folders on this machine. The page therefore works without the internet; without the tokenizer it shows
+numbers.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Dashboard:
         self.app.router.add_post("/{service}/{method}", self._call)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
+        """Listen and return the port; 0 takes a free one. Raises Conflict if the port is taken."""
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Take no more requests; answers under way have two seconds."""
+        """Accept no more requests, and give those under way two seconds."""
         await self._listener.close()
         self._pieces.close()
 
@@ -73,19 +74,19 @@ class Dashboard:
         return await self._gateway.answer(request, self._listener.body)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
-        """Answer {runId, ids} with the text of each token, or null where the tokenizer is not on this machine."""
+        """Answer {runId, ids} with the text of each token, or with null if the tokenizer is not on this machine."""
         await self._gateway.role(request)
         try:
             body = json.loads(await self._listener.body(request))
         except RecursionError:
             raise InvalidInput("the body is nested too deeply") from None
         except ValueError as error:
-            raise InvalidInput(f"the body is no JSON: {error}") from None
+            raise InvalidInput(f"the body is not valid JSON: {error}") from None
         if not isinstance(body, dict):
-            raise InvalidInput("the body has to be an object with runId and ids")
+            raise InvalidInput("the body must be an object with runId and ids")
         try:
             texts = await self._pieces.texts(body.get("runId"), body.get("ids"))
-        except NotFound as missing:  # no error for a browser's console: the view shows numbers then
+        except NotFound as missing:  # an error would be logged in the browser's console; the view shows numbers instead
             return web.json_response({"texts": None, "message": str(missing)})
         return web.json_response({"texts": texts})
 
@@ -97,12 +98,11 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error with its code and message."""
     try:
         return await handler(request)
     except web.HTTPRedirection:
         raise
-    except Exception as error:  # any error is answered to its sender, and others are served on
+    except Exception as error:  # any error goes to its caller only; other requests are served
         status, body = error_body(error)
         return web.json_response(body, status=status, headers=retry_header(error))
 
@@ -121,11 +121,11 @@ class Pieces:
         self._tokenizers: dict[str, Any] = {}
 
     async def texts(self, run_id: Any, ids: Any) -> list[str]:
-        """Return the text of each token. Raises InvalidInput; NotFound where the tokenizer is not on this machine."""
+        """Return the text of each token. Raises InvalidInput, or NotFound if the tokenizer is not on this machine."""
         if not isinstance(run_id, str) or not isinstance(ids, list) or len(ids) > MAX_IDS:
             raise InvalidInput(f"send runId, a text, and ids, a list of at most {MAX_IDS} numbers")
         if not all(isinstance(each, int) and 0 <= each <= LARGEST_ID for each in ids):
-            raise InvalidInput("ids has something that is no token: they are numbers from 0")
+            raise InvalidInput("ids must be token ids: numbers from 0")
         method = methods()["paceline.v1.RecordsService/GetSpec"]
         answer = await self._backend.call(method, records_pb2.GetSpecRequest(run_id=run_id))
         loop = asyncio.get_running_loop()
@@ -138,7 +138,7 @@ class Pieces:
         policy = spec_of_run(run_id, spec_yaml)[0].policy
         name = policy.tokenizer_name or policy.model_name
         if not os.path.isdir(name):
-            raise NotFound(f"the tokenizer {name} is not in a folder of this machine")
+            raise NotFound(f"the tokenizer {name} is not in a folder on this machine")
         if name not in self._tokenizers:
             while len(self._tokenizers) >= TOKENIZERS:
                 self._tokenizers.pop(next(iter(self._tokenizers)))
@@ -148,5 +148,5 @@ class Pieces:
             return [str(tokenizer.decode([each])) for each in ids]
         except PacelineError:
             raise
-        except Exception as error:  # an id that the tokenizer does not know
+        except Exception as error:  # the tokenizer has no such id
             raise InvalidInput(f"the tokenizer cannot decode these tokens: {error}") from None

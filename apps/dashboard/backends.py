@@ -1,7 +1,7 @@
-"""Where the dashboard's answers come from: a coordinator, or a ledger (`paceline.services.local.ledger_calls`).
+"""Answers the dashboard's calls from a coordinator or a ledger (`paceline.services.local.ledger_calls`).
 
-The calls with an HTTP path, and the OpenAPI document about them, come from the services' descriptors and the comments of the protos.
-`POST /paceline.v1.RunService/List` is the unary wire of Connect: its clients work. Calls that take a stream have none.
+The HTTP paths and their OpenAPI document come from the services' descriptors and the protos' comments.
+`POST /paceline.v1.RunService/List` is Connect's unary protocol, so its clients work. Calls that take a stream have no path.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Su
 
 
 class CoordinatorBackend:
-    """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; without a caller's `token` the
-    dashboard's is used."""
+    """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; calls without a caller's
+    `token` use the dashboard's."""
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
@@ -70,7 +70,7 @@ class CoordinatorBackend:
 
 
 Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
-"""What answers calls."""
+"""Answers the calls."""
 
 
 def _to_bytes(message: Any) -> bytes:
@@ -88,7 +88,7 @@ class Method:
     request: type[Any]
     response: type[Any]
     streams: bool
-    """True when it answers with a stream."""
+    """True if the response is a stream."""
     only_reads: bool
 
 
@@ -139,7 +139,7 @@ def document() -> dict[str, Any]:
                 "responses": {
                     "200": {"description": "The response.", "content": content},
                     "default": {
-                        "description": "Code and message, as Connect has them.",
+                        "description": "Code and message, as in Connect.",
                         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
                     },
                 },
@@ -164,11 +164,11 @@ def document() -> dict[str, Any]:
 
 
 def _reference(descriptor: Descriptor, schemas: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
-    """Return a reference to a message's schema, which is added with all that it refers to."""
+    """Return a reference to a message's schema; add that schema and all that it refers to."""
     name = descriptor.full_name
     if name not in schemas:
         schema: dict[str, Any] = {"type": "object", "description": comments.get(descriptor.name, "")}
-        schemas[name] = schema  # before its fields, because messages may refer to themselves
+        schemas[name] = schema  # added before its fields, because messages may refer to themselves
         schema["properties"] = {field.json_name: _field(field, schemas, comments) for field in descriptor.fields}
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -191,7 +191,7 @@ def _value(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, 
         return _reference(field.message_type, schemas, comments)
     if field.enum_type is not None:
         return {"type": "string", "enum": [value.name for value in field.enum_type.values]}
-    if field.type in INT64:  # ProtoJSON writes them as texts, because JavaScript's numbers are too small
+    if field.type in INT64:  # ProtoJSON writes them as strings, because JavaScript's numbers are too small
         return {"type": "string", "format": "int64"}
     if field.type in NUMBERS:
         return {"oneOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -228,7 +228,7 @@ def comments_of(path: Path) -> dict[str, str]:
             found[f"{owners[-1]}.{member[1] or member[2]}"] = " ".join(lines)
             if stripped.endswith("{"):
                 owners.append(owners[-1])
-        elif stripped.endswith("{"):  # oneof, or the options of an rpc
+        elif stripped.endswith("{"):  # a oneof, or the options of an rpc
             owners.append(owners[-1] if owners else "")
         elif stripped.startswith("}") and owners:
             owners.pop()

@@ -1,8 +1,8 @@
 """The REST interface: every call of the coordinator as JSON over HTTP, streams as server-sent events.
 
-Promise: a request is answered with the call's response or with Connect's error, a code and a message, and no request ends the
-service. The role of the caller decides which calls it may make; a named token goes on to the coordinator, which decides by its
-own table.
+Promise: each request gets the call's response or Connect's error (code and message), and no request ends the service.
+The caller's role decides which calls it may make; a named token goes on to the coordinator, which applies its own
+access table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STATUS = {
     "unavailable": 503,
     "unauthenticated": 401,
 }
-"""HTTP status by code, as Connect has them; any other code is 500."""
+"""HTTP status by code, as in Connect; any other code is 500."""
 
 CODES = (
     (InvalidInput, "invalid_argument"),
@@ -65,7 +65,7 @@ CODES = (
 Read = Callable[[web.Request], Awaitable[bytes]]
 IDENTIFY = "paceline.v1.AccessService/Identify"
 MAX_STREAMS = 64
-"""Streams that are answered at a time, each of which holds a stream of the coordinator."""
+"""Most streams open at a time; each holds a stream of the coordinator."""
 
 
 class Refused(Exception):
@@ -83,33 +83,32 @@ class Gateway:
         self._streams = 0
 
     async def role(self, request: web.Request) -> Role:
-        """Return the role of a request; the coordinator names those of a token that it has made. Raises Refused for nobody,
-        grpc.aio.AioRpcError."""
+        """Return the role of a request; for tokens that the coordinator has made, it names the role. Raises Refused
+        without a valid key, grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
-            wanted = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
-            found = await self._backend.call(self._methods[IDENTIFY], wanted, token)
+            query = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
+            found = await self._backend.call(self._methods[IDENTIFY], query, token)
             steers = {CallerRole.SUBMITTER, CallerRole.OPERATOR} & set(found.roles)
             role = Role.OPERATOR if steers else Role.READER if CallerRole.VIEWER in found.roles else role
             role = self._access.limited(role)
         if role is Role.NOBODY:
             raise Refused(
                 "unauthenticated",
-                "the request has no valid key; send `Authorization: Bearer` with the coordinator's token or with the key of "
-                "the link that `paceline serve dashboard` prints",
+                "the request has no valid key; send `Authorization: Bearer` with the coordinator's token, or with the key in a "
+                "link that `paceline serve dashboard` prints",
             )
         return role
 
     async def answer(self, request: web.Request, read: Read = web.Request.read) -> web.StreamResponse:
-        """Answer `POST /package.Service/Method`, whose body `read` returns. Raises Refused, PacelineError,
-        grpc.aio.AioRpcError."""
+        """Answer `POST /package.Service/Method`; `read` returns the body. Raises Refused, PacelineError, AioRpcError."""
         role, token = await self.role(request), _named_token(request)
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
         if method is None:
-            raise Refused("not_found", f"there is no call {path[:120]!r}; /openapi.json lists them")
+            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists them")
         if not method.only_reads and role < Role.OPERATOR:
-            raise Refused("permission_denied", f"{method.path} changes something, and this key only reads")
+            raise Refused("permission_denied", f"{method.path} changes state, and this key is read-only")
         message = await _message(request, method, read)
         if method.streams:
             return await self._stream(request, method, message, token)
@@ -118,7 +117,10 @@ class Gateway:
 
     async def _stream(self, request: web.Request, method: Method, message: Any, token: str) -> web.StreamResponse:
         if self._streams >= MAX_STREAMS:
-            raise Refused("resource_exhausted", f"{self._streams} streams are open; close one, or try again")
+            raise Refused(
+                "resource_exhausted",
+                f"{self._streams} streams are open, the most at a time; close one, or try again later",
+            )
         self._streams += 1
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -129,7 +131,7 @@ class Gateway:
                 async for part in self._backend.stream(method, message, token):
                     await response.write(f"data: {_json(part)}\n\n".encode())
                 await response.write(b"event: end\ndata: {}\n\n")
-            except ConnectionResetError:  # the caller has left
+            except ConnectionResetError:  # the caller has disconnected
                 return response
             except Exception as error:
                 _, body = error_body(error)
@@ -140,13 +142,13 @@ class Gateway:
 
 
 def _named_token(request: web.Request) -> str:
-    """Return the request's token if it is one of `paceline token create`, else an empty text."""
+    """Return the request's token if `paceline token create` made it, else an empty text."""
     sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
     return sent if sent.startswith(PREFIX) else ""
 
 
 async def _message(request: web.Request, method: Method, read: Read) -> Any:
-    # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
+    # A web page can make a browser post plain text to a local port; JSON needs this server's consent (CORS).
     if request.content_type != "application/json":
         raise Refused("invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'")
     try:
@@ -154,7 +156,9 @@ async def _message(request: web.Request, method: Method, read: Read) -> Any:
         message = method.request()
         json_format.Parse(text or "{}", message, max_recursion_depth=32)
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused("invalid_argument", f"the body is no {method.request.DESCRIPTOR.name}: {error}") from None
+        raise Refused(
+            "invalid_argument", f"the body is not a valid {method.request.DESCRIPTOR.name}: {error}"
+        ) from None
     return message
 
 
@@ -164,7 +168,7 @@ def _json(message: Any) -> str:
 
 
 def retry_header(error: Exception) -> dict[str, str] | None:
-    """Return the header that says when a refused request may come again; None for any other error."""
+    """Return the header that says when to retry a refused request; None for any other error."""
     if isinstance(error, Busy):
         return to_header(error.retry_after_s)
     if isinstance(error, grpc.aio.AioRpcError) and (seconds := from_error(error)) is not None:
@@ -186,7 +190,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, str]]:
         case web.HTTPException():
             return error.status, {"code": "invalid_argument", "message": error.reason}
         case asyncio.TimeoutError():
-            code, message = "deadline_exceeded", "the request took too long"
+            code, message = "deadline_exceeded", "the request timed out"
         case _:
             code, message = "internal", unforeseen.note("a request to the dashboard", error)
     return STATUS.get(code, 500), {"code": code, "message": message}

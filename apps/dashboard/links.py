@@ -1,6 +1,7 @@
 """`python -m paceline.apps.dashboard.links HOST:PORT`: print the links to a dashboard that does not print them itself.
 
-For a dashboard in a container: a log should not have keys, so whoever may run commands beside the token asks for the links.
+For a dashboard in a container, whose log should hold no keys: anyone who may run commands beside the token can print
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def say_links(address: str, access: Access) -> None:
 
 
 def link(address: str, access: Access, role: Role) -> str:
-    """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
+    """Return the page's link for a role. The key follows `#`, which browsers never send to a server."""
     scheme = "http" if tls_folder() is None else "https"
     return f"{scheme}://{address}/#key={access.key(role)}"
 

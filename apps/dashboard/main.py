@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help="Show the runs of this coordinator, with its members. Default: read the ledger of --directory.",
+    help="Show this coordinator's runs and members. Default: read the ledger of --directory.",
 )
 @directory_option
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
     type=click.IntRange(0, 65535),
     help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
 )
-@click.option("--read-only", is_flag=True, help="Pause, resume and cancel nothing, whatever the key.")
-@click.option("--ready-file", type=PATH, help="File to write the address to, once it listens.")
+@click.option("--read-only", is_flag=True, help="Make the page read-only: no key can pause, resume or cancel.")
+@click.option("--ready-file", type=PATH, help="File to write the address to, once the server listens.")
 @token_file_option
 def main(
     coordinator: str | None,
@@ -63,9 +63,10 @@ def main(
     read_only: bool,
     ready_file: Path | None,
 ) -> None:
-    """A page that shows runs, and their records as JSON over HTTP. It keeps nothing and can be restarted at any time.
+    """Serve a page that shows runs, and their records as JSON over HTTP. It keeps no state and can be restarted at any
+    time.
 
-    It prints two links: the first may pause, resume and cancel runs, the second only reads.
+    It prints two links: the first may pause, resume and cancel runs, the second is read-only.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ledger = directory / LEDGER_NAME
@@ -83,7 +84,7 @@ def main(
         try:
             address = f"{in_brackets(host)}:{await dashboard.start(host, port)}"
             announce(ready_file, address)
-            if not ready_file:  # a supervisor prints them itself, and logs should not have keys
+            if not ready_file:  # a supervisor prints them itself, and logs should hold no keys
                 say_links(address, access)
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
             reminding = asyncio.create_task(remind(insecurity(host)))

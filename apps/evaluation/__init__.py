@@ -1,4 +1,4 @@
-"""Measures models without a run, on tasks of files and of outside harnesses, and decides by two evaluations."""
+"""Measures models without a run, on tasks in files and with external harnesses, and gates candidates."""
 
 COMMANDS = {
     "Models": {
@@ -8,8 +8,7 @@ COMMANDS = {
         ),
         "gate": (
             "paceline.apps.evaluation.gate_command:gate",
-            "Say whether a model may take the place of another, by two evaluations.",
+            "Decide by two evaluations whether a model may replace another.",
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

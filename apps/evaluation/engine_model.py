@@ -1,4 +1,4 @@
-"""`EngineModel`: a model in this process, asked through its engine."""
+"""Evaluates a model in this process, through its engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineModel:
-    """See `AskedModel`. Completions are sampled by the settings of the spec that the model was opened with."""
+    """See `EvaluatedModel`. Samples with the generation settings of the spec that the model was opened with."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -50,7 +50,7 @@ class EngineModel:
         ]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """See `AskedModel.score`: the tokens of a continuation are those behind the prompt's in the whole text."""
+        """See `EvaluatedModel.score`. A continuation's tokens follow the prompt's tokens in the encoding of the whole text."""
         pairs = [self._pair(prompt, each) for each in continuations]
         return await asyncio.gather(*(self._score(ids, start) for ids, start in pairs))
 
@@ -59,8 +59,9 @@ class EngineModel:
         return encode_prompt(self._served.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools)
 
     def _pair(self, prompt: Any, continuation: str) -> tuple[IntArray, int]:
-        """Return the tokens of prompt and continuation, and the index of the continuation's first one. Where a token of the whole
-        text spans the end of the prompt, the continuation is encoded behind the prompt's tokens, so that all of it is scored."""
+        """Return the tokens of prompt and continuation, and the index of the continuation's first token. If a token
+        spans the end of the prompt, the continuation is encoded after the prompt's tokens, so that all of it is
+        scored."""
         is_text = isinstance(prompt, str) and self._served.spec.data.apply_chat_template != "always"
         if is_text:
             prompt, continuation = split(prompt, continuation)
@@ -73,14 +74,14 @@ class EngineModel:
         return whole, len(begin)
 
     def _behind_start(self, ids: IntArray) -> tuple[IntArray, int]:
-        """Return the tokens of a text without a prompt behind the token that begins one, or else ends one, and the index 1."""
+        """Return the tokens of a text without a prompt, preceded by the BOS token (or else EOS), and the index 1."""
         bos, eos = self._served.tokenizer.bos_token_id, self._served.tokenizer.eos_token_id
         if bos is not None and ids[:1].tolist() == [bos]:
             return ids, 1
         return np.concatenate([[eos if bos is None else bos], ids]).astype(np.int32), 1
 
     def _in_place(self, begin: IntArray, continuation: str) -> IntArray:
-        """Return the tokens of a text behind others. Raises InvalidInput where they do not give the text."""
+        """Return the tokens of a text that follows others. Raises InvalidInput if they do not decode to the text."""
 
         def decoded(ids: Any) -> str:
             return str(self._served.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -89,8 +90,8 @@ class EngineModel:
         if decoded([*begin, *found]) == decoded(begin) + continuation:
             return found
         raise InvalidInput(
-            f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer gives the continuation "
-            "alone as another text; begin evaluation.continuation with a space"
+            f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer encodes the "
+            "continuation alone as another text; begin evaluation.continuation with a space"
         )
 
     async def _score(self, ids: IntArray, start: int) -> ContinuationScore:
@@ -100,6 +101,6 @@ class EngineModel:
             )
         found = await self._served.engine.prompt_logprobs(ids)
         logprob = float(found.logprobs[start:].astype(np.float64).sum())
-        # A token that is as likely as the likeliest one is the greedy choice, whichever of them the engine names.
+        # A token that ties with the likeliest one counts as greedy, whichever of them the engine names.
         greedy = bool((found.logprobs[start:] >= found.top_logprobs[start:]).all())
         return ContinuationScore(logprob, greedy)

@@ -1,8 +1,8 @@
 """`paceline eval FILE --model MODEL`: measure a model on the validation set of a file, without a run.
 
-FILE has the keys of a run, for the model of `--model`. Its questions are compared with the data that the model was trained on.
+FILE has the keys of a run's spec. Its questions are compared with the data that the model was trained on.
 
-Promise: a set that cannot be compared is named with the reason, never passed over.
+Promise: a data set that cannot be compared is reported with the reason, never skipped in silence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _file_or_task(name: str) -> Path:
     file = task_file(name) or Path(name)
     if not file.is_file():
         raise click.BadParameter(
-            f"{name!r} is neither a file nor a task; tasks are {', '.join(task_names())}",
+            f"{name!r} is neither a file nor a task; tasks: {', '.join(task_names())}",
             param_hint="FILE|TASK",
         )
     return file
@@ -60,39 +60,39 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 @click.option(
     "--model",
     metavar="RUN|FOLDER|URL|NAME@ALIAS",
-    help="Exported model of a run, a model folder or its URL, or a registered model of --directory; or the http(s) URL of an OpenAI-compatible endpoint, such as "
+    help="Exported model of a run, a model folder or its URL, a registered model of --directory, or the http(s) URL of an OpenAI-compatible endpoint, such as "
     "http://127.0.0.1:8000/v1.",
 )
-@click.option("--model-name", default="", help="Name of the model at an endpoint; default the only one there.")
-@click.option("--api-key-env", help="Environment variable with the endpoint's key; its name ends in API_KEY.")
-@click.option("--api-key-file", help="File with the endpoint's key; its name ends in api_key.")
+@click.option("--model-name", default="", help="Name of the model at an endpoint; default: its only model.")
+@click.option("--api-key-env", help="Environment variable that holds the endpoint's key; its name must end in API_KEY.")
+@click.option("--api-key-file", help="File that holds the endpoint's key; its name must end in api_key.")
 @click.option(
     "--timeout",
     default=300.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="Seconds for one answer of an endpoint, of which four are tried.",
+    help="Time-out in seconds of a request to an endpoint; four attempts are made.",
 )
 @click.option(
     "--trained-on",
     multiple=True,
     metavar="DATA",
-    help="Training data to compare the questions with; may be given several times. That of a run is compared in any case.",
+    help="Training data to compare the questions with, besides the run's own; repeatable.",
 )
 @click.option(
     "--with",
     "harness",
     type=click.Choice(["lm-eval", "inspect"]),
-    help="Serve the model, run this harness against it with the arguments after --, and take its results in.",
+    help="Serve the model, run this harness against it with the arguments after --, and import its results.",
 )
-@click.option("--output", required=True, type=FOLDER, help="Folder for result and samples.")
-@click.option("--seed", default=0, show_default=True, help="Seed of sampling and of the intervals.")
+@click.option("--output", required=True, type=FOLDER, help="Folder to write the result and the samples to.")
+@click.option("--seed", default=0, show_default=True, help="Seed of sampling and of the confidence intervals.")
 @click.option(
     "--processes",
     default=1,
     show_default=True,
     type=click.IntRange(1),
-    help="Problems that are scored at one time.",
+    help="Problems scored at a time.",
 )
 @device_option
 @directory_option
@@ -113,12 +113,13 @@ def evaluate(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Ask a model the validation problems of FILE, score its answers with the reward functions, and write the result.
+    """Sample answers to the validation problems of FILE, score them with the reward functions, and write the result.
 
     FILE has the keys of a run: data.validation, rewards, policy.generation, grpo.max_val_samples and
-    grpo.val_samples_per_prompt. So the spec of a run is such a file. Of its own it has `evaluation`: whether answers are
-    sampled or chosen by their log-probability. OVERRIDES are as for a run. A TASK is a file that comes with Paceline, for a
-    public data set; data.validation=./FILE with data.validation_config=null reads it from a file.
+    grpo.val_samples_per_prompt; a run's spec is such a file. The section `evaluation` is for evaluations only: it says
+    whether answers are sampled or chosen by their log-probability. OVERRIDES are as for a run. A TASK is a file that
+    comes with Paceline, for a public data set; data.validation=./FILE with data.validation_config=null reads it from a
+    file.
 
     With --with there is no FILE: paceline eval --with lm-eval --model FOLDER --output results/lm -- --tasks gsm8k
     """
@@ -134,14 +135,14 @@ def evaluate(
         raise click.UsageError("Missing argument 'FILE|TASK'.")
     file, overrides = _file_or_task(arguments[0]), arguments[1:]
     endpoint = _endpoint(model, model_name, api_key_env, api_key_file, timeout)
-    asked = _asked_model(model, file, directory)
-    spec = evaluation_spec(file, overrides, asked)
+    model_spec = _evaluated_model(model, file, directory)
+    spec = evaluation_spec(file, overrides, model_spec)
     with prepared_data(spec, lambda run: (), validation_alone=True) as prepared:
         result, samples, questions = asyncio.run(
             _evaluated(prepared.spec(spec), model, endpoint, device, seed, processes)
         )
     result |= {"name": spec.name, "digests": digests(spec)}
-    sets = _training_sets(asked, trained_on)
+    sets = _training_sets(model_spec, trained_on)
     warnings = _compare(result, sets, questions, spec.data.prompt_key) if sets else []
     whole = write_result(output, result, samples)
     for warning in warnings:
@@ -152,14 +153,14 @@ def evaluate(
 def _endpoint(
     model: str | None, name: str, key_env: str | None, key_file: str | None, timeout_s: float
 ) -> EndpointSettings | None:
-    """Return the settings of the endpoint that --model names; None for a model of files. Raises InvalidInput."""
+    """Return the settings of the endpoint that --model names; None for a model in files. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
 
     if model is None or not model.startswith(("http://", "https://")):
         given = {"--model-name": name, "--api-key-env": key_env, "--api-key-file": key_file}
         for option, value in given.items():
             if value:
-                raise click.UsageError(f"{option} is that of an endpoint, and --model is {model}, not its URL")
+                raise click.UsageError(f"{option} is for an endpoint, and --model is {model}, which is not a URL")
         return None
     url = model.rstrip("/")
     values = {
@@ -173,8 +174,8 @@ def _endpoint(
     return checked_settings(EndpointSettings, values, "--model")
 
 
-def _asked_model(model: str | None, file: Path, directory: Path) -> RunSpec:
-    """Return the spec of the model that is asked. Raises UsageError without one that the file needs."""
+def _evaluated_model(model: str | None, file: Path, directory: Path) -> RunSpec:
+    """Return the spec of the model to evaluate. Raises UsageError if the file needs a model and none is named."""
     from paceline.spec.reading import read_tree
 
     if model is None:
@@ -219,13 +220,13 @@ async def _evaluated(
 def _by_harness(
     harness: str, arguments: tuple[str, ...], model: str | None, device: str, directory: Path, seed: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return result and samples of an outside harness on a model that is served meanwhile."""
+    """Serve the model, run an external harness on it, and return the harness's result and samples."""
     from paceline.apps.evaluation.harnesses import HarnessRun, result_of, run_harness
     from paceline.apps.model_server.serve_model import BATCH_SIZE, device_of
     from paceline.apps.model_server.serving import model_label, opened_model
 
     if model is None or model.startswith(("http://", "https://")):
-        raise click.UsageError(f"--with serves a model of files or a run, and --model is {model or 'missing'}")
+        raise click.UsageError(f"--with needs a model folder or a run, and --model is {model or 'missing'}")
     spec = with_generation(spec_of_model(model, directory), max_batch_size=BATCH_SIZE)
 
     async def run() -> HarnessRun:
@@ -237,19 +238,17 @@ def _by_harness(
 
 
 def _training_sets(model: RunSpec, named: tuple[str, ...]) -> list[DataSource]:
-    """Return the training data to compare: that of the run, and what --trained-on names."""
     own = [model.data.source()] if model.data.train != "none" else []
     return [*own, *(DataSource("--trained-on", name, "train") for name in named)]
 
 
 def _compare(result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str) -> list[str]:
-    """Add the overlap with training data to the result, and return the warnings."""
     result["trained_on"] = compared(questions, sets, prompt_key)
     return warnings_of(result["trained_on"], len(questions))
 
 
 def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
-    """Print a result. Exits with 1 where no problem has one."""
+    """Print a result. Exits with 1 if no problem has one."""
     if as_json:
         print_json(whole)
     else:
@@ -263,7 +262,7 @@ def _print(whole: dict[str, Any], output: Path) -> None:
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
     for name, number in whole.get("unscored", {}).items():
-        click.echo(f"  {number:,} completions got no number of {name}, and no metric of it counts them", err=True)
+        click.echo(f"  {number:,} completions got no number from {name}, and no metric of it counts them", err=True)
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")
@@ -273,8 +272,7 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return for each training set how many of the questions are in it and the indices of the first ones, or why it could not
-    be compared."""
+    """Return for each training set the number of questions in it and the first indices, or why it was not compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -288,12 +286,12 @@ def _compared(index: OverlapIndex, questions: Sequence[str], source: DataSource,
     texts = prompt_texts(rows, prompt_key)
     found = index.found_in(texts, questions)
     if not any(prompt_texts(rows, prompt_key)):
-        return {"training": name, "not_compared": f"no column with prompts among {list(rows.columns)}"}
+        return {"training": name, "not_compared": f"no column with prompts; columns: {list(rows.columns)}"}
     return {"training": name, "rows": len(rows), "questions": len(found), "first": found[:5]}
 
 
 def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
-    """Return a sentence for each training set that holds questions, and for each that could not be compared."""
+    """Return a warning for each training set that holds questions, and for each that could not be compared."""
     lines = []
     for each in found:
         if "not_compared" in each:
@@ -308,11 +306,11 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
 
 
 LONGEST = 4096
-"""Tokens of prompt and completion together, of a model whose files are not here."""
+"""Most tokens of prompt and completion together, for a model whose files are not here."""
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model that only its URL describes."""
+    """Return the settings of a model of which only the URL is given."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
@@ -323,7 +321,7 @@ def spec_of_endpoint(url: str) -> RunSpec:
 
 
 def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file` for the model of another one. Raises SpecError, InvalidInput without validation data."""
+    """Return the spec in `file` with the model of `model`. Raises SpecError, InvalidInput without validation data."""
     from paceline.spec.reading import apply_override, parse_spec, read_tree
 
     tree = read_tree(file)
@@ -333,7 +331,7 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
         tree["data"]["validation"] = _from_here(tree["data"]["validation"])
     data = tree.get("data") if isinstance(tree.get("data"), dict) else {}
     if not data or not data.get("validation"):
-        raise InvalidInput(f"{file}: data.validation is not set; name the data set with the problems")
+        raise InvalidInput(f"{file}: data.validation is not set; set it to the data set with the problems")
     policy = tree.get("policy") or {}
     generation = policy.get("generation") or {} if isinstance(policy, dict) else {}
     if not (isinstance(policy, dict) and isinstance(generation, dict)):
@@ -344,10 +342,10 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
         "model_name": model.policy.model_name,
         "tokenizer_name": model.policy.tokenizer_name,
         "lora_cfg": {"enabled": False},
-        # Nothing trains on these samples, so no ratio could be biased.
+        # Nothing trains on these samples, so no importance ratio could be biased.
         "generation": {"allow_biased_sampling": True, **generation},
     }
-    # The training set is not read; a run's spec names one, and an evaluation file need not.
+    # The training set is not read: a run's spec names one, an evaluation file need not.
     tree["data"] = {"train": data["validation"], **data}
     if isinstance(evaluation := tree.get("evaluation"), dict) and evaluation.get("method") == "prefer":
         _measure(tree, model.policy.model_name)
@@ -355,7 +353,7 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
 
 
 def reads_model(tree: dict[str, Any]) -> bool:
-    """Return whether a file measures the model of `--model`; one that measures a judge needs none."""
+    """Return whether a file measures the model of `--model`; an evaluation of a judge needs no model."""
     evaluation, rewards = tree.get("evaluation"), tree.get("rewards")
     if not isinstance(evaluation, dict) or evaluation.get("method") != "prefer":
         return True
@@ -363,7 +361,7 @@ def reads_model(tree: dict[str, Any]) -> bool:
 
 
 def _measure(tree: dict[str, Any], model: str) -> None:
-    """Let the reward functions that name no model ask `model`, the one that is measured."""
+    """Let reward functions that name no model use `model`, the one being measured."""
     for reward in tree.get("rewards") or ():
         argument = _path_argument(reward)
         if argument is not None:
@@ -371,18 +369,18 @@ def _measure(tree: dict[str, Any], model: str) -> None:
 
 
 def _path_argument(reward: Any) -> str | None:
-    """Return the keyword argument of a reward function that names its model; None for another function."""
+    """Return the keyword argument of a reward function that names its model; None if it has none."""
     name = reward.get("function") if isinstance(reward, dict) else None
     return RewardFunctionSection.PATH_ARGUMENTS.get(name) if isinstance(name, str) else None
 
 
 def _from_here(name: str) -> str:
-    """Return a path of this directory as an absolute one, and any other name unchanged."""
+    """Return a path in this directory as an absolute path, and any other name unchanged."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
 def digests(spec: RunSpec) -> dict[str, str]:
-    """Return the digests of what decides an evaluation: the spec, and the model's files where they are on this machine."""
+    """Return the digests of an evaluation's inputs: the spec, and the model's files if they are on this machine."""
     from paceline.models.evaluation_results import digest_of, folder_digest
 
     found = {"spec": digest_of(spec.model_dump(mode="json", exclude={"folder"}))}

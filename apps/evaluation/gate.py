@@ -1,15 +1,14 @@
-"""The gate: may a candidate take the place of a baseline, by evaluations on the same problems? Pure.
+"""Decides between two models: by evaluations on the same problems (the gate), and by rewards of traces in use. Pure.
 
-Promise: an equal candidate fails with the chance of one tail of the interval (2.5 %), a metric is compared problem by
-problem, and evaluations that cannot tell the two apart are `undecided`, never passed.
+The gate. Promise: a candidate equal to the baseline fails with the probability of one tail of the interval (2.5 %), a
+metric is compared problem by problem, and evaluations that cannot separate the two are `undecided`, never passed.
 
-Comparison of two models in use, by the rewards of their traces: promote the candidate, hold, or roll back. Pure.
+The comparison of two models in use promotes the candidate, holds, or rolls back. The two have answered different
+requests, so it compares two means, not pairs as the gate does. Requests with the same prompt are correlated, so the
+bootstrap resamples prompts, not traces.
 
-The two have answered different requests, so the difference is of two means and not paired as the gate's. Requests of one prompt are
-alike, so the bootstrap draws prompts, not traces.
-
-Promise: an equal candidate is rolled back with the chance of one tail of the interval (2.5 %), and traces that cannot tell the two
-apart say `hold`.
+Promise: a candidate equal to the champion is rolled back with the probability of one tail of the interval (2.5 %), and
+traces that cannot separate the two give `hold`.
 
 Suffixes: G prompts, B resamples.
 """
@@ -35,19 +34,19 @@ from paceline.apps.evaluation.statistics import (
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
-"""Problems below which nothing is decided, because a bootstrap of so few misjudges its own width."""
+"""Fewest problems for a decision: a bootstrap of fewer misjudges its own width."""
 
 Outcome = Literal["passed", "failed", "undecided"]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a candidate has to hold."""
+    """Limits that a candidate must meet."""
 
     max_drop: float = 0.0
-    """Drop against the baseline that is accepted."""
+    """Accepted drop against the baseline."""
     margin: float = 0.05
-    """A further drop that an evaluation must be able to exclude before the candidate passes."""
+    """Further drop that an evaluation must be able to exclude before the candidate passes."""
     minima: Mapping[str, float] | None = None
     """Least value of each metric of the candidate's result."""
     maxima: Mapping[str, float] | None = None
@@ -64,11 +63,12 @@ def judge(
     metric: str = "reward",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the digests of what was judged.
+    """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the digests of the results
+    compared.
 
-    The difference is candidate minus baseline, a mean over problems of each problem's mean over samples, with a 95 %
-    bootstrap interval over problems. It fails where the interval lies below -max_drop, passes where it lies above
-    -(max_drop + margin), and is undecided else. Raises InvalidInput: unknown metrics, or no problem in common.
+    The difference is candidate minus baseline: the mean over problems of each problem's mean over samples, with a 95 %
+    bootstrap interval over problems. The candidate fails if the interval lies below -max_drop, passes if it lies above
+    -(max_drop + margin), and is undecided otherwise. Raises InvalidInput for unknown metrics, or without a problem in common.
     """
     ours, theirs = _by_problem(candidate_samples, metric), _by_problem(baseline_samples, metric)
     common = sorted(ours.keys() & theirs.keys())
@@ -129,7 +129,7 @@ def _value(result: Mapping[str, Any], name: str, bound: str) -> float:
 
 
 def _by_problem(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """Return the mean of a metric over the samples of each problem; samples that no function scored are left out."""
+    """Return the mean of a metric over the samples of each problem; samples that no function scored are not counted."""
     values: dict[str, list[float]] = defaultdict(list)
     label = metric.removeprefix("reward/")
     for sample in samples:
@@ -152,8 +152,8 @@ Rewards = Mapping[Any, Sequence[float]]
 def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0) -> dict[str, Any]:
     """Return the decision with both means, their difference (candidate minus champion) and its 95 % interval.
 
-    Roll back where the interval lies below -max_drop, promote where it lies above -(max_drop + margin), else hold; also hold with
-    fewer than 20 prompts of either. Raises InvalidInput for a side without rewards.
+    Rolls back if the interval lies below -max_drop, promotes if it lies above -(max_drop + margin), and holds
+    otherwise, also with fewer than 20 prompts of either model. Raises InvalidInput for a model without rewards.
     """
     for name, rewards in (("champion", champion), ("candidate", candidate)):
         if not rewards:
@@ -185,7 +185,6 @@ def _mean(rewards: Rewards) -> float:
 
 
 def _means(rewards: Rewards, seed: int) -> Floats:
-    """Return [B] means over the traces of resamples of the prompts."""
     sums_G = np.array([sum(each) for each in rewards.values()], np.float64)
     counts_G = np.array([len(each) for each in rewards.values()], np.float64)
     parts = [sums_G[each].sum(axis=1) / counts_G[each].sum(axis=1) for each in drawn(len(sums_G), seed)]

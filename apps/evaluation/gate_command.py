@@ -1,4 +1,4 @@
-"""`paceline gate RESULT --baseline RESULT`: may a model take the place of another.
+"""`paceline gate RESULT --baseline RESULT`: decide whether a model may replace another.
 
 `paceline traces compare` has the same options, report and exit statuses.
 """
@@ -17,7 +17,7 @@ from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option
 
 STATUS = {"passed": 0, "failed": 1, "undecided": 2, "promote": 0, "roll back": 1, "hold": 2}
-"""Exit status of each outcome of a gate, and of each decision by traces."""
+"""Exit status by outcome of a gate, or by decision on traces."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
@@ -36,13 +36,13 @@ def decision_options(command: CommandT) -> CommandT:
                 default=0.05,
                 show_default=True,
                 type=click.FloatRange(0),
-                help="Further drop that the interval must exclude, else nothing is decided.",
+                help="Further drop that the interval must exclude, else the outcome is undecided.",
             ),
-            click.option("--seed", default=0, show_default=True, help="Seed of the intervals."),
+            click.option("--seed", default=0, show_default=True, help="Seed of the confidence intervals."),
             click.option(
                 "--output",
                 type=FILE,
-                help="File for the report, JSON.",
+                help="File to write the report to, as JSON.",
             ),
             json_option,
         )
@@ -52,7 +52,7 @@ def decision_options(command: CommandT) -> CommandT:
 
 
 def end(report: dict[str, Any], outcome: str, lines: Sequence[str], output: Path | None, as_json: bool) -> NoReturn:
-    """Write the report to a file, if one is named, print it or its lines, and end with the outcome's exit status."""
+    """Write the report to a file, if one is named, print it or its lines, and exit with the outcome's status."""
     from paceline.files.whole_file import write_whole
 
     if output is not None:
@@ -70,7 +70,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
         except ValueError:
             name = ""
         if not name:
-            raise click.UsageError(f"{option.opts[0]} {each!r} has to look like METRIC=VALUE, such as reward=0.4")
+            raise click.UsageError(f"{option.opts[0]} {each!r} must look like METRIC=VALUE, such as reward=0.4")
     return found
 
 
@@ -89,7 +89,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
     multiple=True,
     metavar="METRIC=VALUE",
     callback=_bounds,
-    help="Least value of a metric.",
+    help="Least accepted value of a metric.",
 )
 @click.option(
     "--max",
@@ -97,7 +97,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
     multiple=True,
     metavar="METRIC=VALUE",
     callback=_bounds,
-    help="Greatest value of a metric, such as gap/reward[category].",
+    help="Greatest accepted value of a metric, such as gap/reward[category].",
 )
 @decision_options
 def gate(
@@ -112,7 +112,7 @@ def gate(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare RESULT with a baseline's, problem by problem: exit status 0 passed, 1 failed, 2 not decidable with these
+    """Compare RESULT with a baseline's, problem by problem. Exit status: 0 passed, 1 failed, 2 undecided with these
     problems.
 
     Both are folders or files that `paceline eval` has written; a file that was changed since is refused.

@@ -1,10 +1,10 @@
-"""Outside harnesses on a served model (`paceline eval --with`): their command lines and results, and what they scored in the form of
-an evaluation's result.
+"""Runs external harnesses against a served model (`paceline eval --with`) and converts their scores to an evaluation's
+result.
 
 lm-eval is EleutherAI's lm-evaluation-harness (0.4), inspect-ai the UK AI Security Institute's Inspect (0.3).
 
-Promise: a harness gets the model's URL and nothing of this process' Python; when this process is told to end, so is it. A score is taken
-as it is; every sample names every score, None where its task has no such score.
+Promise: a harness gets the model's URL and nothing of this process's Python environment, and ends when this process is
+told to end. Scores are not changed; every sample names every score, with None if its task has no such score.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ScoredSample:
     prompt: Any
     completion: str
     scores: Mapping[str, float]
-    """By name, the first one counts as the reward."""
+    """By name; the first one counts as the reward."""
     choices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    """Log-probability and greediness of each answer, of a task that chooses among them."""
+    """Log-probability and greediness of each answer, for a task that chooses among answers."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HarnessRun:
     version: str
     samples: Sequence[ScoredSample]
     results: Json
-    """Its own metrics by task."""
+    """The harness's own metrics by task."""
 
 
 MODEL, CHAT = "local-completions", "local-chat-completions"
@@ -59,8 +59,8 @@ CONCURRENT = 8
 
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the user's arguments and the endpoint's. `tokenizer` is a folder, because log-probabilities are
-    requested by token ids. With `--model local-chat-completions` among the user's arguments it asks for chats."""
+    """Return the user's arguments and the endpoint's. `tokenizer` is a folder: log-probabilities are requested by token
+    ids. With `--model local-chat-completions` among the user's arguments the harness sends chats."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
     if kind and kind[0] not in (MODEL, CHAT):
@@ -78,17 +78,17 @@ def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, argument
 
 
 def read_lm_eval(folder: Path) -> HarnessRun:
-    """Return what the files in its output folder hold. Raises InvalidInput when it has left none."""
+    """Return the results in its output folder. Raises InvalidInput if there are none."""
     files = sorted(folder.rglob("results_*.json"))
     if not files:
-        raise InvalidInput("lm-eval has written no results; its output says why")
+        raise InvalidInput("lm-eval has written no results; see its output for the reason")
     found = json.loads(files[-1].read_text())
     samples = [each for path in sorted(folder.rglob("samples_*.jsonl")) for each in _samples_of_lm_eval(path)]
     return HarnessRun(str(found.get("lm_eval_version", "")), samples, found["results"])
 
 
 def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
-    """Yield the samples of a task. The file has a line for each filter of a sample; their scores are put together."""
+    """Yield the samples of a task. The file has one line for each filter of a sample; their scores are merged."""
     task = path.stem.removeprefix("samples_").rpartition("_")[0]
     by_document: dict[int, list[dict[str, Any]]] = {}
     for line in path.read_text().splitlines():
@@ -115,14 +115,14 @@ def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
 
 
 def _choices(responses: Any) -> list[dict[str, Any]]:
-    """Return log-probability and greediness of each answer; nothing for a task that generates."""
+    """Return log-probability and greediness of each answer; empty for a task that generates."""
     if not all(isinstance(each, list) and len(each) == 2 for each in responses):
         return []
     return [{"logprob": float(logprob), "is_greedy": str(greedy) == "True"} for logprob, greedy in responses]
 
 
 SERVICE = "paceline"
-"""Name of the endpoint in `openai-api/<name>/<model>`; its variables begin with it."""
+"""Name of the endpoint in `openai-api/<name>/<model>`; its environment variables begin with it."""
 LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 """Inspect's values for correct, incorrect, partial and no answer, as its own `accuracy` counts them."""
 
@@ -134,15 +134,15 @@ def inspect_command(url: str, model: str, tokenizer: str, folder: Path, argument
 
 
 def inspect_variables(url: str) -> dict[str, str]:
-    """Return the environment variables that name the endpoint. A served model takes any key."""
+    """Return the environment variables for the endpoint. A served model accepts any key."""
     return {f"{SERVICE.upper()}_BASE_URL": url, f"{SERVICE.upper()}_API_KEY": "none"}
 
 
 def read_inspect(folder: Path) -> HarnessRun:
-    """Return what its logs hold. Raises InvalidInput when there is none, or one of a run that failed."""
+    """Return the results in its logs. Raises InvalidInput if there is none, or one of a failed run."""
     logs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not logs:
-        raise InvalidInput("inspect has written no log; its output says why")
+        raise InvalidInput("inspect has written no log; see its output for the reason")
     for log in logs:
         if log["status"] != "success":
             message = (log.get("error") or {}).get("message", "")
@@ -167,7 +167,6 @@ def _samples_of_inspect(log: dict[str, Any]) -> Iterator[ScoredSample]:
 
 
 def _values(scorer: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield names and numbers of a score; what is no number is left out."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _values(f"{scorer}/{name}", each)
@@ -178,24 +177,24 @@ def _values(scorer: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 FOLDER = Path(".venv-harnesses/bin")
-"""Where `make harnesses` puts the programs, below the working directory."""
+"""Folder in which `make harnesses` puts the programs, below the working directory."""
 STDERR = 2
 """File descriptor to which all of a harness' output goes."""
 END_S = 10.0
-"""Longest wait for a harness to end once it was told to."""
+"""Longest wait for a harness to end after its signal."""
 
 
 HARNESSES = {
     "lm-eval": ("lm_eval", lm_eval_command, read_lm_eval),
     "inspect": ("inspect", inspect_command, read_inspect),
 }
-"""Of each harness its program, the arguments for an endpoint, and what reads its results."""
+"""For each harness: its program, the arguments for an endpoint, and the function that reads its results."""
 
 
 async def run_harness(served: ServedModel, name: str, arguments: Sequence[str]) -> HarnessRun:
-    """Serve a model on a free port of loopback, run the harness `name` against it, and return what it scored.
+    """Serve a model on a free port of loopback, run the harness `name` against it, and return its results.
 
-    Its output goes to stderr. Raises InvalidInput: it is not installed, ends with an error, or has left no results.
+    The harness's output goes to stderr. Raises InvalidInput if it is not installed, fails, or leaves no results.
     """
     program, command_of, read = HARNESSES[name]
     path = program_of(program)
@@ -212,18 +211,18 @@ async def run_harness(served: ServedModel, name: str, arguments: Sequence[str]) 
 
 
 def program_of(name: str) -> Path:
-    """Return the path of a harness' program. Raises InvalidInput where it is not installed."""
+    """Return the path of a harness's program. Raises InvalidInput if it is not installed."""
     beside = FOLDER / name
     found = shutil.which(name) or (str(beside.absolute()) if beside.is_file() else None)
     if found is None:
         raise InvalidInput(
-            f"{name} is neither on the path nor in {FOLDER}; `make harnesses` installs it, in an environment of its own"
+            f"{name} is neither on the path nor in {FOLDER}; `make harnesses` installs it, in a separate environment"
         )
     return Path(found)
 
 
 async def _ended(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Return the exit status of a command. No deadline: it takes as long as its tasks do, and the caller may interrupt it."""
+    """Return the exit status of a command. There is no deadline: tasks set its duration, and the caller may interrupt."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment | variables, stdin=asyncio.subprocess.DEVNULL, stdout=STDERR
@@ -248,7 +247,7 @@ def result_of(
     labels = list(dict.fromkeys(f"{each.task}/{name}" for each in run.samples for name in each.scores))
     if not labels:
         raise InvalidInput(
-            f"{harness} has scored no sample by itself; its own results are in its output, and a comparison needs samples"
+            f"{harness} has scored no single sample, which a comparison needs; its own results are in its output"
         )
     samples = [_sample(each, labels) for each in run.samples]
     means: dict[str, dict[str, list[float]]] = {}

@@ -1,7 +1,7 @@
-"""A problem of an evaluation, from its row to its rewards, by each of the three methods.
+"""Evaluates a problem, from its row to its rewards, by each of the three methods.
 
-Promise: the reward functions are those of a run and get what they get there. `choose` gives them the letter of the likeliest
-answer as a completion, `prefer` the two completions of the row.
+Promise: the reward functions are those of a run, with the same arguments. `choose` passes them the letter of the
+likeliest answer as a completion, `prefer` the two completions of the row.
 
 Suffixes: C completions of a problem, F reward functions, L names of rewards.
 """
@@ -32,22 +32,22 @@ class ContinuationScore(NamedTuple):
     logprob: float
     """Sum over its tokens, in nats, under the model itself (temperature 1)."""
     is_greedy: bool
-    """Whether each of its tokens is the likeliest one at its position."""
+    """True if each of its tokens is the likeliest one at its position."""
 
 
-class AskedModel(Protocol):
-    """A model that completes prompts or tells log-probabilities."""
+class EvaluatedModel(Protocol):
+    """A model that completes prompts or computes log-probabilities."""
 
     name: str
     """Name of the model in the result."""
     concurrency: int
-    """Completions that it generates at a time; further requests wait."""
+    """Completions generated at a time; further requests wait."""
 
     async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
-        """Return the completions of problem number `index`, `grpo.val_samples_per_prompt` of them, with their texts. The chat
+        """Return `grpo.val_samples_per_prompt` completions of problem number `index`, with their texts. The chat
         template gets `tools`.
 
-        Raises InvalidInput for a prompt that it cannot take, Unavailable where it does not answer.
+        Raises InvalidInput for a prompt that the model cannot take, Unavailable if it does not answer.
         """
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
@@ -62,7 +62,7 @@ def split(prompt: str, continuation: str) -> tuple[str, str]:
 
 
 NORMALISED = "_norm"
-"""End of the name of a reward of the answer that is likeliest per character."""
+"""Suffix of a reward's name: the reward of the answer that is likeliest per character."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Problem:
     columns: Mapping[str, Any]
     completions: tuple[Completion, ...] = ()
     rewards_CL: FloatArray | None = None
-    """[C, L]; None where scoring failed."""
+    """[C, L]; None if scoring failed."""
     totals_C: Rewards | None = None
     failure: str = ""
     scores: tuple[ContinuationScore, ...] = ()
-    """Of each answer, where the method is `choose`."""
+    """Of each answer, with the method `choose`."""
 
     @property
     def texts(self) -> list[str]:
@@ -86,13 +86,13 @@ class Problem:
 
 
 def labels_of(spec: RunSpec) -> list[str]:
-    """Return the [L] names of rewards: of `choose` also those of the answer that is likeliest per character."""
+    """Return the [L] names of rewards; `choose` adds those of the answer that is likeliest per character."""
     names = [reward.label for reward in spec.rewards]
     return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
 
 
 async def solved(
-    model: AskedModel | None,
+    model: EvaluatedModel | None,
     rewards: RewardRunner,
     spec: RunSpec,
     seed: int,
@@ -100,8 +100,8 @@ async def solved(
     prompt: Any,
     columns: dict[str, Any],
 ) -> Problem:
-    """Return the problem with its rewards; one that the model cannot take, or that cannot be scored, has a failure. `model` is
-    None with the method `prefer` alone. Raises Unavailable, and the engine's errors."""
+    """Return the problem with its rewards, or with a failure if the model cannot take it or it cannot be scored.
+    `model` is None only with the method `prefer`. Raises Unavailable, and the engine's errors."""
     problem = Problem(index, prompt, columns)
     try:
         match spec.evaluation.method:
@@ -129,14 +129,14 @@ class _NotScored(Exception):
         self.completions = tuple(completions)
 
 
-async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
+async def _chosen(problem: Problem, model: EvaluatedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
     """Return the problem with one completion: the letter of the likeliest answer, and the rewards of both choices.
 
     The second choice is by log-probability per character of the answer's text: lm-eval's `acc_norm`.
     """
     if tools_of_prompt(problem.prompt, problem.columns) is not None:
         raise InvalidInput(
-            "the row has tools, which evaluation.method 'choose' gives to no model; rename the column 'tools'"
+            "the row has tools, which evaluation.method 'choose' does not pass to a model; rename the column 'tools'"
         )
     texts = problem.columns[TEXTS]
     continuations = [
@@ -163,8 +163,8 @@ async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, sp
 
 
 async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> Problem:
-    """Return the problem with the chosen text as its completion, and the chance that it scores above the rejected one: a tie is
-    half. Raises InvalidInput for a row in which neither is better."""
+    """Return the problem with the chosen text as its completion, and whether it scores above the rejected one; a tie
+    counts half. Raises InvalidInput for a row in which neither is better."""
     data, preference = spec.data, preference_of(problem.columns, spec.data)
     if preference == 0:
         raise InvalidInput(f"column {data.preference_key!r} is 0, so neither completion is better")
@@ -185,7 +185,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
 
 
 def _wins(chosen: Rewards, rejected: Rewards) -> FloatArray:
-    """Return 1 where the chosen one is above, 0 where it is below, 0.5 for a tie, NaN where one has no number."""
+    """Return 1 if the chosen one scores higher, 0 if lower, 0.5 for a tie, NaN if either has no number."""
     return np.asarray((np.sign(chosen - rejected) + 1) / 2, np.float32)
 
 
@@ -204,7 +204,7 @@ def _text(columns: Mapping[str, Any], key: str) -> str:
         value = value[-1].get("content")
     if not isinstance(value, str) or not value:
         raise InvalidInput(
-            f"column {key!r} is {value!r:.80}, must be the text of a completion; name the columns in data.chosen_key and "
-            "data.rejected_key"
+            f"column {key!r} is {value!r:.80}, must be the text of a completion; set data.chosen_key and data.rejected_key to "
+            "such columns"
         )
     return value

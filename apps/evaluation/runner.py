@@ -1,9 +1,10 @@
-"""An evaluation outside of runs: ask a model the validation problems, score its answers in reward processes, and summarise.
+"""Runs an evaluation outside of runs: samples answers to the validation problems, scores them in reward processes,
+summarises.
 
-Promise: completions are scored as in a run's evaluation, by the same keys; a problem that cannot be scored is counted as
-failed and never as 0, and a missing reward is None.
+Promise: completions are scored as in a run's evaluation, by the same keys; a problem that cannot be scored counts as
+failed, never as 0, and a missing reward is None.
 
-Order of waiting: a problem waits for room, then for the model, then for a reward process. Room bounds what is in memory.
+A problem first waits for room, then for the model, then for a reward process. The room bounds memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.advantages import Rewards
-from paceline.apps.evaluation.problems import AskedModel, Problem, labels_of, solved
+from paceline.apps.evaluation.problems import EvaluatedModel, Problem, labels_of, solved
 from paceline.apps.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.data.preparation.filters import text_of
 from paceline.data.prompts import PromptSource, open_prompts
@@ -29,16 +30,16 @@ from paceline.spec import RunSpec
 
 Json = dict[str, Any]
 MAX_GROUPS = 200
-"""Values that a column of evaluation.group_by may have."""
+"""Most values of a column of evaluation.group_by."""
 
 
 def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:
     """Return the metrics of scored problems, each with its bootstrap interval over problems, and the counts.
 
     `reward` and `reward/<function>` are avg@k. A function whose values are all 0 or 1 also has `pass@<j>` for the powers of
-    two up to k, and with k above 1 `cons@<k>`, by the answers that the completions state, if any does; both are over the problems
-    with j or k completions that got a number, and `unscored` counts the others of each function. `reward[<column>=<value>]` is
-    that of a group of problems, `gap/reward[<column>]` the best group's minus the worst one's; groups are those of `grouping_columns`.
+    two up to k, and, if k is above 1 and a completion states an answer, `cons@<k>`. Both cover the problems with j or k completions
+    that got a number; `unscored` counts the other completions of each function. `reward[<column>=<value>]` is the reward of a group of
+    problems, `gap/reward[<column>]` the best group's minus the worst group's; `grouping_columns` names the columns.
     Raises InvalidInput for a column with too many values.
     """
     scored = [problem for problem in problems if problem.rewards_CL is not None]
@@ -63,20 +64,20 @@ def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, f
 
 
 def grouping_columns(spec: RunSpec, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns that divide the problems: `evaluation.group_by`, and `data.source_key` if any row has it."""
+    """Return the columns that group the problems: `evaluation.group_by`, and `data.source_key` if any row has it."""
     key = spec.data.source_key
     by_source = [key] if key is not None and any(key in row for row in rows) else []
     return list(dict.fromkeys([*spec.evaluation.group_by, *by_source]))
 
 
 def _means(problem: Problem, labels: Sequence[str]) -> dict[str, float]:
-    """Return a problem's mean of each reward over the completions that got a number; without any it has none."""
+    """Return a problem's mean of each reward over the completions that got a number; empty if none did."""
     assert problem.rewards_CL is not None
     assert problem.totals_C is not None
     columns = {"reward": problem.totals_C}
     columns |= {f"reward/{label}": problem.rewards_CL[:, index] for index, label in enumerate(labels)}
-    known = {name: values[~np.isnan(values)].astype(np.float64) for name, values in columns.items()}
-    return {name: float(values.mean()) for name, values in known.items() if len(values)}
+    numbers = {name: values[~np.isnan(values)].astype(np.float64) for name, values in columns.items()}
+    return {name: float(values.mean()) for name, values in numbers.items() if len(values)}
 
 
 def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
@@ -85,7 +86,7 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
 
 
 def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
-    """Return the completions of scored problems that got no number of a function, by its name, where there are any."""
+    """Return the number of completions of scored problems that got no number, by function, if there are any."""
     if not scored or spec.evaluation.method != "sample":
         return {}
     counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)
@@ -93,21 +94,21 @@ def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
 
 
 def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
-    """Return pass@j and cons@k of each function that says right or wrong, for several completions of a problem."""
+    """Return pass@j and cons@k of each 0/1 function, for several completions of a problem."""
     k, values = spec.grpo.val_samples_per_prompt, {}
     if spec.evaluation.method != "sample" or k == 1:
         return {}
     for index, reward in enumerate(spec.rewards):
         columns = [problem.rewards_CL[:, index] for problem in scored if problem.rewards_CL is not None]
-        known = [each[~np.isnan(each)] for each in columns]
-        if not any(map(len, known)) or not np.isin(np.concatenate(known), (0.0, 1.0)).all():
+        numbers = [each[~np.isnan(each)] for each in columns]
+        if not any(map(len, numbers)) or not np.isin(np.concatenate(numbers), (0.0, 1.0)).all():
             continue
         for j in [1 << power for power in range(k.bit_length())]:
-            found = [pass_at_k(len(each), int(each.sum()), j) for each in known if len(each) >= j]
+            found = [pass_at_k(len(each), int(each.sum()), j) for each in numbers if len(each) >= j]
             values[f"pass@{j}/{reward.label}"] = np.array(found)
         votes = [
             (votes_of(reward, problem.columns, problem.texts, scores := each.tolist()), scores)
-            for problem, each in zip(scored, known, strict=True)
+            for problem, each in zip(scored, numbers, strict=True)
             if len(each) == k
         ]
         if any(vote is not None for found, _ in votes for vote in found):
@@ -117,23 +118,22 @@ def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
 
 
 def _of_groups(column: str, scored: Sequence[Problem], means: Sequence[Mapping[str, float]], seed: int) -> Json:
-    """Return each reward's metrics by the values of a column, and the gap between the best and the worst."""
     groups: dict[str, list[Mapping[str, float]]] = {}
     for problem, found in zip(scored, means, strict=True):
         groups.setdefault(str(problem.columns.get(column)), []).append(found)
     if len(groups) > MAX_GROUPS:
         raise InvalidInput(
-            f"column {column!r} of evaluation.group_by or data.source_key has {len(groups)} values; at most {MAX_GROUPS} are groups, "
-            "so name another column"
+            f"column {column!r} of evaluation.group_by or data.source_key has {len(groups)} values, at most {MAX_GROUPS} make groups; "
+            "name another column"
         )
     metrics: Json = {}
     for name in dict.fromkeys(name for each in means for name in each):
         of_groups = {value: _by_name(found).get(name) for value, found in sorted(groups.items())}
-        known = {value: values for value, values in of_groups.items() if values is not None}
-        for value, values in known.items():
+        numbers = {value: values for value, values in of_groups.items() if values is not None}
+        for value, values in numbers.items():
             metrics[f"{name}[{column}={value}]"] = estimate(values, seed)._asdict()
-        if len(known) > 1 or len(groups) == 1:  # a gap to groups without any number is no 0
-            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
+        if len(numbers) > 1 or len(groups) == 1:  # without numbers there is no gap, not a gap of 0
+            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(numbers.values()), seed)._asdict()
     return metrics
 
 
@@ -176,15 +176,15 @@ class Evaluated(NamedTuple):
     result: Json
     samples: list[Json]
     questions: list[str]
-    """Text of each problem, for a comparison with training data."""
+    """Text of each problem, to compare with training data."""
 
 
-async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
-    """Evaluate a model on the validation set of `spec`; None where the method is `prefer`, whose reward functions are what is
-    measured. Raises InvalidInput without a set, DataError, Unreadable, and the errors of the model and of
+async def evaluate(model: EvaluatedModel | None, spec: RunSpec, seed: int, num_processes: int = 1) -> Evaluated:
+    """Evaluate `model` on the validation set of `spec`; it is None with the method `prefer`, which measures the reward
+    functions. Raises InvalidInput without a set, DataError, Unreadable, and the errors of the model and of
     `RewardRunner.start`."""
     if spec.data.validation is None:
-        raise InvalidInput("data.validation is not set, and an evaluation needs its problems; name a data set")
+        raise InvalidInput("data.validation is not set, but an evaluation needs its problems; set it to a data set")
     prompts = await asyncio.to_thread(open_prompts, spec.data, seed, validation=True)
     _check(spec, prompts)
     number = min(len(prompts), spec.grpo.max_val_samples)
@@ -208,7 +208,7 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
 
 
 def _check(spec: RunSpec, prompts: PromptSource) -> None:
-    """Raise InvalidInput for settings that no row of the data set can serve."""
+    """Raise InvalidInput for settings that the data set cannot meet."""
     for column in spec.evaluation.group_by:
         if column not in prompts.columns:
             raise InvalidInput(

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 LEVEL = 0.95
-"""Share of resamples within an interval."""
+"""Share of resamples inside an interval."""
 
 ROUNDING = 1e-6
-"""Relative difference of numbers that count as equal: rewards are stored in float32, and means of them are compared."""
+"""Relative difference up to which numbers count as equal: rewards, whose means are compared, are in float32."""
 
 CHUNK = 1 << 22
-"""Indices that are drawn at a time."""
+"""Indices drawn at a time."""
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -44,12 +44,13 @@ def below(value: float, bound: float) -> bool:
 
 
 def differences(ours: Floats, theirs: Floats) -> Floats:
-    """Return ours minus theirs, 0 where they are equal up to ROUNDING: a mean of equal numbers is seldom that number."""
+    """Return ours minus theirs, 0 if they are equal up to ROUNDING: means of equal numbers differ by rounding."""
     return np.where(np.isclose(ours, theirs, rtol=ROUNDING, atol=0.0), 0.0, ours - theirs)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that k of n completions, drawn without replacement, hold at least one of the c correct ones.
+    """Return the probability that k of n completions, drawn without replacement, hold at least one of the c correct
+    ones.
 
     1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1. Raises
     ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -64,10 +65,10 @@ def consensus(
     scores: Sequence[float],
     same: Callable[[Answer, Answer], bool] = operator.eq,
 ) -> float:
-    """Return the score of the most frequent answer, of several equally frequent ones their mean; 0 without any answer.
+    """Return the score of the most frequent answer, or the mean score of equally frequent ones; 0 without any answer.
 
-    `answers` and `scores` are those of one problem's completions. Answers that are the `same` as the first one of a vote are one
-    vote; those of one vote that scored differently count with their mean.
+    `answers` and `scores` are of one problem's completions. An answer joins the first vote whose first answer is the `same`; a vote
+    whose answers scored differently counts with their mean.
     """
     votes: list[tuple[Answer, list[float]]] = []
     for answer, score in zip(answers, scores, strict=True):
@@ -87,7 +88,7 @@ def consensus(
 
 
 def drawn(num: int, seed: int) -> Iterator[Indices]:
-    """Yield [rows, G] indices of RESAMPLES resamples of `num` things, drawn with replacement, CHUNK at a time."""
+    """Yield [rows, G] indices of RESAMPLES resamples of `num` items, drawn with replacement, CHUNK at a time."""
     random = np.random.default_rng(seed)
     rows = max(1, CHUNK // max(1, num))
     for start in range(0, RESAMPLES, rows):
@@ -114,9 +115,9 @@ def estimate(values_G: Floats, seed: int) -> Estimate:
 
 
 def bootstrap_gap(groups: Sequence[Floats], seed: int) -> Estimate:
-    """Return the highest mean of several groups of problems minus the lowest one, with its percentile interval over resamples
-    within each group. Chance alone makes the gap of small groups wide, so the interval does not reach 0 when they are equal.
-    Raises ValueError without groups."""
+    """Return the highest mean of several groups of problems minus the lowest, with its percentile interval over
+    resamples within each group. Chance alone separates small groups, so the interval of equal groups does not reach
+    0. Raises ValueError without groups."""
     if not groups:
         raise ValueError("a gap needs at least one group")
     means = [float(values.mean()) for values in groups]

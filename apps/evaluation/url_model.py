@@ -1,7 +1,7 @@
-"""`UrlModel`: a model behind an OpenAI-compatible endpoint, ours or another.
+"""Evaluates a model behind an OpenAI-compatible endpoint, ours or another.
 
-Promise: a request ends in an answer or in an error. What the service refuses is a failed problem; a service that does not
-answer after all attempts ends the evaluation, because its absence says nothing about the model.
+Promise: a request ends in an answer or in an error. A request that the service refuses is a failed problem; a service
+that does not answer after all attempts ends the evaluation, because its absence says nothing about the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 SEED_BITS = 31
 """Bits of a seed that every service takes."""
 READS_TOKENS = ("length", "soft_overlong")
-"""Built-in reward functions that count tokens, which such an endpoint does not give."""
+"""Built-in reward functions that count tokens; such an endpoint returns none."""
 
 NAMES_OF_STOPS = ("stop_reason", "matched_stop")
 """Fields with the stop string that ended a choice: vLLM's, SGLang's."""
@@ -39,28 +39,28 @@ log = logging.getLogger(__name__)
 
 
 class _Echoed(NamedTuple):
-    """Tokens of a text, as a service repeats it."""
+    """Tokens of a text, as a service echoes it."""
 
     tokens: list[str]
     logprobs: list[float]
     """Of each token; NaN for the first one."""
     tops: list[float]
-    """Those of the likeliest ones."""
+    """Log-probabilities of the likeliest tokens."""
 
 
 class UrlModel:
-    """See `AskedModel`. Texts alone are known of its completions: reward functions get no token ids."""
+    """See `EvaluatedModel`. Its completions are texts only: reward functions get no token ids."""
 
     def __init__(self, spec: RunSpec, endpoint: Endpoint, model: str, concurrency: int) -> None:
         self._spec, self._endpoint = spec, endpoint
         self.name = model
         self.concurrency = concurrency
         self._opens = any(reward.kwargs.get("think_in_prompt") is True for reward in spec.rewards)
-        """The chat template opens the reasoning, as the rewards say: nothing else does."""
+        """True if the chat template opens the reasoning; only the rewards' settings say so."""
         self._warned = False
 
     async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
-        """See `AskedModel.sample`: one request for each completion, because not every service takes `n`."""
+        """See `EvaluatedModel.sample`. Sends one request for each completion, because not every service supports `n`."""
         route, body = self._body(prompt)
         if tools is not None:
             body["tools"] = tools
@@ -71,7 +71,7 @@ class UrlModel:
         return [self._completion(answer) for answer in answers]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """See `AskedModel.score`: the service repeats the text (`echo`) with its log-probabilities."""
+        """See `EvaluatedModel.score`. The service echoes the text (`echo`) with its log-probabilities."""
         if not isinstance(prompt, str) or self._spec.data.apply_chat_template == "always":
             raise InvalidInput(
                 "a model behind a URL gives log-probabilities of texts, not of chats; set data.apply_chat_template=never and "
@@ -83,7 +83,6 @@ class UrlModel:
         return await asyncio.gather(*(self._score(begin, each, tokens) for each in rest))
 
     def _body(self, prompt: Any) -> tuple[str, Json]:
-        """Return route and body of a request for a completion; parameters that are the API's defaults are left out."""
         data, generation = self._spec.data, self._spec.policy.generation
         body: Json = {
             "model": self.name,
@@ -111,8 +110,8 @@ class UrlModel:
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     def _completion(self, answer: Json) -> Completion:
-        """Return the completion in an answer, with the text that the same model has in this process. Services besides our own
-        put reasoning and calls into fields of their own, and leave out the stop string but name it."""
+        """Return the completion in an answer, with the text that the same model has in this process. Other services
+        return reasoning and calls in separate fields, and leave out the stop string but name it."""
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")
@@ -120,23 +119,25 @@ class UrlModel:
                 text = choice["text"] if "text" in choice else message_text(choice["message"], in_reasoning=self._opens)
                 text += self._stop_string(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise InvalidInput(f"the service answers without a completion ({error!r}); is it OpenAI's API?") from None
+            raise InvalidInput(
+                f"the service's answer has no completion ({error!r}); does it serve OpenAI's API?"
+            ) from None
         nothing = np.empty(0)
         reason = str(choice.get("finish_reason") or "stop")
         return Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), reason, str(text or ""))
 
     def _stop_string(self, choice: Json) -> str:
-        """Return the stop string that ended a choice, empty for another end. Warns of a service that does not tell."""
+        """Return the stop string that ended a choice, empty for another end. Warns if the service does not name it."""
         strings = self._spec.policy.generation.stop_strings
         named = [choice[name] for name in NAMES_OF_STOPS if name in choice]
         if strings and not named and choice.get("finish_reason") == "stop" and not self._warned:
             self._warned = True
-            log.warning("the service does not name the stop string that ended a completion: the texts end before it")
+            log.warning("the service does not name the stop string that ended a completion, so the texts end before it")
         return next((each for each in named if each in strings), "")
 
     async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
-        """Return the log-probability behind a prompt with these tokens. Raises InvalidInput where the text has others there, because
-        texts are all that such a service encodes."""
+        """Return the log-probability after a prompt with these tokens. Raises InvalidInput if the text has other tokens
+        there, because such a service encodes texts only."""
         whole = await self._echoed(prompt + continuation)
         start = len(tokens) or 1
         if whole.tokens[: len(tokens)] != tokens:
@@ -158,7 +159,7 @@ class UrlModel:
         return ContinuationScore(sum(logprobs), greedy)
 
     async def _echoed(self, text: str) -> _Echoed:
-        """Return the tokens of a text with their log-probabilities. Raises InvalidInput where the service does not give them."""
+        """Return the tokens of a text with their log-probabilities. Raises InvalidInput if the service returns none."""
         body = {
             "model": self.name,
             "prompt": text,
@@ -177,7 +178,7 @@ class UrlModel:
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
-                f"the service does not give the log-probabilities of a prompt (echo with logprobs: {error!r}); use one that "
+                f"the service does not return the log-probabilities of a prompt (echo with logprobs: {error!r}); use one that "
                 "does, such as `paceline serve model`"
             ) from None
 
@@ -192,12 +193,12 @@ class UrlModel:
 
 @contextlib.asynccontextmanager
 async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator[UrlModel]:
-    """Give the model behind an endpoint; an empty `settings.model` is the only one that it serves. Raises InvalidInput for a
-    function that reads tokens, Unavailable where the service does not answer."""
+    """Open the model behind an endpoint; an empty `settings.model` means its only one. Raises InvalidInput for a
+    function that reads tokens, Unavailable if the service does not answer."""
     for reward in spec.rewards:
         if reward.function in READS_TOKENS and spec.evaluation.method == "sample":
             raise InvalidInput(
-                f"reward function {reward.function!r} counts tokens, and a model behind a URL gives texts alone; leave it out"
+                f"reward function {reward.function!r} counts tokens, but a model behind a URL returns texts only; leave it out"
             )
     try:
         async with Endpoint(settings, lambda name, value: None) as endpoint:
@@ -208,15 +209,17 @@ async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator
 
 
 async def _only_model(endpoint: Endpoint, url: str) -> str:
-    """Return the name of the model that an endpoint serves; `NAME@VERSION` of our own is another name of `NAME`."""
+    """Return the name of the endpoint's only model; Paceline's `NAME@VERSION` is another name of `NAME`."""
     try:
         names = [str(entry["id"]) for entry in (await endpoint.get("models"))["data"]]
     except (RequestRefused, BadAnswer, KeyError, TypeError) as error:
         raise InvalidInput(f"{url}/models does not list models ({error!r}); name one in --model-name") from None
-    own = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
-    if len(own) != 1:
-        raise InvalidInput(f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name")
-    return own[0]
+    models = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
+    if len(models) != 1:
+        raise InvalidInput(
+            f"{url} serves {len(models)} models ({', '.join(models[:8])}); name one of them in --model-name"
+        )
+    return models[0]
 
 
 def _prompt_tokens(answer: Json) -> int:

@@ -1,4 +1,4 @@
-"""Specs from configurations of TRL, NeMo RL, verl and prime-rl."""
+"""Writes specs from configurations of TRL, NeMo RL, verl and prime-rl."""
 
 COMMANDS = {
     "Before a run": {
@@ -8,4 +8,3 @@ COMMANDS = {
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

@@ -1,7 +1,7 @@
-"""A spec in the making, from another library's settings: what was carried over, and what was left out and why.
+"""Collects a spec from another library's settings: what was carried over, and what was left out and why.
 
-Each library's module derives the values that depend on several settings; `carry` then moves all others by the dictionary
-of names (`paceline.spec.foreign`).
+Each library's module derives the values that depend on several settings; `carry` then moves all others by the table of
+names (`paceline.spec.foreign`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Conversion:
     tree: dict[str, Any] = field(default_factory=dict)
     """The spec's sections, as YAML has them."""
     left_out: list[str] = field(default_factory=list)
-    """One line for each setting that was left out: its name, its value, the reason."""
+    """One line for each setting that was left out: name, value, reason."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about what differs or has to be checked by hand."""
+    """Sentences about differences and about what to check by hand."""
     used: set[str] = field(default_factory=set)
-    """Names of settings that need no further attention."""
+    """Names of settings that are dealt with."""
     files: dict[str, str] = field(default_factory=dict)
     """Files to write beside the spec, by name."""
 
@@ -41,7 +41,7 @@ class Conversion:
         return default if value is None else value
 
     def put(self, key: str, value: Any) -> None:
-        """Set our dotted key, in the section of the algorithm where `grpo` and `loss_fn` stand for it."""
+        """Set our dotted key, in the algorithm's section if it begins with `grpo` or `loss_fn`."""
         key = self.place(key)
         if key:
             *sections, last = key.split(".")
@@ -51,23 +51,23 @@ class Conversion:
             node[last] = _home(value)
 
     def place(self, key: str) -> str:
-        """Return our key for the algorithm; empty if that algorithm has none."""
+        """Return our key for the algorithm; empty if the algorithm has none."""
         return key_for(key, self.algorithm)
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Record that a setting was left out, if it is set."""
+        """Note that a setting was left out, if it is set."""
         if self.settings.get(name) is not None:
             self.used.add(name)
             self.left_out.append(f"{name} ({reprlib.repr(self.settings[name])}): {reason}")
 
     def carry(self) -> None:
-        """Carry over every setting that is not used yet, by the dictionary of names."""
+        """Carry over every unused setting by the table of names."""
         for name, value in self.settings.items():
             if name not in self.used and value is not None:
                 self._carry_one(name, plain(value))
 
     def close(self) -> None:
-        """Leave out what a spec refuses without further settings: evaluations without data, a name with other letters."""
+        """Leave out what a spec would refuse: evaluations without data, a name with other letters."""
         if not self.tree.get("data", {}).get("validation"):
             section = self.tree.get(self.algorithm if self.algorithm in EXAMPLES else "grpo", {})
             for name in ("val_period", "val_at_start", "val_at_end"):
@@ -83,7 +83,7 @@ class Conversion:
             return self.leave_out(name, f"algorithm {self.algorithm} does not read it")
         entry = self._entry(name)
         if entry is None:
-            return self.leave_out(name, "no such name is known")
+            return self.leave_out(name, "the name is unknown")
         if not entry.key:
             return self.leave_out(name, entry.none)
         if entry.rule or entry.place:
@@ -97,16 +97,17 @@ class Conversion:
         return self.leave_out(name, f"{entry.key} has no such value")
 
     def _entry(self, name: str) -> ForeignName | None:
-        """Return the entry of this library's own table, by the name or the longest section above it; else of any."""
-        own = table(self.library)
+        """Return the table's entry for the name, or for the longest section above it: this library's first, then
+        others'."""
+        names = table(self.library)
         parts = name.split(".")
         sections = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1)]
-        return next((own[each] for each in (name, *sections) if each in own), None) or look_up(name)
+        return next((names[each] for each in (name, *sections) if each in names), None) or look_up(name)
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name; a list, an empty section and a mapping that has a name in the
-    dictionary or in the spec are values."""
+    """Return the values of nested sections by dotted name. A list, an empty section, and a mapping whose name is in the
+    table or in the spec count as values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
@@ -135,7 +136,7 @@ def whole(total: float, parts: float) -> int:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value that may be one item or several as a list."""
+    """Return an item or a list of items as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]

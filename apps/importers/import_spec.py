@@ -1,8 +1,8 @@
-"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name what was left
-out.
+"""`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name the settings
+that were left out.
 
-The spec is YAML that loads, with what was left out above it as comments. Configurations are read as their libraries write them: YAML
-with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
+The spec is YAML that loads, below comments that list the settings left out. Configurations are read as their libraries write them:
+YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from paceline.spec.reading import apply_override, parse_spec, read_tree
 @click.argument("library", type=click.Choice(["trl", "nemo", "verl", "prime-rl"]))
 @click.argument("file", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("-o", "--output", type=FILE, help="The spec to write; default NAME.paceline.yaml beside FILE.")
-@click.option("--processes", default=1, type=click.IntRange(min=1), help="GPUs that the TRL training ran on.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("-o", "--output", type=FILE, help="Spec to write; default NAME.paceline.yaml beside FILE.")
+@click.option("--processes", default=1, type=click.IntRange(min=1), help="Number of GPUs of the TRL training.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 @json_option
 def import_spec(
     library: str,
@@ -46,7 +46,7 @@ def import_spec(
     """Write a spec from FILE: a recipe or script of TRL, a YAML of NeMo RL, a YAML or a script with overrides of verl,
     a TOML of prime-rl.
 
-    A Python script is read, never run. Overrides are Paceline's keys; they complete or change the spec.
+    A Python script is parsed, never run. Overrides are Paceline's keys; they complete or change the spec.
     """
     done = import_config(library, file, overrides, processes=processes)
     destination = output or file.with_name(f"{file.stem}.paceline.yaml")
@@ -72,19 +72,19 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Characters of a comment."""
+"""Most characters of a comment."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
     "rewards": "'rewards=[{function: …}]'",
 }
-"""Keys that a configuration may lack, and the override that gives them."""
+"""Keys that a configuration may lack, and overrides that set them."""
 
 
 def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1) -> Conversion:
     """Return the conversion of the file at `path`, one of LIBRARIES, with overrides of our keys on top; it loads.
 
-    Raises SpecError: the file cannot be read, lacks a key that every spec needs, or has values that contradict each other.
+    Raises SpecError if the file cannot be read, lacks a key that every spec needs, or has contradictory values.
     """
     if not path.is_file():
         raise SpecError(f"no file {str(path)!r}; name a configuration of {library}")
@@ -103,7 +103,7 @@ def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, 
 
 
 def spec_text(done: Conversion, source: Path) -> str:
-    """Return the spec as YAML below comments: its source, notes, and what was left out."""
+    """Return the spec as YAML below comments: its source, notes, and the settings left out."""
     lines = [f"# From {source.name}, by `paceline import`."]
     lines += [f"# Note: {note}" for note in done.notes]
     lines += [f"# Left out: {line}" for line in done.left_out]
@@ -136,7 +136,6 @@ def _converted(library: str, path: Path, processes: int) -> Conversion:
 
 
 def _check_complete(done: Conversion, path: Path) -> None:
-    """Raise SpecError with the overrides to add for keys that the configuration lacks."""
     needs = [key for key in REQUIRED if key != "rewards" or done.algorithm == "grpo"]
     lacking = [key for key in needs if not _value(done.tree, key)]
     if lacking:
@@ -158,7 +157,7 @@ def _one_line(text: str) -> str:
 
 
 MAX_DEFAULTS = 8
-"""Files that `defaults` may chain."""
+"""Longest chain of `defaults`."""
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{([A-Za-z_.][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
@@ -172,7 +171,7 @@ def read_yaml(path: Path, library: str) -> dict[str, Any]:
 
 
 def read_overrides(path: Path) -> dict[str, Any]:
-    """Return the `section.key=value` words of a shell script, with its own variables filled in. Raises SpecError."""
+    """Return the `section.key=value` words of a shell script, with its variables substituted. Raises SpecError."""
     text = path.read_text(encoding="utf-8")[:MAX_BYTES].replace("\\\n", " ")
     variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M))
     try:
@@ -191,8 +190,7 @@ def read_overrides(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a TOML file by dotted name, over those of the files that its `toml_files` names. Raises
-    SpecError."""
+    """Return the settings of a TOML file by dotted name; they override those of its `toml_files`. Raises SpecError."""
     return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
 
 
@@ -206,18 +204,21 @@ def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
     below: dict[str, Any] = {}
     for name in listed(tree.pop("toml_files", None)):
         if files_left == 0:
-            raise SpecError(f"{path}: toml_files chain more than {MAX_DEFAULTS} files; write the settings into one")
+            raise SpecError(
+                f"{path}: the chain of toml_files has more than {MAX_DEFAULTS} files; write the settings into one"
+            )
         below = _merged(below, _with_toml_files(path.parent / str(name), files_left - 1))
     return _merged(below, tree)
 
 
 def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:
-    """Return the sections of a file over those of the file that its `defaults` names."""
     tree = read_tree(path)
     above = tree.pop("defaults", None)
     if isinstance(above, str):
         if files_left == 0:
-            raise SpecError(f"{path}: defaults chain more than {MAX_DEFAULTS} files; write the settings into one")
+            raise SpecError(
+                f"{path}: the chain of defaults has more than {MAX_DEFAULTS} files; write the settings into one"
+            )
         return _merged(_with_defaults(path.parent / above, files_left - 1), tree)
     return tree
 
@@ -231,7 +232,7 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 8) -> Any:
-    """Return a value with its references filled in; None for one that refers to nothing that is known."""
+    """Return a value with its references resolved; None for a reference to an unknown name."""
     if isinstance(value, list):
         return [_resolved(each, name, settings, levels) for each in value]
     if not isinstance(value, str) or "${" not in value or levels == 0:

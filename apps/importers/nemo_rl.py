@@ -1,4 +1,4 @@
-"""From NeMo RL: a YAML configuration, with `defaults` (another file) and `${…}` references resolved.
+"""Converts NeMo RL: a YAML configuration, with `defaults` (another file) and `${…}` references resolved.
 
 NeMo RL's train_global_batch_size counts completions of one optimizer update; ours counts prompts of a step.
 """
@@ -15,11 +15,11 @@ DATA = {
     "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
     "gsm8k": ("openai/gsm8k", "question", "answer"),
 }
-"""NeMo RL's names of data sets: the name on the hub, the column of the prompt and of the answer."""
+"""Data sets that NeMo RL has names for: the name on the hub, the columns of the prompt and of the answer."""
 CONFIGS = {"openai/gsm8k": "main"}
-"""Configurations of those data sets that have several."""
+"""Configuration to choose of data sets with several."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
-"""(normalize_rewards, use_leave_one_out_baseline) and ours."""
+"""(normalize_rewards, use_leave_one_out_baseline) and our advantage."""
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
@@ -71,7 +71,7 @@ def _lengths(done: Conversion) -> None:
         return
     if isinstance(total, int) and new >= total:
         done.notes.append(
-            f"policy.generation.max_new_tokens {new} would leave no room for a prompt in {total} tokens; it is half of them"
+            f"policy.generation.max_new_tokens {new} would leave no room for a prompt in {total} tokens; it was set to half of them"
         )
         new = total // 2
     done.put("policy.generation.max_new_tokens", new)
@@ -91,7 +91,7 @@ def _data(done: Conversion) -> None:
     elif name is not None:
         done.put("data.train", name)
         done.notes.append(
-            f"data.train {name!r} is a name of NeMo RL's; write the file, the folder or the name on the hub"
+            f"data.train {name!r} is a name that only NeMo RL knows; write the file, the folder or the name on the hub"
         )
     validation = done.take("data.validation.data_path", done.take("data.val_data_path"))
     if validation is not None:
@@ -101,11 +101,11 @@ def _data(done: Conversion) -> None:
         done.used.update(environment)
         answer = {"kwargs": {"answer_column": found[2]}} if found and found[2] != "answer" else {}
         done.put("rewards", [{"function": "math_accuracy", **answer}])
-        done.notes.append("env.math is the built-in reward math_accuracy; check the column with the answer")
+        done.notes.append("env.math became the built-in reward math_accuracy; check the column with the answer")
 
 
 def _schedule(done: Conversion) -> None:
-    """Carry the list of torch's schedulers: a linear warm-up, then a constant or a cosine."""
+    """Carry over the list of torch's schedulers: a linear warm-up, then a constant or a cosine."""
     parts = done.settings.get("policy.scheduler")
     if not isinstance(parts, list):
         return
@@ -122,7 +122,7 @@ def _schedule(done: Conversion) -> None:
             if name == "CosineAnnealingLR" and isinstance(rate, float) and given.get("eta_min"):
                 done.put("policy.scheduler.min_lr_ratio", round(float(given["eta_min"]) / rate, 6))
         elif name:
-            done.left_out.append(f"policy.scheduler {name}: policy.scheduler.name lists the shapes")
+            done.left_out.append(f"policy.scheduler {name}: see policy.scheduler.name for the shapes")
 
 
 def _evaluation(done: Conversion) -> None:
@@ -151,7 +151,7 @@ def _objective(done: Conversion) -> None:
 
 
 def _best(done: Conversion) -> None:
-    """Carry the metric of the best checkpoint where an evaluation measures it at every checkpoint."""
+    """Carry over the metric of the best checkpoint if an evaluation measures it at every checkpoint."""
     metric = done.take("checkpointing.metric_name")
     if metric == "val_reward" or metric == "val:reward":
         save = done.settings.get("checkpointing.save_period")

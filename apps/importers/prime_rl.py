@@ -1,4 +1,5 @@
-"""From prime-rl: a TOML file, the whole of trainer, orchestrator and inference or one of them, with `toml_files` below it.
+"""Converts prime-rl: a TOML file for trainer, orchestrator and inference or for one of them, with `toml_files` below
+it.
 
 prime-rl's batch_size counts completions of a step; ours counts prompts.
 """
@@ -19,9 +20,9 @@ ORCHESTRATOR = (
     "eval",
     "buffer",
 )
-"""Names at the top of an orchestrator's own file."""
+"""Top-level names of an orchestrator's separate file."""
 TRAINER = ("optim", "scheduler", "loss")
-"""Names at the top of a trainer's own file."""
+"""Top-level names of a trainer's separate file."""
 GROUP = ("orchestrator.rollouts_per_example", "orchestrator.group_size", "orchestrator.train.group_size")
 SAMPLING = ("orchestrator.sampling", "orchestrator.train.sampling")
 ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.environment")
@@ -52,7 +53,6 @@ def convert(settings: dict[str, Any]) -> Conversion:
 
 
 def _place(name: str, settings: dict[str, Any]) -> str:
-    """Return the name at its place in a file for all three processes."""
     first = name.partition(".")[0]
     if any(each.partition(".")[0] in ("orchestrator", "trainer") for each in settings):
         return name
@@ -87,7 +87,7 @@ def _batch(done: Conversion) -> None:
         done.put("grpo.num_generations_per_prompt", group)
     else:
         done.notes.append(
-            "the file has one completion for each prompt, and a group's advantage needs several: set "
+            "the file has one completion for each prompt, but a group's advantage needs several: set "
             "grpo.num_generations_per_prompt"
         )
 
@@ -108,19 +108,19 @@ def _lengths(done: Conversion) -> None:
     if new is None:
         new = total // 2
         done.notes.append(
-            f"completions may fill the sequence there; policy.generation.max_new_tokens is {new}, half of it"
+            f"prime-rl lets completions fill the sequence; policy.generation.max_new_tokens was set to {new}, half of it"
         )
     elif isinstance(total, int) and new >= total:
         done.notes.append(
-            f"max_tokens {new} would leave no room for a prompt in {total} tokens; policy.generation.max_new_tokens is half "
-            "of them"
+            f"max_tokens {new} would leave no room for a prompt in {total} tokens; policy.generation.max_new_tokens was set to "
+            "half of them"
         )
         new = total // 2
     done.put("policy.generation.max_new_tokens", new)
 
 
 def _environments(done: Conversion) -> None:
-    """Carry the data set and the reward of an environment that compares final answers; leave all others out."""
+    """Carry over the data set and the reward of an environment that compares final answers; leave out all others."""
     found = [(name, table) for name in ENVIRONMENTS for table in _tables(done.settings.get(name))]
     if "orchestrator.environment.id" in done.settings:
         found.append(("orchestrator.environment", {"id": done.settings["orchestrator.environment.id"]}))
@@ -133,7 +133,7 @@ def _environments(done: Conversion) -> None:
             arguments = GSM8K | arguments
         if len(found) > 1 or not any(part in name for part in MATHEMATICS):
             done.left_out.append(
-                f"{place} ({name or 'without a name'}): environments are not there; give its prompts (data.train) and its "
+                f"{place} ({name or 'without a name'}): the environment is not carried over; set its prompts (data.train) and its "
                 "rewards"
             )
             continue
@@ -156,7 +156,7 @@ def _mathematics(done: Conversion, name: str, arguments: dict[str, Any]) -> None
         [{"function": "math_accuracy"} | ({"kwargs": {"answer_column": answer}} if answer != "answer" else {})],
     )
     done.notes.append(
-        f"the environment {name!r} is the built-in reward math_accuracy; check prompt, answer and data set"
+        f"the environment {name!r} became the built-in reward math_accuracy; check prompt, answer and data set"
     )
 
 
@@ -185,7 +185,7 @@ def _model(done: Conversion) -> None:
 
 
 def _gpus(done: Conversion) -> None:
-    """Carry the GPUs of one host: by index, or by their number, the learner's first."""
+    """Carry over the GPUs of one host, by index or by number; the learner's come first."""
     trains, samples = done.take("deployment.num_train_gpus", 0), done.take("deployment.num_infer_gpus", 0)
     learner = listed(done.take("trainer_gpu_ids")) or list(range(trains))
     rollout = listed(done.take("inference_gpu_ids")) or list(range(trains, trains + samples))

@@ -1,11 +1,11 @@
-"""Settings of a TRL script, read from its syntax tree: the script is never run.
+"""Reads the settings of a TRL script from its syntax tree, without running it.
 
-Values that are literals, or names with one literal value in the script, are read; for all others the expression's text is
-kept as `Unread`, so that the report can name it.
+Literals, and names with one literal value in the script, become values; any other expression is kept as its text
+(`Unread`), for the report.
 
-Its reward functions become a file with the definitions, constants and imports that they use. Promise: the file imports
-nothing that the functions do not use. A reward worker that loads the file therefore needs neither the training library
-nor a guard around `trainer.train()`.
+The script's reward functions become a file with the definitions, constants and imports that they use. Promise: the file
+imports nothing else, so a reward worker that loads it needs neither the training library nor a guard around
+`trainer.train()`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Unread:
-    """An expression whose value only a run of the script would show."""
+    """An expression whose value is known only by running the script."""
 
     text: str
 
@@ -44,11 +44,11 @@ class Script:
     settings: dict[str, Any]
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)
-    """Files to write beside the spec, by name: the script's own reward functions."""
+    """Files to write beside the spec, by name: the script's reward functions."""
 
 
 def read_script(path: Path) -> Script:
-    """Return the settings of the script at `path`. Raises SpecError: no Python, no configuration of TRL in it."""
+    """Return the settings of the script at `path`. Raises SpecError if it is not Python or has no configuration of TRL."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:
@@ -128,7 +128,7 @@ class _Reader:
             elif name:
                 rewards.append(name)
             else:
-                self._notes.append(f"reward {_text(part)} has no name; put it into a function of a file")
+                self._notes.append(f"reward {_text(part)} has no name; define it as a function in a file")
         return rewards
 
     def _of_adapter(self, call: ast.Call) -> dict[str, Any]:
@@ -142,7 +142,6 @@ class _Reader:
         return {"use_peft": True} | {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
 
     def _of_data(self) -> dict[str, Any]:
-        """Return the data set of the first `load_dataset` call."""
         call = next((each for each in self._calls if _name(each.func) == "load_dataset"), None)
         if call is None or not call.args:
             return {}
@@ -160,7 +159,6 @@ class _Reader:
         return found
 
     def _reward_files(self, rewards: Any) -> dict[str, str]:
-        """Return the file with the script's own reward functions, if it has any."""
         named = [reward["function"].partition(":") for reward in rewards if isinstance(reward, dict)]
         functions = [function for file, _, function in named if file == self._rewards_file]
         if not functions:
@@ -173,7 +171,7 @@ class _Reader:
         return {self._rewards_file: text}
 
     def _assigned(self) -> dict[str, Any]:
-        """Return the literals that one name each has in the whole script."""
+        """Return the literals of the names that the whole script assigns once."""
         found: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -213,11 +211,10 @@ def _name(node: ast.expr) -> str:
 
 
 def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the file's text for functions at the top of the script, and names that they use and the script does not define
-    at its top. `text` is the script's source and `tree` its syntax tree.
-    """
+    """Return the file's text for functions at the top of the script, and the names that they use but the script does
+    not define at its top. `text` is the script's source and `tree` its syntax tree."""
     defined = dict(_definitions(tree))
-    wanted: set[int] = set()
+    needed: set[int] = set()
     missing: list[str] = []
     queue, seen = list(functions), set[str]()
     while queue:
@@ -227,15 +224,15 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
         seen.add(name)
         if name in defined:
             index = defined[name]
-            if index not in wanted:
-                wanted.add(index)
+            if index not in needed:
+                needed.add(index)
                 if not isinstance(tree.body[index], ast.Import | ast.ImportFrom):
                     queue += _names_read(tree.body[index])
         elif not hasattr(builtins, name):
             missing.append(name)
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     parts = [ast.unparse(node) for node in future]
-    for index in sorted(wanted):
+    for index in sorted(needed):
         node = tree.body[index]
         if isinstance(node, ast.Import | ast.ImportFrom):
             node = _only(node, seen)
@@ -246,7 +243,7 @@ def reward_source(text: str, tree: ast.Module, functions: Iterable[str]) -> tupl
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the names that the statements at the top define, with the statement's index; the last one of a name wins."""
+    """Yield the names that the top-level statements define, with the statement's index; the last definition wins."""
     for index, node in enumerate(tree.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, index
@@ -262,8 +259,7 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _names_read(node: ast.AST) -> list[str]:
-    """Return the names that a statement reads and does not bind itself: arguments and local variables are not names of
-    the script."""
+    """Return the names that a statement reads but does not bind as an argument or a local variable."""
     walked = list(ast.walk(node))
     read = {part.id for part in walked if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
     bound = {part.id for part in walked if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
@@ -279,7 +275,6 @@ def _names_read(node: ast.AST) -> list[str]:
 
 
 def _only(node: ast.Import | ast.ImportFrom, used: set[str]) -> ast.Import | ast.ImportFrom:
-    """Return an import of those names alone that are used."""
     names = [
         alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) in used or alias.name == "*"
     ]
@@ -289,7 +284,6 @@ def _only(node: ast.Import | ast.ImportFrom, used: set[str]) -> ast.Import | ast
 
 
 def _source(text: str, node: ast.stmt) -> str:
-    """Return a statement as it is written in the script, with its decorators."""
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])

@@ -1,6 +1,6 @@
-"""From TRL: a recipe in YAML, or a Python script with its `GRPOConfig(...)`, which is read and never run.
+"""Converts TRL: a recipe in YAML, or a Python script with its `GRPOConfig(...)`, which is parsed and never run.
 
-TRL's batch counts completions, and its step is an optimizer update: `_batch` has the arithmetic.
+TRL's batch counts completions, and its step is an optimizer update; see `_batch` for the arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
 ONLY_GRPO = ("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "epsilon")
 PROMPT_TOKENS = 1024
-"""Room for the prompt where the configuration does not bound it."""
+"""Tokens for the prompt if the configuration does not limit it."""
 
 
 def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = "") -> Conversion:
@@ -77,7 +77,7 @@ def _batch(done: Conversion, processes: int) -> None:
 
 
 def _steps(done: Conversion, updates: int) -> None:
-    """Set the number of steps: TRL counts optimizer updates, `updates` of them to a batch."""
+    """Set the number of steps. TRL counts optimizer updates, of which a batch takes `updates`."""
     steps = done.take("max_steps", -1)
     epochs = done.take("num_train_epochs", 3)
     if steps > 0:
@@ -125,7 +125,7 @@ def _rewards(done: Conversion) -> None:
         if index < len(weights):
             reward = {**reward, "weight": weights[index]}
         if str(name) in BUILT_IN:
-            done.notes.append(f"TRL's {name} is {reward['function']} here; check its column and its rule")
+            done.notes.append(f"TRL's {name} became {reward['function']}; check its column and its rule")
         rewards.append(reward)
     if rewards:
         done.put("rewards", rewards)
@@ -149,19 +149,19 @@ def _objective(done: Conversion) -> None:
     elif kind in ("cispo", "sapo", "vespo", "luspo"):
         done.put("loss_fn.preset", kind)
     else:
-        done.leave_out("loss_type", "loss_fn.preset lists the objectives by name")
+        done.leave_out("loss_type", "see loss_fn.preset for the objectives")
     if done.settings.get("vllm_importance_sampling_correction") is False:
         done.put("loss_fn.truncated_importance_sampling_ratio", None)
         done.take("vllm_importance_sampling_mode")
         done.take("vllm_importance_sampling_cap")
     done.take("vllm_importance_sampling_correction")
     done.notes.append(
-        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; TRL's order is 0"
+        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; 0 gives TRL's order"
     )
 
 
 def _clip(done: Conversion) -> None:
-    """Set the bounds of the ratio; TRL's cispo bounds the ratio itself by epsilon_high and has no lower bound."""
+    """Set the bounds of the ratio. TRL's cispo bounds the ratio by epsilon_high only and has no lower bound."""
     low, high = done.take("epsilon"), done.take("epsilon_high")
     if done.settings.get("loss_type") == "cispo":
         if high is not None and high > 1:

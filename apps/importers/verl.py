@@ -1,6 +1,6 @@
-"""From verl: a composed YAML configuration, or the overrides of a command in a shell script.
+"""Converts verl: a composed YAML configuration, or the overrides of a command in a shell script.
 
-verl's reward functions have another signature than ours, so a small file with an adapter is written beside the spec.
+verl's reward functions have another signature than ours, so an adapter file is written beside the spec.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _objective(done: Conversion) -> None:
     elif estimator in ADVANTAGES:
         done.put("grpo.advantage", ADVANTAGES[estimator])
     else:
-        done.leave_out("algorithm.adv_estimator", "grpo.advantage lists the estimators by name")
+        done.leave_out("algorithm.adv_estimator", "see grpo.advantage for the estimators")
     in_loss, in_reward = done.take(f"{ACTOR}.use_kl_loss"), done.take("algorithm.use_kl_in_reward")
     weight = done.take(f"{ACTOR}.kl_loss_coef", 0.001)
     reward_weight = done.take("algorithm.kl_ctrl.kl_coef", 0.001)
@@ -110,7 +110,7 @@ def _objective(done: Conversion) -> None:
     if mode in ("gspo", "cispo", "sapo"):
         done.put("loss_fn.preset", mode)
     elif mode != "vanilla":
-        done.leave_out(f"{ACTOR}.policy_loss.loss_mode", "loss_fn.preset lists the objectives by name")
+        done.leave_out(f"{ACTOR}.policy_loss.loss_mode", "see loss_fn.preset for the objectives")
 
 
 def _rewards(done: Conversion) -> None:

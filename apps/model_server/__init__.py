@@ -1,11 +1,10 @@
-"""One model behind the OpenAI-compatible endpoint, which records traces and feedback."""
+"""Serves one model through the OpenAI-compatible endpoint, and writes traces with feedback."""
 
 COMMANDS = {
     "paceline serve": {
         "model": (
             "paceline.apps.model_server.serve_model:main",
-            "One model behind the OpenAI-compatible endpoint, without a run.",
+            "Serve one model through the OpenAI-compatible endpoint, without a run.",
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

@@ -1,4 +1,4 @@
-"""`paceline serve model`: one model behind the OpenAI-compatible endpoint."""
+"""`paceline serve model`: serve one model through the OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH_SIZE = 32
 
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
-@click.option("--name", help="Name that clients ask for; default the run's id or the folder's name.")
+@click.option("--name", help="Model name for clients; default: the run's id or the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on.")
 @insecure_option
 @click.option("--port", default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
@@ -38,7 +38,7 @@ BATCH_SIZE = 32
     show_default=True,
     help="Engine that samples.",
 )
-@click.option("--max-new-tokens", type=int, help="Longest completion where a request names none; default the run's.")
+@click.option("--max-new-tokens", type=int, help="Longest completion if a request sets none; default: the run's.")
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1),
@@ -49,19 +49,19 @@ BATCH_SIZE = 32
 @click.option(
     "--traces",
     type=FOLDER,
-    help="Folder to write requests and feedback to, as traces. Default: nothing is written.",
+    help="Folder to write requests and feedback to, as traces. Default: none are written.",
 )
 @click.option(
     "--max-traces-mb",
     type=click.IntRange(1),
     default=1024,
     show_default=True,
-    help="Size of that folder; the oldest files go.",
+    help="Largest size of that folder; the oldest files are removed.",
 )
 @public_key_option
 @device_option
 @directory_option
-@click.option("--ready-file", type=PATH, help="File to write the base URL to, once it listens.")
+@click.option("--ready-file", type=PATH, help="File to write the base URL to, once the server listens.")
 @click.pass_context
 def main(
     context: click.Context,
@@ -80,10 +80,10 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """Serve the exported model of a run (its id or its folder), a model folder or its URL, or a registered model
-    (NAME:VERSION, NAME@ALIAS) by the OpenAI API.
+    (NAME:VERSION, NAME@ALIAS) with the OpenAI API.
 
-    Nothing trains beside it, so clients such as evaluation harnesses get the whole engine. Of a registered model every file and the
-    signature are checked first, with --public-key; so is a folder that `paceline models fetch` has written, where there is a key.
+    Nothing trains beside it, so clients such as evaluation harnesses get the whole engine. A registered model's files
+    and signature are verified first, with --public-key; so is a folder from `paceline models fetch`, if a key is given.
     """
     from paceline.apps.model_server.serving import endpoint_of, model_label, opened_model
     from paceline.services.common.processes.starting import announce
@@ -100,7 +100,7 @@ def main(
         ):
             click.echo(f"{served.run_id} at {url}", err=True)
             announce(ready_file, url)
-            await stop.wait()  # without a deadline: it serves until it is told to end
+            await stop.wait()  # no deadline: it serves until it is stopped
 
     with verified_model(model, directory, public_key, required=required) as checked:
         spec = changed(spec_of_model(checked, directory), None, max_new_tokens)
@@ -111,7 +111,7 @@ def main(
 
 @contextlib.contextmanager
 def _recorder(folder: Path | None, model: str, label: str, max_mb: int) -> Iterator[TraceLog | None]:
-    """Give the recorder of traces in a folder; None without one. Traces name the version of a registered `model`, else the
+    """Yield the recorder of traces in a folder; None without a folder. Traces name the version of a registered `model`, else the
     `label`. Raises Conflict while another process writes there."""
     if folder is None:
         yield None
@@ -130,10 +130,10 @@ def _recorder(folder: Path | None, model: str, label: str, max_mb: int) -> Itera
 
 
 def device_of(device: str) -> str:
-    """Return the torch device that --device names. Raises InvalidInput for a GPU that is not there."""
+    """Return the torch device that --device names. Raises InvalidInput for a GPU that does not exist."""
     import torch
 
     found = torch.cuda.is_available()
     if device == "cuda" and not found:
-        raise InvalidInput("--device is cuda, and torch finds no GPU that it can use; see `paceline doctor`")
+        raise InvalidInput("--device is cuda, but torch finds no usable GPU; see `paceline doctor`")
     return ("cuda" if found else "cpu") if device == "auto" else device

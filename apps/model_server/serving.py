@@ -1,6 +1,6 @@
-"""`paceline serve model`: an engine with one model's weights, behind the endpoint of a rollout worker.
+"""`paceline serve model`: serve an engine with one model's weights through the endpoint of a rollout worker.
 
-Promise: nothing trains beside it, so the endpoint's clients get the whole engine, and the model never changes: it is version
+Promise: nothing trains beside it, so the endpoint's clients get the whole engine, and the model never changes: its version is
 0.0 until the process ends.
 """
 
@@ -20,12 +20,12 @@ from paceline.services.rollout.openai.server import Endpoint, Gate, Recorder
 from paceline.spec import RunSpec
 
 QUEUE = 256
-"""Sequences that may run or wait, in multiples of those that the engine decodes at a time."""
+"""Most running and waiting sequences, in multiples of those that the engine decodes at a time."""
 
 
 @dataclass
 class ServedModel:
-    """A model that clients ask for as `run_id`; see `paceline.services.rollout.openai.sampling.Served`."""
+    """A model that clients know as `run_id`; see `paceline.services.rollout.openai.sampling.Served`."""
 
     run_id: str
     spec: RunSpec
@@ -39,12 +39,12 @@ class ServedModel:
 
 
 def model_label(model: str) -> str:
-    """Return the name that clients use for a model: the id of a run, or the last part of a folder or URL."""
+    """Return the name of a model for clients: the id of a run, or the last part of a folder or URL."""
     return Path(model.removeprefix("run:").rstrip("/")).name or "model"
 
 
 def registered_name(model: str) -> str:
-    """Return NAME:VERSION of a model folder that was registered; empty for any other model."""
+    """Return NAME:VERSION of a registered model's folder; empty for any other model."""
     from paceline.apps.registry.statement import read_statement
     from paceline.errors import DataError
     from paceline.files.names import STATEMENT
@@ -59,7 +59,7 @@ def registered_name(model: str) -> str:
 
 @contextlib.asynccontextmanager
 async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIterator[ServedModel]:
-    """Load the model of `spec` and close its engine at the end. Raises InvalidInput, EngineDied."""
+    """Load the model of `spec`, and close its engine at the end. Raises InvalidInput, EngineDied."""
     from transformers.utils.logging import disable_progress_bar
 
     from paceline.data.tokens import load_tokenizer
@@ -80,7 +80,7 @@ async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIt
 async def endpoint_of(
     served: ServedModel, host: str, port: int, recorder: Recorder | None = None
 ) -> AsyncIterator[str]:
-    """Serve a model, and give the endpoint's base URL. Raises Conflict when the port is taken."""
+    """Serve a model, and yield the endpoint's base URL. Raises Conflict if the port is taken."""
     endpoint = Endpoint(lambda: served, make_gate=partial(Gate, share=1, queue=QUEUE), recorder=recorder)
     try:
         taken = await endpoint.start(host, port)

@@ -1,13 +1,16 @@
-"""Traces of a served model: every answered request, and those that got feedback, as rows that training reads.
+"""Writes traces of a served model: every answered request, and again those that got feedback, as rows that training
+reads.
 
     requests-000001.jsonl   every choice that was sent, with `final_reward` null
     rated-000001.jsonl      the whole row again, with its score as `final_reward`
 
-With a storage key each row is encrypted (`paceline/files/line_file.py`); training and `paceline traces` read the files with the same key.
+With a storage key each row is encrypted (`paceline/files/line_file.py`); training and `paceline traces` read the files
+with the same key.
 
-Promise: the folder stays below its bound, because the oldest files go. A request is written before its answer is sent, feedback
-before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once: the same score again changes
-nothing, another one is refused. One thread writes; whoever waits for it is a request under way, of which there is a bounded number.
+Promise: the folder stays below its size limit; the oldest files are removed. A request is written before its answer is
+sent, feedback before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once:
+repeating the same score changes nothing, another score is refused. One thread writes; only requests under way wait for
+it, and their number is bounded.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from paceline.services.rollout.openai.server import FeedbackAsk
 REQUESTS, RATED = "requests", "rated"
 NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
 PARTS = 16
-"""Files of one kind that the bound is for, so that a sixteenth of the room is given up at a time."""
+"""Files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
-"""Room for the score in a row."""
+"""Bytes for the score in a row."""
 MAX_OPEN = 100_000
 """Newest choices that can get feedback."""
 
@@ -56,30 +59,30 @@ class _Choice:
 
 
 class TraceLog:
-    """The traces of one model in a folder; the caller sees to it that no other process writes there."""
+    """The traces of one model in a folder. The caller makes sure that no other process writes there."""
 
     def __init__(self, folder: Path, model: str, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        """`model` names the model in every row. `clock` gives seconds since 1970. Raises OSError, WrongKey for traces of another storage
-        key."""
+        """`model` names the model in every row. `clock` gives seconds since 1970. Raises OSError, or WrongKey for traces under another
+        storage key."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._model, self._max_bytes, self._clock = folder, model, max_bytes, clock
         self._open: OrderedDict[Key, _Choice] = OrderedDict()
         self._files: dict[str, LineWriter] = {}
         self._key = storage_key()
         self._file_room = max_bytes // PARTS - (0 if self._key is None else HEADER_BYTES)
-        """Bytes of rows in a file."""
+        """Most bytes of rows in a file."""
         self._thread = ThreadPoolExecutor(1, "traces")
         self._read_earlier()
 
     async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
-        """See `Recorder`. A disk that refuses costs the traces and not the answer; the log says so."""
+        """See `Recorder`. A disk error loses the traces, not the answer, and is logged."""
         try:
             await self._run(lambda: self._record(answer_id, rows))
         except OSError as error:
             seldom.warning("traces", "requests cannot be written to %s: %s", self._folder, error)
 
     async def rate(self, feedback: FeedbackAsk) -> Json:
-        """See `Recorder`. `duplicate` in the answer is true where the same feedback was there before."""
+        """See `Recorder`. `duplicate` in the answer is true if the same feedback was recorded before."""
         try:
             is_duplicate = await self._run(lambda: self._rate(feedback))
         except OSError as error:
@@ -102,20 +105,24 @@ class TraceLog:
             }
             line = _line(whole)
             if stored_size(len(line) + SCORE_BYTES, self._key) > self._file_room:
-                seldom.warning("size", "a request of %d bytes is no trace: the folder is too small for it", len(line))
+                seldom.warning(
+                    "size",
+                    "a request of %d bytes is not kept as a trace: the folder's size limit is too small for it",
+                    len(line),
+                )
                 continue
             file, offset = self._append(REQUESTS, line)
             self._note((answer_id, index), _Choice(file, offset))
 
     def _rate(self, feedback: FeedbackAsk) -> bool:
-        """Write the rated row; return False for the first feedback on a choice, True for the same again."""
+        """Write the rated row; return False for the first feedback on a choice, True for a repetition."""
         key = feedback.completion_id, feedback.index
         found = self._open.get(key)
         row = self._read(found) if found is not None else None
         if found is None or row is None:
             raise NotFound(
-                f"no completion {feedback.completion_id!r} with the index {feedback.index} is on record; it was not answered here, or "
-                f"is older than the {MAX_OPEN} newest or than the room for traces"
+                f"no completion {feedback.completion_id!r} with the index {feedback.index} is recorded: it was not answered here, is older "
+                f"than the {MAX_OPEN} newest, or its trace was removed"
             )
         if found.score is not None:
             if found.score == feedback.score:
@@ -129,22 +136,19 @@ class TraceLog:
         found.score = feedback.score
         return False
 
-    # Files
-
     def _append(self, kind: str, line: bytes) -> tuple[Path, int]:
-        """Write a row; return its file and offset."""
         file = self._files.get(kind)
         if file is None or file.tell() + stored_size(len(line), self._key) > self._max_bytes // PARTS:
             file = self._next_file(kind)
         try:
             return file.path, file.write(line)
         except OSError:
-            self._files.pop(kind).close()  # its end may be half a row; the next one begins a file
+            self._files.pop(kind).close()  # it may end in half a row; the next row begins a new file
             _cut_half_row(file.path)
             raise
 
     def _next_file(self, kind: str) -> LineWriter:
-        """Begin a file after those of its kind, and remove the oldest ones that there is no room for."""
+        """Begin a file after those of its kind, and remove the oldest files until there is room."""
         if kind in self._files:
             self._files.pop(kind).close()
         numbers = [number for number, _ in self._parts(kind)]
@@ -185,7 +189,7 @@ class TraceLog:
             self._open.popitem(last=False)
 
     def _read_earlier(self) -> None:
-        """Take up the choices of earlier processes. A process that was killed may have left half a row, which is cut off."""
+        """Load the choices of earlier processes. A process that was killed may have left half a row, which is cut off."""
         for kind in (REQUESTS, RATED):
             for _, path in self._parts(kind):
                 _cut_half_row(path)
@@ -204,7 +208,6 @@ def _line(row: Json) -> bytes:
 
 
 def _cut_half_row(path: Path) -> None:
-    """Remove what stands after the last end of a line."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:

@@ -1,11 +1,10 @@
-"""Memory, time and cost of a run, estimated before it starts."""
+"""Estimates memory, time and cost of a run before it starts."""
 
 COMMANDS = {
     "Before a run": {
         "plan": (
             "paceline.apps.planning.plan:plan",
-            "Estimate the memory that a spec takes, and say whether it fits.",
+            "Estimate a spec's memory, and say whether it fits.",
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

@@ -1,8 +1,9 @@
-"""A run on a number of GPUs: the split between learner and engines that balances them, and what it makes of a step.
+"""Splits a number of GPUs between learner and engines, and estimates the resulting step.
 
-Every split is tried: as many learner ranks as the memory plan has room for, the other GPUs in engines. With η > 0 generation and
-training run at the same time, so a step takes the longer of the two; with η = 0, or where both share one GPU, their sum. The
-split with the shortest step wins, of equal ones that with fewer ranks. Pure: nothing of this machine is looked at.
+Every split is tried: as many learner ranks as the memory plan has room for, and engines on the other GPUs. With η > 0
+generation and training overlap, so a step takes the longer of the two; with η = 0, or if both share one GPU, it takes
+their sum. The split with the shortest step wins; among equals, the one with fewer ranks. Pure: reads nothing of this
+machine.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from paceline.models.shape import ModelShape
 from paceline.spec import RunSpec
 
 RECOMPUTED = {"full": 1.0, "selective": 0.1}
-"""Share of the forward pass that checkpointing computes again; selective: attention and activations alone."""
+"""Share of the forward pass that checkpointing computes again; selective: attention and activations only."""
 
 SEQUENCES_OF_ENGINE = 1_024
-"""Most sequences of one vLLM engine at a time, whatever its cache holds."""
+"""Most sequences of one vLLM engine at a time, whatever the size of its cache."""
 
 SPLIT_SHARE = 0.85
-"""Speed of each GPU of an engine on several, by that of one alone. Unmeasured."""
+"""Speed of each GPU of an engine on several, relative to a single one. Unmeasured."""
 
 TOKEN_BYTES = 12
-"""Bytes of a token on its way through the coordinator: id, log-probability, and its text."""
+"""Bytes of a token that passes through the coordinator: id, log-probability, and its text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""What a coordinator on two cores commits: docs/operate/performance.md, groups of 100 kB, and bytes with groups of 400 kB."""
+"""Measured commits of a coordinator on two cores: groups of 100 kB, and bytes with groups of 400 kB
+(docs/operate/performance.md)."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """A split, and what it makes of a step."""
+    """A split and its estimated step."""
 
     processor: Processor
     number: int
@@ -61,7 +63,7 @@ class Capacity:
 
     @property
     def sampled_tokens_per_s(self) -> float:
-        """Return the tokens that all engines would sample in a second without a pause."""
+        """Return the tokens a second that all engines sample without a pause."""
         return self.work.sampled_tokens / self.generation_s if self.generation_s else 0.0
 
     @property
@@ -79,7 +81,7 @@ class Capacity:
 
     @property
     def coordinator_load(self) -> float:
-        """Return the coordinator's load, as a share of what was measured."""
+        """Return the coordinator's load, as a share of the measured capacity."""
         return max(self.groups_per_s / MEASURED_GROUPS_PER_S, self.coordinator_mb_per_s / MEASURED_MB_PER_S)
 
     @property
@@ -106,7 +108,7 @@ class Capacity:
 
 
 def work_of(spec: RunSpec, prompt_tokens: float | None = None, completion_tokens: float | None = None) -> Work:
-    """Return the work of a step. Lengths that are not given are half of what the spec allows."""
+    """Return the work of a step. Lengths that are not given are half of the spec's limits."""
     policy = spec.policy
     longest = policy.max_total_sequence_length
     answer = min(policy.generation.max_new_tokens, longest) if spec.samples else longest / 2
@@ -134,7 +136,7 @@ def plan_capacity(
     prompt_tokens: float | None = None,
     completion_tokens: float | None = None,
 ) -> Capacity:
-    """Return the best split. Raises SpecError with the reason when none fits, InvalidInput for lengths that cannot be.
+    """Return the best split. Raises SpecError with the reason if none fits, InvalidInput for impossible lengths.
 
     `price` is that of one GPU for an hour.
     """
@@ -191,7 +193,6 @@ def _capacity(
     prompt_tokens: float | None,
     completion_tokens: float | None,
 ) -> Capacity:
-    """Return what one split makes of a step. Raises SpecError when it does not fit."""
     ranks, engines, gpus, is_shared = split
     spec, room = _placed(spec, processor, split), Room(processor.memory_bytes)
     try:
@@ -202,8 +203,8 @@ def _capacity(
     if why_not := refusal(spec, shape, room):
         raise SpecError(why_not)
     work = work_of(spec, prompt_tokens, completion_tokens)
-    own = replace(work, groups=max(1, math.ceil(work.groups / ranks)))
-    training_s = training_seconds(shape, own, processor.training)
+    of_rank = replace(work, groups=max(1, math.ceil(work.groups / ranks)))
+    training_s = training_seconds(shape, of_rank, processor.training)
     if not engines:
         return Capacity(
             processor, number, ranks, 0, 0, False, work, 0.0, training_s, training_s, 0.0, 0.0, memory, None
@@ -233,7 +234,7 @@ def _sequences(spec: RunSpec, memory: Plan, work: Work, processor: Processor) ->
 
 
 def _placed(spec: RunSpec, processor: Processor, split: tuple[int, int, int, bool]) -> RunSpec:
-    """Return the spec with the sizes of a split, for GPUs that are not here."""
+    """Return the spec with the sizes of a split, for GPUs that are not on this machine."""
     ranks, engines, gpus, is_shared = split
     named: dict[str, object] = {
         "learner_ranks": ranks,

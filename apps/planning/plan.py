@@ -1,4 +1,4 @@
-"""`paceline plan`: what a run takes of each device, whether it fits, and what would make it fit; how fast it is on given GPUs."""
+"""`paceline plan`: estimate a run's memory by device, whether it fits, keys that make it fit, and its speed on GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_
 @click.option(
     "--gpus",
     metavar="NAME:NUMBER",
-    help="Plan for these GPUs, such as h100:64, or for cores of a CPU (cpu:8): their split, step time, age, cost and limit.",
+    help="Plan for these GPUs, such as h100:64, or for cores of a CPU (cpu:8): split, step time, age, cost and limit.",
 )
 @click.option(
     "--prices",
@@ -46,7 +46,7 @@ COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_
 @click.option(
     "--model-config",
     type=FILE,
-    help="The model's config.json, where the model is not on this machine.",
+    help="The model's config.json, if the model is not on this machine.",
 )
 @json_option
 def plan(
@@ -59,10 +59,11 @@ def plan(
     model_config: Path | None,
     as_json: bool,
 ) -> None:
-    """Estimate the memory that SPEC takes on each device; exit status 1 if it does not fit, with the keys that make it fit.
+    """Estimate SPEC's memory on each device; exit status 1 if it does not fit, with the keys that make it fit.
 
-    With --gpus also the split of GPUs between learner and engines, what a step takes, its cost, and what limits the run. For
-    GPUs that are not here say their size otherwise: cluster.gpu_gb=80. Only the model's config.json is read.
+    With --gpus also the split of GPUs between learner and engines, the time and cost of a step, and what limits the
+    run. Without it, set the size of GPUs that are not here with cluster.gpu_gb=80. Only the model's config.json is
+    read.
     """
     from paceline.models.memory_plan import plan as plan_of
     from paceline.models.memory_plan import planned, refusal
@@ -70,25 +71,25 @@ def plan(
     from paceline.services.local.room import cluster_here, room_here
     from paceline.spec.reading import load_spec
 
-    wanted = load_spec(spec, overrides)
-    shape = read_shape(wanted.policy.model_name) if model_config is None else _shape_in(model_config)
+    run_spec = load_spec(spec, overrides)
+    shape = read_shape(run_spec.policy.model_name) if model_config is None else _shape_in(model_config)
     if shape is None:
         raise NotFound(
-            f"policy.model_name {wanted.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
+            f"policy.model_name {run_spec.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
             "local folder, download the model's config.json first (`hf download NAME config.json`), or name it with --model-config"
         )
     if gpus is not None:
-        _plan_for(wanted, shape, gpus, _price_in(prices, gpus), prompt_tokens, completion_tokens, as_json)
+        _plan_for(run_spec, shape, gpus, _price_in(prices, gpus), prompt_tokens, completion_tokens, as_json)
         return
-    wanted, division = cluster_here(wanted)
+    run_spec, division = cluster_here(run_spec)
     room = room_here()
-    wanted, chosen = planned(wanted, shape, room)
-    made = plan_of(wanted, shape, room)
-    why_not = refusal(wanted, shape, room)
+    run_spec, chosen = planned(run_spec, shape, room)
+    made = plan_of(run_spec, shape, room)
+    why_not = refusal(run_spec, shape, room)
     if as_json:
-        print_json(_as_json(wanted, made, chosen, why_not))
+        print_json(_as_json(run_spec, made, chosen, why_not))
     else:
-        _print_plan(wanted, made, [division, *chosen], why_not)
+        _print_plan(run_spec, made, [division, *chosen], why_not)
     if why_not:
         raise click.exceptions.Exit(1)
 
@@ -116,7 +117,7 @@ def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> N
     if why_not:
         click.echo(f"does not fit: {why_not}")
     elif unknown:
-        click.echo(f"not compared: the memory of {unknown[0]} is not known; set cluster.gpu_gb")
+        click.echo(f"not compared: the memory of {unknown[0]} is unknown; set cluster.gpu_gb")
     else:
         click.echo('fits, by an estimate (docs/operate/performance.md, "Memory plan")')
 
@@ -140,7 +141,7 @@ def _plan_for(
     completion_tokens: float | None,
     as_json: bool,
 ) -> None:
-    """Print the plan for GPUs that need not be here. Raises SpecError when the run does not fit on them."""
+    """Print the plan for GPUs that may be elsewhere. Raises SpecError if the run does not fit on them."""
     from paceline.apps.planning.capacity import plan_capacity
     from paceline.apps.planning.processors import read_gpus
 
@@ -200,7 +201,6 @@ def capacity_facts(made: Capacity) -> dict[str, object]:
 
 
 def _shape_in(path: Path) -> ModelShape:
-    """Return the sizes in a config.json. Raises NotFound, InvalidInput."""
     import json
 
     from paceline.models.shape import shape_of
@@ -211,12 +211,11 @@ def _shape_in(path: Path) -> ModelShape:
         raise NotFound(f"--model-config {path} cannot be read as JSON: {error}") from None
     shape = shape_of(config) if isinstance(config, dict) else None
     if shape is None:
-        raise InvalidInput(f"--model-config {path} has not the usual keys of a transformer's config.json")
+        raise InvalidInput(f"--model-config {path} lacks the usual keys of a transformer's config.json")
     return shape
 
 
 def _price_in(path: Path | None, gpus: str) -> float | None:
-    """Return the price of a GPU for an hour. Raises NotFound, InvalidInput."""
     import yaml
 
     if path is None:
@@ -229,7 +228,7 @@ def _price_in(path: Path | None, gpus: str) -> float | None:
     price = prices.get(name) if isinstance(prices, dict) else None
     if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < 1e6:
         raise InvalidInput(
-            f"--prices {path}: the price of {name} is {price!r}; it has to be a number, as in {{{name}: 2.5}}"
+            f"--prices {path}: the price of {name} is {price!r}; it must be a number, as in {{{name}: 2.5}}"
         )
     return float(price)
 

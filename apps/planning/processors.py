@@ -1,11 +1,13 @@
-"""Processors by name: memory, and what they reach in generation and training.
+"""Describes processors by name: memory, and rates that they reach in generation and training.
 
-Peaks are those of NVIDIA's data sheets (dense bfloat16, without sparsity). What part of a peak this code reaches is marked with
-where and when it was measured; nothing was measured on GPUs yet, so theirs are usual values of well-tuned engines and learners.
+Peaks are from NVIDIA's data sheets (dense bfloat16, without sparsity). The part of a peak that this code reaches is
+marked with the place and date of its measurement; GPUs are unmeasured, so theirs are usual values of well-tuned engines
+and learners.
 
-Seconds of generation and training are those of a roofline: operations and bytes by rates, and overheads by their number. Pure.
+Seconds of generation and training follow a roofline: operations and bytes by rates, and overheads by their number.
+Pure.
 
-    seconds = max(operations / flops_per_s, bytes / bytes_per_s) + Σ number × seconds each
+seconds = max(operations / flops_per_s, bytes / bytes_per_s) + Σ number × seconds each
 
 Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of sequences;
 keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are those of
@@ -27,7 +29,7 @@ Terms = dict[str, float]
 
 @dataclass(frozen=True)
 class Rates:
-    """What a processor reaches in one kind of work."""
+    """The rates of a processor for one kind of work."""
 
     flops_per_s: float
     bytes_per_s: float = math.inf
@@ -37,19 +39,19 @@ class Rates:
     """Bytes of a weight, and of an element of keys and values."""
 
     def seconds(self, terms: Mapping[str, float]) -> float:
-        """Return the seconds of the work that the terms count."""
+        """Return the seconds of the counted terms."""
         roof_s = max(terms["flops"] / self.flops_per_s, terms.get("bytes", 0.0) / self.bytes_per_s)
         return roof_s + sum(terms[name] * each_s for name, each_s in self.each_s.items())
 
 
 def active_parameters(shape: ModelShape) -> float:
-    """Return the weights that a token passes through, the head included, without the embedding that is only looked up."""
+    """Return the weights that a token passes through: with the head, without the embedding, which is a look-up."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     return shape.layers * layer + shape.embedding
 
 
 def generation_terms(shape: ModelShape, work: Work, slots: float, width: int = 2) -> Terms:
-    """Return what sampling a batch takes, `slots` sequences at a time. The prompt of a group is computed once."""
+    """Return the terms of sampling a batch, `slots` sequences at a time. The prompt of a group is computed once."""
     slots = max(1.0, min(slots, work.sequences))
     steps = work.sampled_tokens / slots
     context = work.prompt_tokens + work.completion_tokens / 2
@@ -68,7 +70,7 @@ def generation_terms(shape: ModelShape, work: Work, slots: float, width: int = 2
 
 
 def training_terms(shape: ModelShape, work: Work) -> Terms:
-    """Return what a step of training takes, on one rank."""
+    """Return the terms of a training step on one rank."""
     length = round(work.prompt_tokens + work.completion_tokens)
     flops = training_flops(shape, [(work.sequences, length)], round(work.sampled_tokens))
     micro_batches = max(1, math.ceil(work.tokens / work.micro_batch_tokens))
@@ -82,12 +84,12 @@ def training_terms(shape: ModelShape, work: Work) -> Terms:
 
 
 def generation_seconds(shape: ModelShape, work: Work, rates: Rates, slots: float) -> float:
-    """Return the seconds in which one engine samples a batch."""
+    """Return the seconds for one engine to sample a batch."""
     return rates.seconds(generation_terms(shape, work, slots, rates.width))
 
 
 def training_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
-    """Return the seconds in which one rank trains a batch."""
+    """Return the seconds for one rank to train a batch."""
     return rates.seconds(training_terms(shape, work))
 
 
@@ -122,16 +124,16 @@ class Work:
 
 
 TRAINING_SHARE = 0.40
-"""Part of the peak operations that a learner on GPUs is taken to reach. Unmeasured."""
+"""Assumed share of the peak operations that a learner on GPUs reaches. Unmeasured."""
 
 DECODING_SHARE = 0.60
-"""Part of the memory's bandwidth that decoding is taken to reach. Unmeasured."""
+"""Assumed share of the memory's bandwidth that decoding reaches. Unmeasured."""
 
 PREFILL_SHARE = 0.50
-"""Part of the peak operations that generation is taken to reach where operations limit it. Unmeasured."""
+"""Assumed share of the peak operations that generation reaches when operations limit it. Unmeasured."""
 
 LAUNCH_S = 5e-6
-"""Seconds of a decoder layer in a step of decoding beside its roofline, with CUDA graphs. Unmeasured."""
+"""Seconds of a decoder layer in a decoding step beyond its roofline, with CUDA graphs. Unmeasured."""
 
 STATE_BYTES_MOVED = 32
 """Bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32."""
@@ -145,15 +147,15 @@ class Processor:
 
     name: str
     memory_bytes: int | None
-    """None: the memory is the host's, and is not divided."""
+    """None: the host's memory, which is not divided."""
     generation: Rates
     training: Rates
     measured: str
-    """Where and when its rates were measured; `unmeasured` for assumed ones."""
+    """Place and date of the measurement; `unmeasured` for assumed rates."""
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it has a memory of its own."""
+        """Return whether it has separate memory."""
         return self.memory_bytes is not None
 
 
@@ -200,10 +202,10 @@ MOST = 1 << 20
 
 
 def read_gpus(text: str) -> tuple[Processor, int]:
-    """Return processor and number of NAME:NUMBER. Raises InvalidInput with the names that there are."""
+    """Return processor and number of NAME:NUMBER. Raises InvalidInput with the known names."""
     match = re.fullmatch(r"([A-Za-z0-9-]+)(?::(\d{1,7}))?", text)
     processor = PROCESSORS.get(match[1].lower()) if match else None
     number = int(match[2] or 1) if match else 0
     if processor is None or not 1 <= number <= MOST:
-        raise InvalidInput(f"--gpus {text[:80]!r} has to be NAME:NUMBER, such as h100:64, of {', '.join(PROCESSORS)}")
+        raise InvalidInput(f"--gpus {text[:80]!r} must be NAME:NUMBER, such as h100:64, of {', '.join(PROCESSORS)}")
     return processor, number

@@ -1,4 +1,4 @@
-"""Registered models: made, signed, promoted, fetched and verified."""
+"""Registers, signs, promotes, fetches and verifies models."""
 
 COMMANDS = {
     "Models": {
@@ -8,4 +8,3 @@ COMMANDS = {
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

@@ -1,4 +1,4 @@
-"""Registered models as plain values, for --json and for people."""
+"""Presents registered models as plain values, for --json and for people."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def change_line(change: ModelChange) -> str:
 
 
 def stage_fault(model: RegisteredModel, stage: str) -> str:
-    """Return why a version, with its evidence, has not reached a stage; empty where it has."""
+    """Return why a version, with its evidence, has not reached a stage; empty if it has."""
     if model.stage == "rolled_back":
         return "it was rolled back"
     if stage == "promoted" and model.stage != "promoted":

@@ -1,8 +1,8 @@
-"""`paceline models fetch` and `paceline models push`: a version's files, verified, here or on the hub.
+"""`paceline models fetch` and `paceline models push`: bring a version's verified files to this machine or to the hub.
 
-`verified_model` is what `paceline serve model` serves. Promise: a version that is named by its reference is not served
-unless all its files are as registered and signed. A version in an object store is copied first, and the copy is what is
-checked and served; it is removed at the end.
+`verified_model` yields the model that `paceline serve model` serves. Promise: a version that is named by its reference is not
+served unless all its files are as registered and signed. A version in an object store is copied first; the copy is verified and
+served, and removed at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ public_key_option = click.option(
     envvar="PACELINE_PUBLIC_KEY",
     show_envvar=True,
     type=FILE,
-    help="Public key (PEM) of whoever signs.",
+    help="Public key (PEM) of the signer.",
 )
 
 
@@ -50,7 +50,7 @@ public_key_option = click.option(
     help="Refuse a version that has not reached this stage. passed: its gates have passed it; promoted: it was promoted. A version "
     "that was rolled back has neither.",
 )
-@click.option("--verify", is_flag=True, help="Check the signature too, with --public-key.")
+@click.option("--verify", is_flag=True, help="Also verify the signature, with --public-key.")
 @public_key_option
 @source_options
 @json_option
@@ -72,22 +72,22 @@ def fetch(
     from paceline.learner.checkpoints.export_folder import written_beside
 
     if verify and public_key is None:
-        raise click.UsageError("--verify needs the key of whoever signs; name it with --public-key")
+        raise click.UsageError("--verify needs the signer's key; name it with --public-key")
     found = found_model(model, stage, directory, coordinator)
     with written_beside(destination) as folder:
         checked_copy(found, folder, public_key if verify else None)
     if as_json:
         print_json(model_facts(found) | {"folder": str(destination), "verified": verify})
     else:
-        how = "its signature fits" if verify else "its signature was not checked (--verify)"
+        how = "its signature is valid" if verify else "its signature was not checked (--verify)"
         click.echo(f"{destination}: {found.name}:{found.version}, {found.stage}; every file is as registered, {how}")
 
 
 @click.command()
 @click.argument("model", metavar=MODEL)
 @click.argument("repository", metavar="OWNER/NAME")
-@click.option("--public", is_flag=True, help="Make a new repository public; default private.")
-@click.option("--stage", type=click.Choice(["passed", "promoted"]), help="As of `paceline models fetch`.")
+@click.option("--public", is_flag=True, help="Make a new repository public; default: private.")
+@click.option("--stage", type=click.Choice(["passed", "promoted"]), help="As for `paceline models fetch`.")
 @source_options
 @json_option
 def push(
@@ -99,8 +99,8 @@ def push(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Upload a registered model to a repository of the Hugging Face hub, in one commit. The token is huggingface_hub's (HF_TOKEN),
-    the address HF_ENDPOINT."""
+    """Upload a registered model to a repository of the Hugging Face hub, in one commit. huggingface_hub's HF_TOKEN has
+    the token, HF_ENDPOINT the address."""
     from huggingface_hub import HfApi
 
     found = found_model(model, stage, directory, coordinator)
@@ -122,7 +122,7 @@ def push(
 
 
 def found_model(model: str, stage: str | None, directory: Path, coordinator: str | None) -> RegisteredModel:
-    """Return the version that a text names. Raises NotFound, InvalidInput; Conflict where it has not reached the stage."""
+    """Return the version that a text names. Raises NotFound, InvalidInput, or Conflict if it has not reached the stage."""
     with models_of(directory, coordinator) as models:
         found: RegisteredModel = models.show(read_reference(model)).model
     if stage and (why := stage_fault(found, stage)):
@@ -131,7 +131,7 @@ def found_model(model: str, stage: str | None, directory: Path, coordinator: str
 
 
 def checked_copy(model: RegisteredModel, folder: Path, public_key: Path | None) -> None:
-    """Copy the files of a version into an empty folder and verify them. Raises DataError, which names the file; NotFound."""
+    """Copy the files of a version into an empty folder and verify them. Raises NotFound, DataError naming the file."""
     from paceline.apps.registry.folder import copy_folder
 
     source = Folder(model.path)
@@ -143,7 +143,7 @@ def checked_copy(model: RegisteredModel, folder: Path, public_key: Path | None) 
 
 
 def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -> None:
-    """Verify the files of a version, in its own folder or in a copy. Raises DataError, which names the file; NotFound."""
+    """Verify the files of a version, in its folder or in a copy. Raises DataError, which names the file, or NotFound."""
     from paceline.apps.registry.folder import verify_folder
     from paceline.files.names import STATEMENT
 
@@ -154,24 +154,24 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
         raise type(error)(f"{source}: {error}") from None
     if contents.statement_sha256 != model.statement_sha256:
         raise DataError(
-            f"{source}: {STATEMENT} has the SHA-256 {contents.statement_sha256}, and on record is {model.statement_sha256}; its "
-            "files were registered anew without a record, or changed. Register the model again"
+            f"{source}: {STATEMENT} has the SHA-256 {contents.statement_sha256}, but {model.statement_sha256} is recorded; its "
+            "files were registered again without a record, or changed. Register the model again"
         )
 
 
 @contextlib.contextmanager
 def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
-    """Give the model to serve: for NAME:VERSION and NAME@ALIAS the folder that was checked, for others the same text.
+    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for others the same text.
 
-    A folder that was fetched is checked too where there is a key. With `required`, a model without a signature is refused. Raises
-    UsageError without a key for a registered model, DataError, which names the file that differs, NotFound.
+    A fetched folder is verified too if a key is given. With `required`, a model without a signature is refused. Raises
+    UsageError for a registered model without a key, DataError, which names the file that differs, or NotFound.
     """
     with contextlib.ExitStack() as stack:
         is_files = "://" in model or (Path(model).expanduser() / "config.json").is_file()
         if not is_files and (found := registered_model(model, directory)) is not None:
             if public_key is None:
                 raise click.UsageError(
-                    f"{model} is served after a check of its signature, which needs the key of whoever signs; name it with "
+                    f"{model} is served only with a verified signature, which needs the signer's key; name it with "
                     "--public-key"
                 )
             folder = Folder(found.path).local
@@ -186,18 +186,18 @@ def verified_model(model: str, directory: Path, public_key: Path | None, *, requ
             _check_fetched(Folder(model), public_key)
         elif required:
             raise click.UsageError(
-                f"--public-key checks a registered model, and {model} has no {STATEMENT}; leave the option out, or register the model"
+                f"--public-key verifies a registered model, and {model} has no {STATEMENT}; leave the option out, or register the model"
             )
         yield model
 
 
 def _check_fetched(folder: Folder, public_key: Path) -> None:
-    """Check a registered folder that is not on this machine's record."""
+    """Verify a registered folder that this machine has no record of."""
     from paceline.apps.registry.folder import verify_folder
 
     if folder.local is None:
         raise click.UsageError(
-            f"--public-key checks files on this machine, and {folder} is elsewhere; fetch the model with `paceline models fetch "
+            f"--public-key verifies files on this machine, and {folder} is elsewhere; fetch the model with `paceline models fetch "
             "--verify` and serve that folder"
         )
     verify_folder(folder.local, public_key)
@@ -205,7 +205,7 @@ def _check_fetched(folder: Folder, public_key: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Give an empty folder, which is removed at the end; those of processes that were killed go at the next call."""
+    """Yield an empty folder and remove it at the end; the next call removes those of killed processes."""
     from paceline.learner.checkpoints.export_folder import remove_left_overs
 
     spool = spool_folder() / "served"

@@ -1,4 +1,4 @@
-"""The folder of a registered model: the export, its card, evaluations, verdicts and spec, the statement, the signature.
+"""Makes and verifies the folder of a registered model.
 
     config.json, *.safetensors, …   the exported model, unchanged
     README.md                       card
@@ -8,7 +8,8 @@
     paceline.json                   statement
     model.sig                       signature
 
-Promise: `verify_folder` refuses a folder in which any file was changed, added or removed since it was made, and names the file.
+Promise: `verify_folder` refuses a folder in which any file was changed, added or removed since it was made, and names
+the file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
-"""A model folder has one of these files."""
+"""Files of which a model folder has one."""
 
 Json = dict[str, Any]
 
@@ -65,7 +66,7 @@ class Sources:
     verdicts: Sequence[Path] = ()
     """Files that `paceline gate` has written."""
     spec_yaml: str = ""
-    """Resolved spec of the run; empty without one."""
+    """Resolved spec of the run; empty without a run."""
     base_model: str = ""
     """Model that training began from, for the card."""
 
@@ -73,8 +74,8 @@ class Sources:
 def make_folder(
     into: Path, sources: Sources, name: str, version: int, lineage: Lineage, parent: str, key: Path
 ) -> Contents:
-    """Fill the empty folder `into` and sign it. Raises NotFound, DataError: evaluations or verdicts that do not belong to these
-    files; Conflict: the export is a registered folder itself."""
+    """Fill the empty folder `into` and sign it. Raises NotFound, DataError if evaluations or verdicts do not belong to
+    these files, Conflict if the export is itself a registered folder."""
     export = _copy_export(sources.export, into)
     earlier = (into / CARD).read_text(errors="replace") if CARD in export else ""
     for number, path in enumerate(sources.evaluations):
@@ -95,15 +96,16 @@ def make_folder(
 
 
 def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
-    """Return what a registered folder says. Raises DataError, which names the file, unless every file is as the statement says,
-    evaluations and verdicts are of these files and, with a key, the signature fits; what `verify` raises."""
+    """Return the contents of a registered folder. Raises DataError, which names the file, unless every file matches the
+    statement, evaluations and verdicts are of these files and, with a key, the signature is valid; also raises what
+    `verify` raises."""
     if not (folder / STATEMENT).is_file():
-        raise DataError(f"{folder.name} has no {STATEMENT}; it is no registered model")
+        raise DataError(f"{folder.name} has no {STATEMENT}, so it is not a registered model")
     statement = read_statement((folder / STATEMENT).read_bytes())
     stated, found = subjects(statement), dict(_digests(folder))
     for name in sorted(stated.keys() | found.keys()):
         if name not in found:
-            raise DataError(f"{name} is missing; {STATEMENT} names it. Fetch the model again")
+            raise DataError(f"{name} is missing, but {STATEMENT} names it. Fetch the model again")
         if found[name] != stated.get(name):
             why = "was changed" if name in stated else "was added"
             raise DataError(f"{name} {why} after the model was registered; fetch the model again")
@@ -121,11 +123,11 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
 
 
 def copy_folder(source: Folder, into: Path) -> None:
-    """Copy all files of a folder or URL into a local folder. Raises NotFound where there are none, DataError for one that cannot be
-    read."""
+    """Copy all files of a folder or URL into a local folder. Raises NotFound without files, DataError for an unreadable
+    one."""
     names = source.files() if source.exists() else {}
     if not names:
-        raise NotFound(f"{source} has no files; the model's folder was removed, or is not reachable from this machine")
+        raise NotFound(f"{source} has no files: the model's folder was removed, or this machine cannot reach it")
     for name in names:
         target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,6 @@ def copy_folder(source: Folder, into: Path) -> None:
 
 
 def _copy_export(source: Folder, into: Path) -> dict[str, str]:
-    """Copy the exported model, and return the SHA-256 of each file."""
     copy_folder(source, into)
     export = dict(_digests(into))
     if not any(name in export for name in CONFIGS):
@@ -176,12 +177,12 @@ def _read_json(path: Path) -> Json:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); write it again with `paceline gate --output`") from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} is no verdict; write it again with `paceline gate --output`")
+        raise DataError(f"{path} is not a verdict; write it again with `paceline gate --output`")
     return found
 
 
 def _digests(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and SHA-256 of each file but statement and signature."""
+    """Yield name and SHA-256 of each file except statement and signature."""
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = path.relative_to(folder).as_posix()
         if name not in (STATEMENT, SIGNATURE):
@@ -202,7 +203,7 @@ def card_text(
     verdicts: Sequence[Mapping[str, Any]],
     earlier: str = "",
 ) -> str:
-    """Return the card's text, which ends with the `earlier` text of the export's own card."""
+    """Return the card's text; it ends with `earlier`, the text of the export's card."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results = [
@@ -243,8 +244,8 @@ def _body(
             "",
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
-            f"- fingerprint of its data: `{lineage.data or 'not on record'}`",
-            *([] if lineage.named_by_files else ["- named by whoever registered the files, which name no run"]),
+            f"- fingerprint of its data: `{lineage.data or 'not recorded'}`",
+            *([] if lineage.named_by_files else ["- named at registration; the files name no run"]),
             "",
         ]
     for each in evaluations:
@@ -272,7 +273,7 @@ def _body(
 
 
 def _earlier(text: str) -> list[str]:
-    """Return the text of the export's own card, without its front matter, under a heading."""
+    """Return the text of the export's card, without its front matter, under a heading."""
     from huggingface_hub import ModelCard
 
     if not text.strip():

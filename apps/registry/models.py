@@ -1,4 +1,4 @@
-"""`paceline models`: registered models with their lineage, stage and aliases."""
+"""`paceline models`: manage registered models with their lineage, stage and aliases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.services.cli.recorded.source import changing_models_of, models_of,
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 
-alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias that moves.")
+alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias to move.")
 
 
 @click.group()
 def models() -> None:
-    """Register models, promote what has passed its gate, and fetch it with its signature checked."""
+    """Register models, promote those that passed their gate, and fetch them with a verified signature."""
 
 
 models.add_command(register)
@@ -50,7 +50,7 @@ def list_models(name: str, directory: Path, coordinator: str | None, as_json: bo
 @source_options
 @json_option
 def show(model: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Show a version (default the newest) with its lineage, evaluations, gate, and the changes of the model's aliases."""
+    """Show a version (default: the newest) with its lineage, evaluations, gate, and the changes of the model's aliases."""
     with models_of(directory, coordinator) as source:
         found = source.show(read_reference(model))
     if as_json:
@@ -63,18 +63,21 @@ def show(model: str, directory: Path, coordinator: str | None, as_json: bool) ->
 @click.argument("model", metavar="NAME:VERSION")
 @alias_option
 @click.option(
-    "--override", default="", metavar="REASON", help="Promote a version that did not pass its gate; recorded."
+    "--override",
+    default="",
+    metavar="REASON",
+    help="Promote a version that did not pass its gate; the reason is recorded.",
 )
 @source_options
 @json_option
 def promote(model: str, alias: str, override: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Give an alias to a version that has passed its gate; exit status 1 for one that has not, without --override."""
+    """Point an alias to a version that passed its gate. Exit status 1 if it did not pass, without --override."""
     reference = read_reference(model)
     if not reference.version:
         raise click.UsageError(f"{model!r} names no version; write NAME:VERSION")
     with changing_models_of(directory, coordinator) as source:
         found = source.promote(reference.name, reference.version, alias=alias, override=override)
-    render.answer(as_json, model_facts(found), f"{found.name}@{alias} is version {found.version} now")
+    render.answer(as_json, model_facts(found), f"{found.name}@{alias} is now version {found.version}")
 
 
 @models.command()
@@ -84,7 +87,7 @@ def promote(model: str, alias: str, override: str, directory: Path, coordinator:
 @source_options
 @json_option
 def rollback(name: str, alias: str, reason: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Give an alias back to the version that had it before. The version that has it now becomes rolled_back."""
+    """Point an alias to its previous version again. Its current version becomes rolled_back."""
     reference = Reference(read_reference(name).name, alias=alias)
     with changing_models_of(directory, coordinator) as source:
         holder = source.show(reference).model
@@ -103,9 +106,9 @@ models.add_command(push)
 @models.command()
 @click.argument("file", type=FILE)
 def key(file: Path) -> None:
-    """Make a key pair for signatures: FILE has the private key, FILE.pub the public one."""
+    """Make a key pair for signatures: FILE holds the private key, FILE.pub the public one."""
     from paceline.apps.registry.statement import make_key
 
     if not file.parent.is_dir():
-        raise Conflict(f"the folder {file.parent} is not there; make it first")
+        raise Conflict(f"the folder {file.parent} does not exist; make it first")
     click.echo(f"{file} signs (keep it secret), {make_key(file)} verifies")

@@ -1,5 +1,5 @@
-"""`paceline models register`: make the folder of a version with its lineage by the run's records, sign it, put it in
-its place, and record it."""
+"""`paceline models register`: make the folder of a version with the lineage from the run's records, sign it, move it into
+the store, and record it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from paceline.v1.registry_pb2 import RegisteredModel
 
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
-"""Errors after which the version is certainly not on record. After others it may be, so its files stay."""
+"""Errors after which the version is certainly not recorded. After any other error it may be, so its files stay."""
 NAMELESS = (
-    "these files name no run, because they were converted since, or come from elsewhere; only --run and --step say where they "
-    "come from"
+    "these files name no run: they were converted since, or come from elsewhere; their lineage rests on --run and --step "
+    "alone"
 )
 
 
@@ -51,30 +51,30 @@ NAMELESS = (
     envvar="PACELINE_SIGNING_KEY",
     show_envvar=True,
     type=FILE,
-    help="Private key (PEM); `paceline models key` makes one.",
+    help="Private key (PEM), as `paceline models key` makes it.",
 )
-@click.option("--run", help="Run that trained the model, its id or its folder. Default: a model from elsewhere.")
+@click.option("--run", help="Run that trained the model, its id or its folder. Default: none, a model from elsewhere.")
 @click.option(
     "--step",
     type=click.IntRange(1),
-    help="Steps that were trained; default those that the files or the folder's name say, else all.",
+    help="Steps trained; default: from the files or the folder's name, else all of the run.",
 )
-@click.option("--parent", default="", metavar="NAME:VERSION", help="Version that this one was made of.")
+@click.option("--parent", default="", metavar="NAME:VERSION", help="Version that this one is derived from.")
 @click.option(
     "--evaluation",
     "evaluations",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
-    help="Folder that `paceline eval` has written for this model; may be given several times.",
+    help="Folder that `paceline eval` has written for this model; repeatable.",
 )
 @click.option(
     "--verdict",
     "verdicts",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="File that `paceline gate --output` has written for one of the evaluations; may be given several times.",
+    help="File that `paceline gate --output` has written for one of the evaluations; repeatable.",
 )
-@click.option("--store", metavar="FOLDER|URL", help="Root of registered models; default `models` in --directory.")
+@click.option("--store", metavar="FOLDER|URL", help="Root of registered models; default: `models` in --directory.")
 @source_options
 @json_option
 def register(
@@ -93,8 +93,8 @@ def register(
 ) -> None:
     """Register the exported model in a folder or at a URL as the next version of NAME.
 
-    The folder is copied to the store with a model card, evaluations, verdicts, an in-toto statement on every file, and a
-    signature. The version is `passed` when all of its verdicts are, else `registered`.
+    The folder is copied to the store with a model card, evaluations, verdicts, an in-toto statement on every file, and
+    a signature. The version is `passed` if all of its verdicts are, else `registered`.
     """
     from paceline.apps.registry.folder import Sources, make_folder
     from paceline.learner.checkpoints.export_folder import written_beside
@@ -102,9 +102,9 @@ def register(
 
     check_name(name)
     if step is not None and run is None:
-        raise click.UsageError("--step is that of a run; name it with --run")
+        raise click.UsageError("--step belongs to a run; name the run with --run")
     if store is None and coordinator:
-        raise click.UsageError("--coordinator may be on another host; name the --store that its readers reach")
+        raise click.UsageError("--coordinator may be on another host; name a --store that its readers can reach")
     origin = origin_of(Folder(export))
     lineage, spec_yaml = _lineage(run, step, export, origin, directory, coordinator)
     if note := _note(run, origin):
@@ -135,7 +135,6 @@ def _lineage(
     directory: Path,
     coordinator: str | None,
 ) -> tuple[Lineage, str]:
-    """Return the lineage and the resolved spec of a model's run, both empty without a run."""
     if run is None:
         return Lineage(), ""
     with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -143,12 +142,12 @@ def _lineage(
 
 
 def _note(run: str | None, origin: Origin | None) -> str:
-    """Return what to tell about the files' own word on their run; empty where they agree with --run."""
+    """Return a remark on what the files say about their run; empty if they agree with --run."""
     if origin is None:
         return f"warning: {NAMELESS}" if run is not None else ""
     if run is None:
         return (
-            f"warning: these files say that run {origin.run_id} exported them after {origin.step} steps, and they are registered "
+            f"warning: these files say that run {origin.run_id} exported them after {origin.step} steps, but they are registered "
             f"without a lineage; --run {origin.run_id} records it"
         )
     return ""
@@ -177,7 +176,7 @@ def _message(name: str, version: int, lineage: Lineage, parent: str, path: str, 
 
 
 EXPORT_OF_STEP = re.compile(r"step-(\d{1,9})")
-"""Name that `paceline export` gives to a folder."""
+"""Folder name that `paceline export` uses."""
 
 
 def lineage_of(
@@ -185,9 +184,9 @@ def lineage_of(
 ) -> tuple[Lineage, str]:
     """Return the lineage of a run's model after `step` steps, and the run's resolved spec.
 
-    `origin` is what the exported files say themselves; the records have to agree. Without a step it is that of the origin, else that
-    in the name of the `export` (step-N), else the run's last one. Raises NotFound, InvalidInput; Conflict where files and records
-    say different things.
+    `origin` is what the exported files say; the records must agree with it. The default of `step` is the origin's, else that
+    in the name of the `export` (step-N), else the run's last one. Raises NotFound, InvalidInput, or Conflict if files and records
+    disagree.
     """
     run = source.get(run_id)
     trained, spec_yaml = int(run.step), str(run.spec_yaml)
@@ -197,7 +196,7 @@ def lineage_of(
         named = EXPORT_OF_STEP.fullmatch(export.rstrip("/").rpartition("/")[2])
         step = int(named[1]) if named else trained
     if not 0 < step <= trained:
-        raise InvalidInput(f"--step is {step}, and run {run_id} has trained {trained}; name a step from 1 to {trained}")
+        raise InvalidInput(f"--step is {step}, but run {run_id} has trained {trained}; name a step from 1 to {trained}")
     facts: dict[str, str] = {}
     for event in source.records.events(run_id, kinds=["state"]):
         facts |= {name: str(value) for name, value in event.content.items() if value is not None}
@@ -225,7 +224,7 @@ def lineage_of(
 
 
 def _spec_digests(run_id: str, spec_yaml: str) -> set[str]:
-    """Return the digests that an export of the run may name: of the spec on record, and of the text that workers
-    were given in its place because this version does not know a key of it."""
+    """Return the digests that an export of the run may name: of the recorded spec, and of the text that workers got
+    instead because this version does not know one of its keys."""
     given = spec_to_yaml(spec_of_run(run_id, spec_yaml)[0])
     return {hashlib.sha256(text.encode()).hexdigest() for text in (spec_yaml, given)}

@@ -1,10 +1,11 @@
-"""The in-toto statement of a registered model (the digest of every file, and where the model comes from) and its signature.
+"""Makes the in-toto statement of a registered model (the digest of every file, and the model's origin) and its
+signature.
 
-The layout is in-toto's Statement v1 (https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md): `subject` has the
-files of the folder, `predicate` what Paceline says of them.
+The layout is in-toto's Statement v1 (https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md): `subject`
+lists the files of the folder, `predicate` holds Paceline's facts.
 
-Signatures are made by `model-signing` with a key pair: no network, no certificate. Promise: the signature covers every
-file of the folder but itself; a file that was changed, added or removed is refused with its name. Keys are elliptic
+`model-signing` makes the signatures with a key pair: no network, no certificate. Promise: the signature covers every
+file of the folder except itself; a file that was changed, added or removed is refused by name. Keys are elliptic
 (P-256) in PEM.
 """
 
@@ -30,16 +31,16 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a model comes from. Every field is empty or 0 for a model that no run of this coordinator has trained."""
+    """Origin of a model. Every field is empty or 0 for a model that no run of this coordinator has trained."""
 
     run_id: str = ""
     session: int = 0
     step: int = 0
-    """Steps that were trained."""
+    """Steps trained."""
     chain: str = ""
     """Chain of the run's batches until then; empty for a run on examples."""
     spec_sha256: str = ""
-    """Of the resolved spec's YAML text."""
+    """Digest of the resolved spec's YAML text."""
     data: str = ""
     """Fingerprint of the run's data set."""
     code: str = ""
@@ -47,11 +48,11 @@ class Lineage:
     batches: tuple[Mapping[str, Any], ...] = ()
     """Step, digest and chain of every batch."""
     named_by_files: bool = False
-    """Whether the exported files name the run themselves; else whoever registered them does."""
+    """True if the exported files name the run, else it was named at registration."""
 
 
 def files_digest(files: Mapping[str, str]) -> str:
-    """Return the SHA-256 over names and SHA-256 of files, in the order of their names; of a folder's files it is that of
+    """Return the SHA-256 over names and SHA-256 of files, ordered by name; for a folder's files it equals
     `paceline.models.evaluation_results.folder_digest`."""
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -67,7 +68,7 @@ def make_statement(
     export: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Json:
-    """Return the statement on a folder. `export` has the SHA-256 of each exported file by its name, `files` those of all files."""
+    """Return the statement on a folder. `export` and `files` have the SHA-256 by name: of exported and of all files."""
     run = {key: value for key, value in vars(lineage).items() if key != "batches"}
     return {
         "_type": TYPE,
@@ -84,7 +85,7 @@ def make_statement(
 
 
 def read_statement(text: bytes) -> Json:
-    """Return a statement. Raises DataError for a text that is none of this version."""
+    """Return a statement. Raises DataError for a text that is not a statement of this version."""
     try:
         found = json.loads(text)
         sound = found["_type"] == TYPE and found["predicateType"] == PREDICATE
@@ -92,7 +93,7 @@ def read_statement(text: bytes) -> Json:
     except (ValueError, LookupError, TypeError):
         sound = False
     if not sound:
-        raise DataError(f"{STATEMENT} is no statement on a registered model ({PREDICATE}); register the model again")
+        raise DataError(f"{STATEMENT} is not a statement on a registered model ({PREDICATE}); register the model again")
     return dict(found)
 
 
@@ -102,13 +103,13 @@ def subjects(statement: Json) -> dict[str, str]:
 
 
 MISMATCH = re.compile(r"Hash mismatch for \\?'(.+?)\\?':")
-"""Name of a file in model-signing's message, whose quotes depend on the digests beside it."""
+"""The name of a file in model-signing's message, whose quotes depend on the digests beside it."""
 REMEDY = "pip install 'paceline[registry]'"
 
 
 def make_key(path: Path) -> Path:
-    """Write a new private key to `path`, readable by its owner alone, and return the file of its public key. Raises Conflict
-    when either is there."""
+    """Write a new private key to `path`, readable by its owner only, and return the file of its public key. Raises
+    Conflict if either exists."""
     from cryptography.hazmat.primitives import serialization as pem
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -125,22 +126,22 @@ def make_key(path: Path) -> Path:
 
 
 def sign(folder: Path, private_key: Path) -> None:
-    """Sign all files of a folder. Raises InvalidInput without the package or for a key that is none, NotFound."""
+    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound."""
     signing, _, hashing = _packages()
     _check_file(private_key, "--signing-key")
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=private_key)
     except (ValueError, TypeError) as error:
         raise InvalidInput(
-            f"{private_key} is no private elliptic key ({error}); `paceline models key` makes one"
+            f"{private_key} is not a private elliptic key ({error}); `paceline models key` makes one"
         ) from None
     config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))
     config.sign(folder, folder / SIGNATURE)
 
 
 def verify(folder: Path, public_key: Path) -> None:
-    """Raise DataError unless the folder is as the owner of a key has signed it; InvalidInput without the package or for a key that
-    is none, NotFound."""
+    """Raise DataError unless the folder is as the key's owner has signed it; InvalidInput without the package or for an
+    invalid key, NotFound."""
     _, verifying, hashing = _packages()
     _check_file(public_key, "--public-key")
     if not (folder / SIGNATURE).is_file():
@@ -149,7 +150,7 @@ def verify(folder: Path, public_key: Path) -> None:
         config = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except (ValueError, TypeError) as error:
         raise InvalidInput(
-            f"{public_key} is no public elliptic key ({error}); it is the file that `paceline models key` has written beside the "
+            f"{public_key} is not a public elliptic key ({error}); use the .pub file that `paceline models key` wrote beside the "
             "private one"
         ) from None
     config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))
@@ -167,11 +168,10 @@ def verify(folder: Path, public_key: Path) -> None:
 
 def _check_file(path: Path, option: str) -> None:
     if not path.is_file():
-        raise NotFound(f"{option}: there is no file {path}; `paceline models key` makes a key pair")
+        raise NotFound(f"{option}: no file {path}; `paceline models key` makes a key pair")
 
 
 def _packages() -> tuple[Any, Any, Any]:
-    """Return model-signing's modules signing, verifying and hashing. Raises InvalidInput where it is not installed."""
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:

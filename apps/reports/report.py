@@ -1,5 +1,5 @@
-"""`paceline report RUN`, one self-contained HTML file about a run, and `paceline plot RUN... [METRIC...]`, the curves
-of runs as one page. They need no coordinator, and take one."""
+"""`paceline report RUN` writes one self-contained HTML file about a run, `paceline plot RUN... [METRIC...]` the curves
+of runs as one page. Both work with or without a coordinator."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REPORT_NAME = "report.html"
     "-o",
     "--out",
     type=FILE,
-    help=f"File to write; default {REPORT_NAME} in the first run's folder.",
+    help=f"File to write; default: {REPORT_NAME} in the first run's folder.",
 )
 @source_options
 @json_option
 def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Write an HTML page with a curve for each METRIC (reward, 'age/*'; default all) of RUN (its id or its folder); several
-    runs are compared.
+    """Write an HTML page with a curve for each METRIC (reward, 'age/*'; default: all) of RUN (its id or its folder).
+    Several runs are compared.
 
     The page is one file that needs no network. `paceline metrics --explain NAME` explains a metric.
     """
@@ -53,8 +53,8 @@ def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: 
     assert folder is not None
     destination = out or folder / REPORT_NAME
     check_page_file(destination)
-    known = [name for curve in curves for row in (*curve.steps, *curve.evaluations) for name in row]
-    check_names(metrics, list(dict.fromkeys(known)), curves[0].run_id)
+    recorded = [name for curve in curves for row in (*curve.steps, *curve.evaluations) for name in row]
+    check_names(metrics, list(dict.fromkeys(recorded)), curves[0].run_id)
     shown = [
         curve._replace(steps=selected(curve.steps, metrics), evaluations=selected(curve.evaluations, metrics))
         for curve in curves
@@ -68,7 +68,7 @@ def plot(runs: tuple[str, ...], out: Path | None, directory: Path, coordinator: 
 
 
 def check_page_file(path: Path) -> None:
-    """Raises InvalidInput for a file that is named as a picture, NotFound without its folder."""
+    """Raise InvalidInput for a file named as a picture, NotFound if its folder does not exist."""
     if path.suffix in (".svg", ".png"):
         raise InvalidInput(f"{path} would be an HTML page; name a file that ends in .html with --out")
     if not path.parent.is_dir():
@@ -81,18 +81,17 @@ def curves_of(source: Source, run_id: str, state: str) -> RunCurves:
 
 
 def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -> tuple[list[str], list[str]]:
-    """Return the runs and the metrics among the words; the first word is a run."""
     with records_of_run(words[0], directory, coordinator) as (source, _):
-        known = set(run_ids(source))
-    runs = [word for word in words if word is words[0] or word in known or find_run(word, directory)[1] != word]
+        ids = set(run_ids(source))
+    runs = [word for word in words if word is words[0] or word in ids or find_run(word, directory)[1] != word]
     return runs, [word for word in words if word not in runs]
 
 
 SHOWN = 6
-"""Best and worst completions that are shown of the last step."""
+"""Number of best and of worst completions shown of the last step."""
 
 MAX_TEXT = 20_000
-"""Characters of a completion that are shown."""
+"""Characters shown of a completion."""
 WARNINGS = 200
 
 
@@ -102,15 +101,16 @@ WARNINGS = 200
     "-o",
     "--out",
     type=FILE,
-    help=f"File to write; default {REPORT_NAME} in the run's folder, or here with --coordinator.",
+    help=f"File to write; default: {REPORT_NAME} in the run's folder, or here with --coordinator.",
 )
-@click.option("--verify", "verifies", is_flag=True, help="Compare all records first, and say what was found.")
+@click.option("--verify", "verifies", is_flag=True, help="Compare all records first, and include the result.")
 @source_options
 @json_option
 def report(run: str, out: Path | None, verifies: bool, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Write one HTML file about RUN (its id or its folder): outcome, curves, samples, books, checkpoints and spec.
+    """Write one HTML file about RUN (its id or its folder): outcome, curves, samples, token accounting, checkpoints and
+    spec.
 
-    The file needs no network, and no script runs in it but its own: what models wrote is text in it.
+    The file needs no network and runs no script except its own: text from models stays text.
     """
     from paceline.files.whole_file import write_whole
 
@@ -188,7 +188,7 @@ def _checkpoints(records: Records, run_id: str) -> list[Block]:
 
 
 def _spec(records: Records, run_id: str) -> list[Block]:
-    title, columns = "Spec: what differs from the defaults", ["key", "value", "default", "meaning"]
+    title, columns = "Spec: differences from the defaults", ["key", "value", "default", "meaning"]
     keys = [key for key in records.spec(run_id) if key.differs]
     rows = [[key.path, key.value_json, key.default, key.description] for key in keys]
     differing: list[Block] = [["heading", 2, title], ["table", title, columns, rows]] if rows else []
@@ -196,8 +196,7 @@ def _spec(records: Records, run_id: str) -> list[Block]:
 
 
 def _samples(source: Source, run_id: str) -> list[dict[str, Any]]:
-    """Return the best and the worst completions of the newest trained step, each as a group of its own; none for a run without
-    samples."""
+    """Return the best and the worst completions of the newest trained step, each as a separate group, if stored."""
     try:
         step = source.records.newest_trained_step(run_id)
         groups = list(source.records.sample_groups(run_id, full=True, from_step=step, to_step=step))
@@ -215,7 +214,7 @@ def _samples(source: Source, run_id: str) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    left_out = f"\n… {len(text) - MAX_TEXT:,} characters more" if len(text) > MAX_TEXT else ""
+    left_out = f"\n… {len(text) - MAX_TEXT:,} more characters" if len(text) > MAX_TEXT else ""
     return text[:MAX_TEXT] + left_out
 
 

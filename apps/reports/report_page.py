@@ -1,7 +1,8 @@
-"""One HTML file that draws blocks of text, tables and charts with the dashboard's own modules and uPlot. It loads nothing.
+"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. It loads
+nothing.
 
-Promise: what models and strangers wrote is only text in it. It is data of the page (JSON), becomes text nodes alone, and the
-content security policy lets no script run but the page's, by its digest.
+Promise: text from models and strangers stays text. It is data of the page (JSON), becomes text nodes only, and the
+content security policy runs no script but the page's, identified by its digest.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from paceline.services.common.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
 MAX_POINTS = 300
-"""Points of a curve; of more, neighbours are averaged."""
+"""Most points of a curve; of more, neighbours are averaged."""
 STYLES = ("vendor/uPlot.min.css", "style.css")
 MODULES = ("dom.js", "charts.js")
 
 Row = dict[str, Any]
 Point = tuple[float, float]
 Block = list[Any]
-"""A kind of page.html (`heading`, `text`, `list`, `table`, `long`, `folded`, `charts`) and its arguments."""
+"""A kind of block in page.html (`heading`, `text`, `list`, `table`, `long`, `folded`, `charts`) and its arguments."""
 
 
 class RunCurves(NamedTuple):
@@ -73,7 +74,7 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
 
 
 def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
-    """Return charts for each part of the table of metrics that the runs have metrics of, in its order; a run has one colour."""
+    """Return charts for each part of the table of metrics that the runs have metrics of; a run has one colour."""
     blocks: list[Block] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
@@ -85,7 +86,7 @@ def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the names by the parts of the table of metrics, in its order; names without an entry at the end."""
+    """Return the names by the parts of the table of metrics, in its order; names without an entry come last."""
     order = {metric: (p, i) for p, part in enumerate(PARTS) for i, metric in enumerate(part.metrics)}
     placed: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:

@@ -4,8 +4,7 @@ COMMANDS = {
     "Before a run": {
         "sweep": (
             "paceline.apps.sweeps.sweep:sweep",
-            "Search over keys of a spec, by runs one after the other.",
+            "Search over a spec's keys, by runs one after the other.",
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

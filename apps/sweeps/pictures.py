@@ -1,6 +1,5 @@
-"""The pictures of a sweep in one HTML page that loads nothing: history, importance, slices, parallel coordinates, and the curves
-of the trials. Pure but for the importance, which Optuna computes.
-"""
+"""Draws the charts of a sweep in one HTML page that loads nothing: history, importance, slices, parallel coordinates,
+and the curves of the trials. Pure except for the importance, which Optuna computes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 GREY = 7
 """Index of the page's grey colour."""
 FADED = 0.85
-"""How pale the worst trial is."""
+"""Paleness of the worst trial."""
 Figure = dict[str, Any]
 
 
@@ -30,9 +29,9 @@ class Ended(NamedTuple):
     run_id: str
     message: str
     value: float | None
-    """Measured value; of a pruned trial None."""
+    """Measured value; None for a pruned trial."""
     course: Sequence[tuple[int, float]]
-    """(step, value) on the way."""
+    """Intermediate (step, value)."""
 
 
 def trials_of(study: optuna.Study) -> list[Ended]:
@@ -49,11 +48,11 @@ def trials_of(study: optuna.Study) -> list[Ended]:
 
 
 MIN_TRIALS = 4
-"""Trials that ran to their end, below which nothing is said of importance."""
+"""Fewest completed trials from which importances are computed."""
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Return the share of each key in the spread of the best values (PED-ANOVA, Watanabe et al. 2023); empty for few trials."""
+    """Return each key's share in the spread of the best values (PED-ANOVA, Watanabe et al. 2023); empty for few trials."""
     import optuna
 
     complete = [each for each in study.get_trials(deepcopy=False) if each.state.name == "COMPLETE"]
@@ -62,9 +61,9 @@ def importances(study: optuna.Study) -> dict[str, float]:
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of few trials; an error says when they are too few
+            warnings.simplefilter("ignore")  # it warns about few trials, and raises for too few
             return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
-    except (ValueError, RuntimeError):  # too few trials, or one value only
+    except (ValueError, RuntimeError):  # too few trials, or only one value
         return {}
 
 
@@ -109,7 +108,7 @@ def _history(sweep: Sweep, ended: Sequence[Ended], names: Sequence[str]) -> Figu
 
 
 def _slice(sweep: Sweep, key: str, ended: Sequence[Ended], names: Sequence[str]) -> Figure:
-    """Return the value of each trial over a key. A line has one point at a place, so trials with equal values get lines each."""
+    """Return the value of each trial over a key. Trials with equal key values need different lines (one point per x)."""
     part = sweep.search[key]
     layers: list[list[tuple[Point, str]]] = []
     for each, name in zip(ended, names, strict=True):
@@ -156,7 +155,7 @@ def _courses(sweep: Sweep, trials: Sequence[Ended]) -> Figure:
         for each in sorted(trials, key=lambda trial: trial.state != "PRUNED")
         if each.course
     ]
-    meaning = "on the way, over steps; pruned trials are grey"
+    meaning = "intermediate values over steps; pruned trials are grey"
     return _figure(f"{sweep.metric} of each trial", meaning, lines)
 
 
@@ -165,13 +164,12 @@ def _figure(title: str, meaning: str, lines: Sequence[dict[str, Any]], **options
 
 
 def _shares(column: Sequence[float]) -> list[float]:
-    """Return where each value lies between the least and the greatest, from 0 to 1; a half where they are equal."""
     low, high = min(column), max(column)
     return [(value - low) / (high - low) if high > low else 0.5 for value in column]
 
 
 def _place(sweep: Sweep, key: str, trial: Ended) -> float:
-    """Return where a trial lies on a key's axis: its number, or the index of its choice."""
+    """Return a trial's position on a key's axis: its number, or the index of its choice."""
     part, value = sweep.search[key], trial.values[key]
     return float(value) if isinstance(part, Range) else float(part.choices.index(value))
 

@@ -1,8 +1,8 @@
-"""The study of a sweep: Optuna's ask and tell, with everything on record in one journal file.
+"""Keeps the study of a sweep: Optuna's ask and tell, with everything recorded in one journal file.
 
-Promise: what was told is never lost, also when the process is killed at any point. A trial is on record before its run is
-submitted, and its run's name follows from the study and the trial's number; so a process that goes on finds the run of an open
-trial, or knows that there is none. Optuna is imported here and in `pictures` alone.
+Promise: no reported outcome is lost, even if the process is killed at any point. A trial is recorded before its run is
+submitted, and its run's name follows from the study and the trial's number; a process that resumes therefore finds the
+run of an open trial, or knows that there is none. Only this module and `pictures` import Optuna.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ ENDED = ("COMPLETE", "PRUNED", "FAIL")
 
 
 class SweepStudy:
-    """The trials of one sweep, in the file `journal.log` of a folder. One process at a time writes; the caller sees to that."""
+    """The trials of one sweep, in `journal.log` of a folder. The caller makes sure that one process at a time writes."""
 
     def __init__(self, folder: Path, sweep: Sweep, *, read_only: bool = False):
-        """Open the study of `folder`, or begin it; `read_only`, beside a process that writes, only open it. Raises Conflict
-        where it searches something else, NotFound where a study that is to be read is none, PacelineError without Optuna."""
+        """Open the study of `folder`, or begin it; `read_only` only opens it, beside a process that writes. Raises
+        Conflict if the study has another search, NotFound if a study to be read does not exist, PacelineError
+        without Optuna."""
         _check_optuna()
         import optuna
 
@@ -52,7 +53,7 @@ class SweepStudy:
         attributes = self.study.user_attrs
         if attributes.get(SPACE, sweep.space) != sweep.space:
             raise Conflict(
-                f"the study in {folder} searches something else; give this sweep another `name`, or remove that folder"
+                f"the study in {folder} has another search; give this sweep another `name`, or remove that folder"
             )
         if TOKEN not in attributes and not read_only:
             self._begin()
@@ -60,34 +61,35 @@ class SweepStudy:
         self._distributions = {key: self._distribution(part) for key, part in sweep.search.items()}
 
     def run_name(self, number: int) -> str:
-        """Return the name of the run of a trial, which no other trial of this coordinator has."""
+        """Return the name of a trial's run; it is unique on this coordinator."""
         return f"{self.sweep.name}-{self.study.user_attrs[TOKEN]}-t{number}"
 
     def open_trials(self) -> list[Trial]:
-        """Return the trials that were asked for and not told, oldest first."""
+        """Return the trials without a recorded outcome, oldest first."""
         import optuna
 
         running = optuna.trial.TrialState.RUNNING
         return [self._trial(each._trial_id) for each in self.study.get_trials(deepcopy=False, states=(running,))]
 
     def num_ended(self) -> int:
-        """Return the number of trials whose outcome is on record."""
+        """Return the number of trials whose outcome is recorded."""
         return len([each for each in self.study.get_trials(deepcopy=False) if each.state.name in ENDED])
 
     def ask(self) -> Trial:
-        # Each process draws from the sampler's first number on; the number of trials keeps it from drawing the same ones.
+        # Each process starts the sampler's numbers anew; seeding with the number of trials avoids drawing the same
+        # ones.
         self.study.sampler = self._sampler()
         return self._trial(self.study.ask()._trial_id)
 
     def best(self) -> optuna.trial.FrozenTrial | None:
-        """Return the best trial that ran to its end; None while there is none."""
+        """Return the best completed trial; None while there is none."""
         import optuna
 
         complete = optuna.trial.TrialState.COMPLETE
         return self.study.best_trial if self.study.get_trials(deepcopy=False, states=(complete,)) else None
 
     def _trial(self, trial_id: int) -> Trial:
-        """Return a trial with a value for each key, drawn now where its process was killed before."""
+        """Return a trial with a value for each key; draws those that are missing because the process was killed before."""
         import optuna
 
         trial = optuna.trial.Trial(self.study, trial_id)
@@ -98,7 +100,7 @@ class SweepStudy:
         self.study.set_user_attr(SPACE, self.sweep.space)
         for values in self.sweep.start:
             self.study.enqueue_trial(dict(values))
-        self.study.set_user_attr(TOKEN, secrets.token_hex(2))  # last: a study without it begins again
+        self.study.set_user_attr(TOKEN, secrets.token_hex(2))  # last, because a study without it begins again
 
     def _sampler(self) -> optuna.samplers.BaseSampler:
         import optuna
@@ -129,10 +131,10 @@ class SweepStudy:
 
 
 class Trial:
-    """One trial that has no outcome yet."""
+    """One trial without an outcome."""
 
     def __init__(self, study: SweepStudy, trial: optuna.Trial, values: Mapping[str, Value]):
-        """Made by SweepStudy."""
+        """Made by SweepStudy only."""
         self._study, self._trial = study, trial
         self.values = dict(values)
         """Value of each key."""
@@ -144,18 +146,18 @@ class Trial:
 
     @property
     def run_id(self) -> str:
-        """Its run; empty while none is on record."""
+        """Id of its run; empty while none is recorded."""
         return str(self._trial.user_attrs.get(RUN, ""))
 
     def set_run(self, run_id: str) -> None:
         self._trial.set_user_attr(RUN, run_id)
 
     def report(self, step: int, value: float) -> bool:
-        """Record a value on the way, once for each step; return whether to end the trial early."""
+        """Record an intermediate value, once for each step; return whether to end the trial early."""
         if not math.isfinite(value):
             return False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a step that a process before had reported
+            warnings.simplefilter("ignore")  # an earlier process has reported this step
             self._trial.report(value, step)
         return self._trial.should_prune()
 
@@ -176,8 +178,8 @@ class Trial:
 
 
 def _no_lock(path: Path) -> Any:
-    """Return a lock of the journal that locks nothing. Optuna's is a file that stays when its process is killed, and the next
-    one would wait for it; here the caller's lock on the folder keeps other processes off."""
+    """Return a lock for the journal that does nothing. Optuna's lock is a file that stays when its process is killed,
+    and blocks the next process; here the caller's lock on the folder keeps other processes out."""
     from optuna.storages.journal import JournalFileOpenLock
 
     class NoLock(JournalFileOpenLock):
@@ -191,7 +193,7 @@ def _no_lock(path: Path) -> Any:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Cut off what a process or a machine that died left of its last line: the next one would be appended to it."""
+    """Cut off the half line that a killed process or machine left at the end: the next line would be appended to it."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

@@ -1,8 +1,8 @@
-"""`paceline sweep SPEC SWEEP.yaml`: search over keys of a spec, by runs of a coordinator or of services that it starts here.
+"""`paceline sweep SPEC SWEEP.yaml`: search over keys of a spec, by runs on a coordinator or on services started here.
 
-Promise: a trial has one run. Its name is on record before it is submitted, so a process that goes on after it was killed looks
-for that name, follows the run that is there, and submits only where there is none. A trial that is pruned has its run cancelled;
-one whose run fails, or pauses for a fault, is told as failed, and the sweep goes on.
+Promise: a trial has one run. Its name is recorded before it is submitted, so a process that resumes after it was killed
+searches for that name, follows the run if it exists, and submits it otherwise. A pruned trial's run is cancelled; a run
+that fails, or pauses because of a fault, makes its trial failed, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FOLDER, LOCK, REPORT = "sweeps", "sweep.lock", "report.html"
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help="Queue the trials there instead of starting services here.",
+    help="Submit the trials to this coordinator instead of starting services here.",
 )
 @click.option(
     "--report",
     "report_file",
     type=PATH,
-    help="Write the pictures of the trials so far there, and end.",
+    help="Write the pictures of the trials so far to this file, and exit.",
 )
 @insecure_option
 @directory_option
@@ -66,18 +66,18 @@ def sweep(
 ) -> None:
     """Search over keys of SPEC for the best value of a metric, one run after the other.
 
-    SWEEP.yaml names the keys, their bounds and the metric. The study is in the directory's sweeps/; the same command goes on
-    with it. Ctrl-C ends it, and a run under way goes on with the next call.
+    SWEEP.yaml names the keys, their bounds and the metric. The study is in the directory's sweeps/; repeating the
+    command resumes it. Ctrl-C ends it; the next call goes on with a run under way.
     """
-    wanted = load_sweep(sweep)
-    base = check_sweep(wanted, spec, overrides)
-    folder = directory / FOLDER / wanted.name
+    search = load_sweep(sweep)
+    base = check_sweep(search, spec, overrides)
+    folder = directory / FOLDER / search.name
 
     def say(line: str) -> None:
         click.echo(visible(line), err=as_json)
 
     if report_file is not None:
-        study = SweepStudy(folder, wanted, read_only=True)
+        study = SweepStudy(folder, search, read_only=True)
         _write_report(study, report_file)
     else:
         report_file = folder / REPORT
@@ -85,7 +85,7 @@ def sweep(
             lock = FolderLock(folder / LOCK, "`paceline sweep`")
             lock.take()
             stack.callback(lock.release)
-            study = SweepStudy(folder, wanted)
+            study = SweepStudy(folder, search)
             client = _client(stack, coordinator, base, directory, say)
             stack.callback(_write_report, study, report_file)
             Trials(study, client, spec, overrides, say).run()
@@ -99,7 +99,6 @@ def _client(
     directory: Path,
     say: Callable[[str], None],
 ) -> Client:
-    """Return a client of the coordinator that was named, or of services that end with `stack`."""
     if coordinator is not None:
         return stack.enter_context(Client(coordinator, reconnect_s=math.inf))
     from paceline.services.cli.running.up import ends_with_signals, placed
@@ -125,7 +124,6 @@ def _write_report(study: SweepStudy, path: Path) -> None:
 
 
 def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: Path, as_json: bool) -> None:
-    """Print the best trial, and the command that trains with its values; exit with 1 if there is none."""
     best = study.best()
     facts: dict[str, Any] = {
         "name": study.sweep.name,
@@ -151,7 +149,7 @@ def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: 
 
 
 class Trials:
-    """Runs the trials of a study until there are as many as the sweep wants."""
+    """Runs the trials of a study until the sweep's number of trials is reached."""
 
     def __init__(
         self,
@@ -161,13 +159,13 @@ class Trials:
         overrides: tuple[str, ...],
         say: Callable[[str], None],
     ):
-        """`spec` is the file that the trials change; `say` gets a line for each beginning and outcome."""
+        """`spec` is the file that the trials change; `say` receives a line for each start and outcome."""
         self._study, self._coordinator = study, coordinator
         self._spec, self._overrides, self._say = spec, overrides, say
         self._sweep = study.sweep
 
     def run(self) -> None:
-        """Go on with open trials, then begin others. Raises Unavailable when the coordinator is gone for good."""
+        """Resume open trials, then begin others. Raises Unavailable if the coordinator is lost for good."""
         for trial in self._study.open_trials():
             self._run(trial)
         while self._study.num_ended() < self._sweep.trials:
@@ -189,12 +187,11 @@ class Trials:
         self._say(f"trial {trial.number}: {self._follow(trial, run_id)}")
 
     def _found(self, trial: Trial) -> str:
-        """Return the run of a trial whose process was killed between submitting it and recording that."""
+        """Return the run of a trial whose process was killed after submitting it and before recording that."""
         named = re.compile(re.escape(self._study.run_name(trial.number)) + r"-\d+")  # an id is the name and a number
         return next((str(run.run_id) for run in self._coordinator.runs() if named.fullmatch(run.run_id)), "")
 
     def _follow(self, trial: Trial, run_id: str) -> str:
-        """Follow a run to its outcome, tell it, and return it in words."""
         measured: list[float] = []
         for event in self._coordinator.watch(run_id):
             if (value := self._value(event)) is not None:
@@ -226,7 +223,8 @@ class Trials:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def _is_stuck(self, run_id: str, event: Event) -> bool:
-        """Return whether a run is paused for a fault: a pause by a person has no message, and may end as a retried one may."""
+        """Return whether a run is paused because of a fault. A person's pause, which has no message, and a retried one
+        may still end, so neither counts."""
         if event.content.get("retried"):
             return False
         facts = render.run_facts(self._coordinator.get(run_id))

@@ -1,7 +1,7 @@
-"""The file of a sweep: which keys of a spec to vary, within which bounds, and what to measure.
+"""Reads a sweep's file: which keys of a spec to vary, their bounds, and the metric.
 
-Promise: a key that the spec does not have, a bound that it refuses or a metric that a trial would never get is told here, with
-the value and the remedy, before anything runs.
+Promise: a key that the spec does not have, a bound that it refuses, or a metric that no trial would get is reported
+with the value and the remedy before anything runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
 
 class Range(_Part):
-    """Numbers between two bounds; whole ones if both bounds are."""
+    """Numbers between two bounds; integers if both bounds are."""
 
     low: int | float
     high: int | float
@@ -38,7 +38,7 @@ class Range(_Part):
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if not self.low < self.high:
-            raise ValueError(f"low {self.low} has to be below high {self.high}")
+            raise ValueError(f"low {self.low} must be below high {self.high}")
         if self.log and self.low <= 0:
             raise ValueError(f"log needs a low above 0, not {self.low}")
         if self.log and self.step is not None:
@@ -62,7 +62,7 @@ class Choices(_Part):
 
 
 class Pruning(_Part):
-    """When a trial that is worse than others at the same step ends early."""
+    """Rule that ends a trial early if it is worse than others at the same step."""
 
     startup_trials: int = Field(4, ge=0)
     warmup_steps: int = Field(0, ge=0)
@@ -83,7 +83,7 @@ class Sweep(_Part):
 
     @property
     def space(self) -> str:
-        """Return what decides whether a study that exists can go on: all but the number of trials, as JSON."""
+        """Return what must be equal for a study to be resumed, as JSON: all but the number of trials."""
         return json.dumps(self.model_dump(mode="json", exclude={"trials", "name"}), sort_keys=True)
 
 
@@ -95,7 +95,7 @@ def load_sweep(path: str | Path) -> Sweep:
     except (OSError, UnicodeDecodeError, SpecError) as error:
         raise SpecError(f"{path} cannot be read as a sweep: {str(error).replace('the spec', 'it')}") from None
     if not isinstance(tree, dict):
-        raise SpecError(f"{path} has to be a mapping with `trials` and `search`")
+        raise SpecError(f"{path} must be a mapping with `trials` and `search`")
     try:
         sweep = Sweep.model_validate(tree)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def overrides_of(values: dict[str, Value]) -> tuple[str, ...]:
 
 
 def check_sweep(sweep: Sweep, spec: str, overrides: tuple[str, ...]) -> RunSpec:
-    """Load the spec at every end of every key, and return it without any. Raises SpecError."""
+    """Load the spec at the ends of each key and with each start; return it without those values. Raises SpecError."""
     loaded = load_spec(spec, overrides)
     for key, part in sweep.search.items():
         for value in part.ends():
@@ -131,7 +131,7 @@ def check_sweep(sweep: Sweep, spec: str, overrides: tuple[str, ...]) -> RunSpec:
         load_spec(spec, (*overrides, *overrides_of(values)))
     if sweep.of == "evaluation" and not _evaluates(loaded):
         raise SpecError(
-            f"{spec} has no evaluation to measure {sweep.metric!r} by: set data.validation and val_at_end, or `of: step` in "
+            f"{spec} has no evaluation that measures {sweep.metric!r}: set data.validation and val_at_end, or `of: step` in "
             "the sweep"
         )
     return loaded

@@ -1,11 +1,10 @@
-"""Traces as data: written, converted, paired and compared."""
+"""Writes, converts, pairs and compares traces."""
 
 COMMANDS = {
     "Records of runs": {
         "traces": (
             "paceline.apps.traces.traces:traces",
-            "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",
+            "Write a run's samples as traces, convert traces, make preference pairs of them, or compare two models.",
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

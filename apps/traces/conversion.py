@@ -1,11 +1,11 @@
-"""Records of other systems as rows of traces: OpenTelemetry spans and rollouts of verifiers, by line.
+"""Converts other systems' files to traces, line by line: OpenTelemetry spans, and rollouts of verifiers.
 
-Promise: every record becomes a row or is counted by the reason for which it was left out; a line that is no record is refused
+Promise: every entry becomes a row or is counted with the reason for leaving it out; a line of any other form is refused
 with its file and number.
 
-A record of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each
-with its parent), and rewards with weights. Where its nodes have tokens, masks and log-probabilities the behaviour
-policy is the recorded one; else the row is text.
+An entry of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each
+with its parent), and rewards with weights. If its nodes have tokens, masks and log-probabilities, the row has them as
+those of the behaviour policy; otherwise the row is text.
 
 Promise: only rollouts of one answer become traces, because a trace has one prompt; others are left out and counted.
 """
@@ -36,27 +36,27 @@ COLUMNS = (
     "prompt", "completion", "final_reward", "tools", "prompt_ids", "token_ids", "logprobs", "finish_reason", "model",
     "response_id", "trace_id", "span_id",
 )  # fmt: skip
-"""Columns of every row; null where a record has no value."""
+"""Columns of every row; null if an entry has no value."""
 
 
 @dataclass
 class ConversionReport:
-    """Counts of what was read and left out."""
+    """Counts of entries read and left out."""
 
     rows: int = 0
     with_reward: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Records by reason."""
+    """Entries left out, by reason."""
 
     def facts(self) -> Json:
         return {**vars(self), "left_out": dict(self.left_out)}
 
 
 class Scores:
-    """Scores of responses by the ids of spans and responses. Of several with one name the last counts."""
+    """Scores of responses by the ids of spans and responses. The last score of a name counts."""
 
     def __init__(self, scores: Iterable[Score], names: Sequence[str]) -> None:
-        """`names` choose evaluations, whose values are added up; none chooses the only one that there is. Raises DataError."""
+        """`names` choose evaluations, whose values are added up; default: the only evaluation. Raises DataError."""
         found = list(scores)
         there = sorted({score.name for score in found})
         if missing := sorted(set(names) - set(there)):
@@ -73,7 +73,7 @@ class Scores:
                     self._by_id.setdefault(key, {})[score.name] = score.value
 
     def of(self, row: Json) -> float | None:
-        """Return the reward of a row; None where nobody judged it."""
+        """Return the reward of a row; None without a score."""
         for key in (row["span_id"], row["response_id"]):
             if key and key in self._by_id:
                 return sum(self._by_id[key].values())
@@ -81,7 +81,7 @@ class Scores:
 
 
 def convert(files: Sequence[Path], score_names: Sequence[str], report: ConversionReport) -> Iterator[dict[str, Any]]:
-    """Yield the traces of all files, in their order. Scores may be in other files than their spans. Raises DataError, Unreadable."""
+    """Yield all files' traces, in order. Scores may be in other files than their spans. Raises DataError, Unreadable."""
     scores = Scores(_scores(files), score_names)
     for record, where in _records(files):
         try:
@@ -129,7 +129,6 @@ def _scores(files: Sequence[Path]) -> Iterator[Score]:
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Json, str]]:
-    """Yield each line's object, and its place. Raises DataError, Unreadable."""
     for path in files:
         try:
             file = open_regular(path)
@@ -167,18 +166,16 @@ def row_of_rollout(record: Mapping[str, Any]) -> Json:
 
 
 def _path(nodes: list[Any], index: int | None) -> list[Json]:
-    """Return the nodes from the root to node `index`."""
     path: list[Json] = []
     while index is not None:
         if not 0 <= index < len(nodes) or len(path) == len(nodes):
-            raise Unusable("a message whose parents are not in the record")
+            raise Unusable("a message whose parents are missing")
         path.append(nodes[index])
         index = nodes[index].get("parent")
     return path[::-1]
 
 
 def _message(message: Mapping[str, Any]) -> Json:
-    """Return a message without empty keys."""
     calls = [
         {
             "id": call.get("id"),
@@ -192,7 +189,7 @@ def _message(message: Mapping[str, Any]) -> Json:
 
 
 def _reward(rewards: Any) -> float | None:
-    """Return the sum of the weighted rewards; None where nothing judged the rollout."""
+    """Return the sum of the weighted rewards; None if the rollout has none."""
     if not rewards:
         return None
     values = [
@@ -206,7 +203,7 @@ def _tools(tools: Any) -> list[Json] | None:
 
 
 def _tokens(path: list[Json]) -> Json | None:
-    """Return prompt, completion and log-probabilities in tokens; None where they are not recorded for the whole answer."""
+    """Return prompt, completion and log-probabilities in tokens; None unless they are recorded for the whole answer."""
     answer = path[-1]
     mask, logprobs = answer.get("mask") or [], answer.get("logprobs") or []
     length = sum(mask)

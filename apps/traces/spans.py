@@ -1,12 +1,13 @@
-"""OpenTelemetry spans of model calls as traces, by the semantic conventions for generative AI (1.37 and later).
+"""Converts OpenTelemetry spans of model calls to traces, by the semantic conventions for generative AI (1.37 and
+later).
 
 Files are JSON lines: OTLP (`resourceSpans`, `resourceLogs`), as the collector's and the SDKs' file exporters write it, or one
-span on each line, as the Python SDK prints it (`ReadableSpan.to_json`). Read are, of a span or of its event
-`gen_ai.client.inference.operation.details`: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`
-and `gen_ai.tool.definitions`, structured or as JSON; and scores of events `gen_ai.evaluation.result`, by the span's id or the
-response's. Source: opentelemetry.io/docs/specs/semconv/gen-ai.
+span on each line, as the Python SDK prints it (`ReadableSpan.to_json`). These attributes of a span, or of its event
+`gen_ai.client.inference.operation.details`, are read, structured or as JSON: `gen_ai.input.messages`, `gen_ai.output.messages`,
+`gen_ai.system_instructions` and `gen_ai.tool.definitions`. Scores come from events `gen_ai.evaluation.result`, by the span's id or
+the response's. Source: opentelemetry.io/docs/specs/semconv/gen-ai.
 
-Promise: a message is read as a whole or not at all; what a text model cannot read is left out and counted.
+Promise: a message is read as a whole or not at all; anything that a text model cannot read is left out and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 DETAILS = "gen_ai.client.inference.operation.details"
 EVALUATION = "gen_ai.evaluation.result"
 OPERATIONS = ("chat", "generate_content", "text_completion")
-"""Operations of which a span is one call of a model."""
+"""Operations whose span is one call of a model."""
 
 
 class Event(NamedTuple):
@@ -54,7 +55,7 @@ class Score(NamedTuple):
 
 
 class Unusable(Exception):
-    """A span that is no trace; its text is the reason."""
+    """A span that cannot be a trace; the text is the reason."""
 
 
 def is_telemetry(record: Mapping[str, Any]) -> bool:
@@ -64,7 +65,7 @@ def is_telemetry(record: Mapping[str, Any]) -> bool:
 
 
 def spans_of(record: Mapping[str, Any]) -> Iterator[Span]:
-    """Yield the spans of a line. Raises DataError for attributes that are none."""
+    """Yield the spans of a line. Raises DataError for malformed attributes."""
     if "context" in record:
         ids = record["context"]
         trace_id, span_id = (str(ids.get(key, "")).removeprefix("0x") for key in ("trace_id", "span_id"))
@@ -91,7 +92,7 @@ def events_of(record: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def score_of(event: Event) -> Score | None:
-    """Return the score of an evaluation; None for another event, or one without a number."""
+    """Return the score of an evaluation; None for another event, or without a number."""
     value = event.attributes.get("gen_ai.evaluation.score.value")
     if event.name != EVALUATION or isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -102,14 +103,13 @@ def score_of(event: Event) -> Score | None:
 
 
 def rows_of_span(span: Span) -> list[Json]:
-    """Return a row for each choice of a model call: prompt, completion and what identifies them, without a reward. Raises
-    Unusable."""
+    """Return a row for each choice of a model call: prompt, completion and ids, without a reward. Raises Unusable."""
     attributes = dict(span.attributes)
     for event in span.events:
         if event.name == DETAILS:
             attributes |= event.attributes
     if attributes.get("gen_ai.operation.name") not in OPERATIONS:
-        raise Unusable("no call of a model")
+        raise Unusable("not a call of a model")
     given, made = (_json_value(attributes.get(key), key) for key in (INPUT, OUTPUT))
     if not given or not made:
         raise Unusable("messages are not recorded (gen_ai.input.messages, gen_ai.output.messages)")
@@ -173,12 +173,11 @@ def _messages(message: Any) -> list[Json]:
 
 def _text_of(parts: Any) -> str:
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise Unusable("system instructions that are no text")
+        raise Unusable("system instructions that are not text")
     return "\n".join(str(part.get("content", "")) for part in parts)
 
 
 def _tool(tool: Any) -> Json:
-    """Return the definition of a tool as chat templates take it."""
     if not isinstance(tool, Mapping) or "function" in tool:
         return dict(tool)
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
@@ -186,19 +185,18 @@ def _tool(tool: Any) -> Json:
 
 
 def _json_value(value: Any, key: str) -> list[Any]:
-    """Return an attribute that is a list, structured or as JSON; empty where it is absent."""
+    """Return an attribute that is a list, structured or as JSON; empty if it is absent."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:  # as of instrumentations that cut long texts
-            raise Unusable(f"{key} is no valid JSON") from error
+        except ValueError as error:  # such as a text that the instrumentation cut off
+            raise Unusable(f"{key} is not valid JSON") from error
     if value is not None and not isinstance(value, list):
-        raise Unusable(f"{key} is no list")
+        raise Unusable(f"{key} is not a list")
     return value or []
 
 
 def _nested(record: Mapping[str, Any], *keys: str) -> Iterator[Json]:
-    """Yield the objects at the end of a path of lists."""
     if not keys:
         yield dict(record)
         return
@@ -212,13 +210,13 @@ def _attributes(holder: Mapping[str, Any]) -> Json:
         return {item["key"]: _any_value(item["value"]) for item in holder.get("attributes") or ()}
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"'attributes' are not those of OTLP JSON, a list of objects with key and value ({error!r:.80}); export the "
+            f"'attributes' must be OTLP JSON, a list of objects with key and value ({error!r:.80}); export the "
             "telemetry again"
         ) from None
 
 
 def _any_value(value: Mapping[str, Any]) -> Any:
-    """Return a value of OTLP JSON, in which whole numbers are texts."""
+    """Return a value of OTLP JSON, in which integers are strings."""
     if not value:
         return None
     ((kind, content),) = value.items()

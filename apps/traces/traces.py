@@ -1,8 +1,8 @@
-"""`paceline traces`: a run's completions as a file to train on again, preference pairs from files of traces (per prompt each good
-completion with each bad one), and a comparison of two models in use, by the feedback on their answers.
+"""`paceline traces`: write a run's completions as a file to train on, make preference pairs from traces (each good completion of a
+prompt with each bad one), and compare two models in use by the feedback on their answers.
 
-Promise: prompts are split into training and held-out ones before pairing, by a hash of the prompt, so that no prompt is in
-both; every trace is counted as used or by the reason for which it was left out.
+Promise: prompts are split into training and held-out ones before pairing, by a hash of the prompt, so that no prompt is
+in both; every trace is counted as used or with the reason for leaving it out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compare(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare the rewards of two models' traces: exit status 0 promote the candidate, 1 roll back, 2 hold.
+    """Compare the rewards of two models' traces. Exit status: 0 promote the candidate, 1 roll back, 2 hold.
 
     Each is a folder of `paceline serve model --traces`, or a file, glob or URL of traces with `final_reward`.
     """
@@ -58,14 +58,13 @@ class _Side:
     def __init__(self, source: str) -> None:
         self.source = source
         self.rewards: dict[bytes, list[float]] = defaultdict(list)
-        """By the digest of the prompt."""
+        """Rewards by the digest of the prompt."""
         self.models: set[str] = set()
         self.unrated = 0
         """Traces without a reward; of a folder, requests without feedback."""
 
 
 def _rewards(place: str) -> _Side:
-    """Return the rewards of the traces at a place. Raises DataError, NotFound."""
     from paceline.data.rows import open_rows
     from paceline.data.traces import TraceKeys, prompt_digest, read_trace
 
@@ -114,8 +113,8 @@ def _num_lines(path: Path) -> int:
 
 @click.group()
 def traces() -> None:
-    """Write what a run has sampled as traces (traces export RUN FILE), convert other records, make preference pairs of traces, or
-    compare those of two models."""
+    """Write a run's samples as traces (traces export RUN FILE), convert other formats, make preference pairs of traces,
+    or compare those of two models."""
 
 
 traces.add_command(compare)
@@ -133,7 +132,7 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
 
     if destination.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(
-            f"{destination.name}: traces have lists, which .jsonl and .parquet keep; name such a file"
+            f"{destination.name}: traces have lists, which only .jsonl and .parquet can hold; name such a file"
         )
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)  # raises NotFound with the runs that exist
@@ -155,14 +154,14 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     "--score",
     "scores",
     multiple=True,
-    help="Name of an evaluation that is the reward; several are added up. Default: the only one that there is.",
+    help="Name of an evaluation that is the reward; several are added up. Default: the only one.",
 )
 @json_option
 def convert(
     file: Path, destination: Path, score_files: tuple[Path, ...], scores: tuple[str, ...], as_json: bool
 ) -> None:
-    """Write the model calls in FILE to DESTINATION, a JSONL file of traces. FILE has OpenTelemetry spans (OTLP JSON lines, or
-    one span a line) by the conventions for generative AI, or rollouts of the library verifiers.
+    """Write the model calls in FILE to DESTINATION, a JSONL file of traces. FILE has OpenTelemetry spans (OTLP JSON
+    lines, or one span a line) by the conventions for generative AI, or rollouts of the library verifiers.
 
     The reward is the score of the call's evaluation (event gen_ai.evaluation.result), or the rollout's.
     """
@@ -175,7 +174,7 @@ def convert(
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not report.rows:
             reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
-            raise DataError(f"{file} has no call of a model that can be read; left out: {reasons or 'nothing'}")
+            raise DataError(f"{file} has no readable call of a model; left out: {reasons or 'nothing'}")
     if as_json:
         print_json(report.facts())
         return
@@ -193,11 +192,15 @@ def convert(
     "--reward-key",
     "reward_keys",
     multiple=True,
-    help="Column of the reward; several are added up. Default final_reward, or TRL's reward functions.",
+    help="Column of the reward; several are added up. Default: final_reward, or TRL's reward functions.",
 )
 @click.option("--chosen", default=0.7, show_default=True, help="Least reward of a chosen completion.")
-@click.option("--rejected", default=0.5, show_default=True, help="A rejected completion has a reward below this.")
-@click.option("--max-pairs-per-prompt", type=click.IntRange(min=1), help="Those of the largest margin stay.")
+@click.option("--rejected", default=0.5, show_default=True, help="Bound below which a completion is rejected.")
+@click.option(
+    "--max-pairs-per-prompt",
+    type=click.IntRange(min=1),
+    help="Most pairs of a prompt; those with the largest margins are kept.",
+)
 @click.option(
     "--held-out",
     type=(click.FloatRange(0, 1, min_open=True, max_open=True), FILE),
@@ -254,7 +257,7 @@ def pairs(
 
 
 def _check(_: object) -> None:
-    """Take a trace that could be read."""
+    """Raise if the trace cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -279,9 +282,9 @@ class PairReport:
     pairs: int = 0
     pairs_held_out: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Traces by reason."""
+    """Traces left out, by reason."""
     pairs_left_out: Counter[str] = field(default_factory=Counter)
-    """Pairs by reason."""
+    """Pairs left out, by reason."""
 
     def facts(self) -> dict[str, Any]:
         return {**vars(self), "left_out": dict(self.left_out), "pairs_left_out": dict(self.pairs_left_out)}
@@ -292,8 +295,9 @@ def pairs_of_traces(
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield each pair as a row (prompt, chosen, rejected, margin and both rewards), and whether it is held out.
 
-    Pairs are in the order of their prompts' first traces. Of more than `max_pairs_per_prompt` pairs those of the largest
-    margin stay. Raises DataError for a row that is no trace. Memory holds the prompts' digests and the rewards.
+    Pairs are in the order of their prompts' first traces. Of more than `max_pairs_per_prompt` pairs, those with the
+    largest margins are kept. Raises DataError for a row that is not a trace. Memory holds the prompts' digests and the
+    rewards.
     """
     members: dict[bytes, list[tuple[int, float]]] = {}
     for index in range(len(rows)):
@@ -316,7 +320,7 @@ def pairs_of_traces(
         held_out = int.from_bytes(digest[:8], "big") / 2**64 < rules.held_out
         pairs = sorted(
             ((best, worst) for best in good for worst in bad), key=lambda pair: pair[1][1] - pair[0][1]
-        )  # stable, so equal margins stay in the order of the file
+        )  # stable, so equal margins keep the order of the file
         chosen, used = _different(rows, keys, pairs, rules, report), set()
         for won, lost, row in chosen:
             used |= {won, lost}
@@ -336,7 +340,7 @@ def _different(
     rules: PairRules,
     report: PairReport,
 ) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return the pairs of one prompt with its indices and its row; none of two equal completions."""
+    """Return the pairs of one prompt with its indices and its row; equal completions make no pair."""
     kept: list[tuple[int, int, dict[str, Any]]] = []
     for (won, high), (lost, low) in pairs:
         if rules.max_pairs_per_prompt is not None and len(kept) >= rules.max_pairs_per_prompt:

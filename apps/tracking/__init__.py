@@ -1,4 +1,4 @@
-"""Runs sent to Weights & Biases, MLflow and TensorBoard."""
+"""Sends runs to Weights & Biases, MLflow and TensorBoard."""
 
 COMMANDS = {
     "Records of runs": {
@@ -8,4 +8,3 @@ COMMANDS = {
         ),
     },
 }
-"""Commands of the app, by the heading of `paceline --help`."""

@@ -1,10 +1,11 @@
 """Sends one run to one tracker: all entries in order, once, until the run has ended.
 
-Whatever fails, the records or the tracker, is tried again later, for as long as it takes; the run knows nothing of it. An entry counts
-as sent when the tracker has taken it. The cursor is written after that, so a death in between leads to a repetition, which the tracker
-recognizes by the entry's sequence number.
+Any failure, of the records or of the tracker, is retried without limit; the run is not affected. An entry counts as
+sent once the tracker has taken it. The cursor is written after that, so a crash in between repeats the entry, which the
+tracker recognizes by its sequence number.
 
-Promise: one process at a time sends a run to a tracker, and after any death it goes on at the first entry that may be missing.
+Promise: one process at a time sends a run to a tracker, and after any crash it resumes at the first entry that may be
+missing.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
 from paceline.spec.sections.system import LoggerSection, TrackerSection, WebhookSection
 
-POLL_S = 2.0
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+MAX_BACKOFF_S = 60.0
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log, interval_s=30.0)
 
@@ -69,7 +69,7 @@ def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
             from paceline.apps.tracking.backends.tensorboard_run import TensorboardRun
 
             return TensorboardRun(folder)
-    raise ValueError(f"no tracker is called {setting.kind!r}")
+    raise ValueError(f"unknown tracker {setting.kind!r}")
 
 
 class Target(NamedTuple):
@@ -81,7 +81,7 @@ class Target(NamedTuple):
     """Folder of the run's cursors and of trackers' files."""
     links: dict[str, str]
     only_now: bool = False
-    """End when all that is on record was sent, also if the run goes on."""
+    """Ends once everything recorded is sent, even if the run goes on."""
 
 
 class Follower:
@@ -90,26 +90,29 @@ class Follower:
         target: Target,
         records: Callable[[], AbstractContextManager[Records]],
         open_: Callable[[Setting, TrackedRun, Path], Tracker] = open_tracker,
+        first_backoff_s: float = 1.0,
+        poll_s: float = 2.0,
     ):
         """`records` opens the records in the calling thread."""
         self._target, self._records, self._open = target, records, open_
+        self._first_backoff_s, self._poll_s = first_backoff_s, poll_s
         self.stop = threading.Event()
-        """Set to end as soon as what is on record was sent, or a try has failed."""
+        """Set to end as soon as everything recorded is sent, or an attempt has failed."""
         self.sent = 0
-        """Entries that were sent since the start."""
+        """Entries sent since the start."""
 
     def run(self) -> None:
-        """Send until the run has ended and all was sent, or `stop` is set. Raises NotFound (no such run, a library that is not
-        installed), Conflict and InvalidInput (the cursor)."""
+        """Send until the run has ended and everything is sent, or `stop` is set. Raises NotFound (no such run, or a
+        library that is not installed), Conflict and InvalidInput (the cursor)."""
         name = self._target.name
         if hides_texts():
             log.info(
-                "%s: %s gets no samples and no texts of the spec, because of the storage key",
+                "%s: %s gets no samples and no texts of the spec, because a storage key is set",
                 self._target.run_id,
                 name,
             )
         cursor = Cursor(self._target.folder, name)
-        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        backoff = ExponentialBackoff(self._first_backoff_s, MAX_BACKOFF_S)
         try:
             while not self.stop.is_set():
                 before = self.sent
@@ -120,7 +123,7 @@ class Follower:
                     raise
                 except Exception as error:  # of any library, the network or the coordinator: all of it may pass
                     text = f"{type(error).__name__}: {error}"[:500]
-                    seldom.warning(name, "%s: %s waits: %s; trying again", self._target.run_id, name, text)
+                    seldom.warning(name, "%s: %s cannot be sent to: %s; trying again", self._target.run_id, name, text)
                 if self.sent > before:
                     backoff.reset()
                 self.stop.wait(backoff.next_s())
@@ -128,7 +131,6 @@ class Follower:
             cursor.close()
 
     def _attempt(self, cursor: Cursor) -> bool:
-        """Open records and tracker and send; return whether all is done."""
         target, alerted = self._target, cursor.sequence
         with self._records() as records:
             run = TrackedRun(target.run_id, cursor.identity, _config(records, target.run_id), target.links)
@@ -148,7 +150,7 @@ class Follower:
                     ended = cursor.ended
                     if ended or target.only_now or stopping:
                         break
-                    self.stop.wait(POLL_S)
+                    self.stop.wait(self._poll_s)
             finally:
                 tracker.close()
         cursor.done = bool(ended)
@@ -156,7 +158,7 @@ class Follower:
         return True
 
     def _send_recorded(self, records: Records, tracker: Tracker, cursor: Cursor, alerted: int) -> None:
-        """Send what is on record. The tracker has the warnings up to `alerted` already."""
+        """Send everything recorded. The tracker already has the warnings up to sequence number `alerted`."""
         setting = self._target.setting
         names: Style = "paceline"
         samples = 0
@@ -204,19 +206,19 @@ def _config(records: Records, run_id: str) -> dict[str, object]:
     found = yaml.safe_load(records.spec_yaml(run_id))
     if not isinstance(found, dict):
         return {}
-    if isinstance(found.get("logger"), dict):  # addresses of trackers and webhooks are nobody else's business
+    if isinstance(found.get("logger"), dict):  # trackers must not learn the addresses of other trackers and webhooks
         for name in ("trackers", "webhooks"):
             found["logger"].pop(name, None)
     return _without_texts(found) if hides_texts() else found
 
 
 def hides_texts() -> bool:
-    """Return whether trackers get no texts: where this process has a storage key, prompts and completions stay encrypted."""
+    """Return whether trackers get no texts: with a storage key in this process, prompts and completions stay encrypted."""
     return storage_key() is not None
 
 
 def _without_texts(config: Any) -> Any:
-    """Return a spec without its texts, such as the system prompt: numbers, truth values and what holds them."""
+    """Return a spec reduced to numbers, truth values and their containers, without texts such as the system prompt."""
     if isinstance(config, dict):
         return {key: _without_texts(value) for key, value in config.items() if not isinstance(value, str)}
     if isinstance(config, list):
@@ -247,20 +249,20 @@ class Cursor:
             raise
         self.identity = str(content.get("identity") or uuid.uuid4().hex)
         self.sequence = int(content.get("sequence", 0))
-        """Sequence number of the newest entry that was sent."""
+        """Sequence number of the newest entry sent."""
         self.time_s = float(content.get("time_s", 0.0))
-        """Time of that entry, which those without a time get."""
+        """Time of that entry; entries without a time get it."""
         self.ended = str(content.get("ended", ""))
         """State of the run if it had ended by that entry."""
         self.done = bool(content.get("done"))
-        """All of a run that has ended was sent, and the tracker knows its end."""
+        """Everything about an ended run is sent, and the tracker knows its end."""
         self.url = str(content.get("url", ""))
         self.refused = int(content.get("refused", 0))
         """Entries that the tracker refused."""
         self.save()
 
     def save(self) -> None:
-        """Write the file; it is on the disk afterwards. Raises OSError."""
+        """Write the file and sync it to disk. Raises OSError."""
         content = {name: getattr(self, name) for name in FIELDS}
         write_whole(self._path, json.dumps(content) + "\n", durable=True)
 
@@ -282,7 +284,7 @@ class Cursor:
 
 
 def is_done(folder: Path, kind: str) -> bool:
-    """Return whether the cursor of a tracker says that all of an ended run was sent."""
+    """Return whether a tracker's cursor says that all of an ended run is sent."""
     try:
         return bool(json.loads(_path(folder, kind).read_text())["done"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""Names of metrics as users of TRL and of NeMo RL know them.
+"""Translates metrics' names to those of TRL and of NeMo RL.
 
-A metric that the other library does not have keeps Paceline's name. docs/use/trackers.md says where a meaning differs.
+A metric that the other library lacks keeps Paceline's name. docs/use/trackers.md lists differences in meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """One metric under its names; `<x>` stands for the same text in all of them. An empty name: the library has none."""
+    """One metric under its names; `<x>` is the same text in all of them. An empty name: the library lacks it."""
 
     kind: str
     ours: str
@@ -52,8 +52,8 @@ NAMES = (
 
 
 def renamed(kind: str, name: str, style: Style) -> str:
-    """Return the name of a metric of a `step` or an `evaluation` in a tracker: `train/<name>` or `eval/<name>`, as in TensorBoard,
-    or that of another library."""
+    """Return the name of a metric of a `step` or an `evaluation` in a tracker: `train/<name>` or `eval/<name>`, as in
+    TensorBoard, or that of another library."""
     usual = f"{PREFIXES[kind]}/{name}"
     if style == "paceline":
         return usual

@@ -1,8 +1,8 @@
-"""`paceline track [RUN]`: send runs to experiment trackers, from wherever the coordinator or its ledger can be read. A run is not
-touched by it, so it can be started, stopped and started again at any time.
+"""`paceline track [RUN]`: send runs to experiment trackers, from wherever the coordinator or its ledger can be read. It does not
+affect a run, so it can be started, stopped and restarted at any time.
 
-Without RUN every run whose spec names trackers or webhooks is sent to these, new runs included. One thread for each run and tracker:
-one that hangs keeps no other waiting.
+Without RUN, every run whose spec names trackers or webhooks is sent to them, new runs included. Each run and tracker
+has a thread, so one that hangs does not delay others.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ KINDS = ("wandb", "mlflow", "tensorboard")
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--to", "kinds", multiple=True, type=click.Choice(KINDS), help="Tracker; may be given several times. Default: those "
+@click.option("--to", "kinds", multiple=True, type=click.Choice(KINDS), help="Tracker; repeatable. Default: those "
               "of the spec's logger.trackers.")  # fmt: skip
-@click.option("--project", help="Project there (MLflow: experiment).")
-@click.option("--url", help="Server of the tracker.")
+@click.option("--project", help="Tracker's project (MLflow: experiment).")
+@click.option("--url", help="URL of the tracker's server.")
 @click.option("--offline", is_flag=True, help="W&B: write files for `wandb sync`.")
-@click.option("--names", type=click.Choice(["paceline", "trl", "nemo_rl"]), help="Whose names the metrics get.")
+@click.option("--names", type=click.Choice(["paceline", "trl", "nemo_rl"]), help="Library whose names the metrics get.")
 @click.option("--samples", type=click.IntRange(0, 64), help="Groups of each step whose completions are sent.")
-@click.option("--page", default="", metavar="URL", help="Address of the page, to which the tracker's run links.")
-@click.option("--now", "only_now", is_flag=True, help="Send what is on record and end, also if the run goes on.")
+@click.option("--page", default="", metavar="URL", help="Address of the dashboard, which the tracker's run links to.")
+@click.option("--now", "only_now", is_flag=True, help="Send everything recorded and end, even if the run goes on.")
 @source_options
 def track(
     run: str | None,
@@ -67,11 +67,11 @@ def track(
     directory: Path,
     coordinator: str | None,
 ) -> None:
-    """Send RUN (its id or its folder) to trackers until it has ended; without RUN every run whose spec names trackers or webhooks, until
-    Ctrl-C.
+    """Send RUN (its id or its folder) to trackers until it has ended. Without RUN, send every run whose spec names
+    trackers or webhooks, until Ctrl-C.
 
-    What was sent is noted in trackers/ of --directory: a second start goes on there, and what a tracker missed is sent later, in order,
-    once. Keys are read from the tracker's own variables (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
+    trackers/ of --directory holds the positions: a second start resumes there, and entries that a tracker missed are
+    sent later, in order, once. Keys are read from the tracker's variables (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = {"project": project, "url": url, "names": names, "samples_per_step": samples}
@@ -83,14 +83,14 @@ def track(
         if kinds or changes or only_now:
             raise click.UsageError("without RUN the trackers are those of the specs; name a RUN with these options")
         with records_of(directory, coordinator) as source:
-            where = _Where(source)
+            where = _SourceOpener(source)
         Tracking(where.opened, directory, where.links(page), stop).run()
         _leave()
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)
         settings = _settings(source, run_id, kinds, changes)
-        where = _Where(source)
-    # One thread for each, because libraries block; the process ends without those that hang.
+        where = _SourceOpener(source)
+    # One thread for each, because libraries block; the process ends without threads that hang.
     links = where.links(f"{page.rstrip('/')}/#/run/{run_id}" if page else "")
     folder = folder_of(directory, run_id)
     targets = [Target(run_id, name, each, folder, links, only_now) for name, each in settings.items()]
@@ -109,8 +109,8 @@ def track(
         raise click.exceptions.Exit(1)
 
 
-class _Where:
-    """How a thread opens the records that the command was pointed at."""
+class _SourceOpener:
+    """The command's source of the records; each thread opens its own."""
 
     def __init__(self, source: Source):
         self._address = source.address if isinstance(source, Client) else ""
@@ -127,18 +127,18 @@ class _Where:
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
 ) -> dict[str, Setting]:
-    """Return what to send to, by name: the trackers that are named, with the spec's settings of their kind, else those of the spec
-    with its webhooks. Raises NotFound, InvalidInput."""
+    """Return the trackers and webhooks by name: the named trackers, with the spec's settings of their kind, else those
+    of the spec with its webhooks. Raises NotFound, InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
     in_spec = named(spec.logger)
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
     chosen: list[str] = list(kinds) or list(trackers)
     if not kinds and not in_spec:
-        raise NotFound(f"the spec of {run_id} names no tracker (logger.trackers); name one with --to, as --to wandb")
-    if len(chosen) > 1 and "url" in changes:
-        raise InvalidInput(
-            f"--url is for one tracker, and {' and '.join(chosen)} are meant; start one command for each"
+        raise NotFound(
+            f"the spec of {run_id} names no tracker (logger.trackers); name one with --to, such as --to wandb"
         )
+    if len(chosen) > 1 and "url" in changes:
+        raise InvalidInput(f"--url is for one tracker, but {' and '.join(chosen)} are chosen; run one command for each")
     settings = {} if kinds else {name: each for name, each in in_spec.items() if name not in trackers}
     for kind in dict.fromkeys(chosen):
         before = trackers.get(kind, {"kind": kind})  # type: ignore[call-overload]
@@ -158,7 +158,7 @@ def _end_with_signals(stop: threading.Event) -> None:
 
 
 def _leave(status: int = 0) -> NoReturn:
-    """End at once, without the libraries' handlers of the end, which may wait for their servers. What was sent is on the disk."""
+    """Exit at once, without the libraries' exit handlers, which may wait for their servers. Sent entries are on disk."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
@@ -172,9 +172,8 @@ def main() -> None:
         sys.exit(f"Error: {error}")
 
 
-LOOK_S = 10.0
 END_S = 8.0
-"""Seconds that senders have to end; one that hangs is left behind with the process."""
+"""Seconds for senders to end; the process exits without one that hangs."""
 MAX_SENDERS = 64
 FOLDER = "trackers"
 """Folder beside the ledger that has the cursors."""
@@ -189,7 +188,7 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Why it ended before its time."""
+        """Why it failed."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -201,30 +200,38 @@ class Sender:
             log.error("%s: %s", self.name, error)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-            log.exception("%s ended by an unforeseen error", self.name)
+            log.exception("%s ended with an unexpected error", self.name)
 
 
 class Tracking:
-    def __init__(self, opening: Opening, directory: Path, links: Mapping[str, str], stop: threading.Event):
+    def __init__(
+        self,
+        opening: Opening,
+        directory: Path,
+        links: Mapping[str, str],
+        stop: threading.Event,
+        look_s: float = 10.0,
+    ):
         self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
+        self._look_s = look_s
         self._settings: dict[str, dict[str, Setting]] = {}
-        """Trackers and webhooks by run, of runs that were looked at."""
+        """Trackers and webhooks by run, of all runs seen."""
         self._senders: dict[tuple[str, str], Sender] = {}
 
     def run(self) -> None:
-        """Look for runs until told to stop, and end all senders then."""
+        """Poll for runs until `stop` is set, then end all senders."""
         while True:
             try:
                 with self._opening() as source:
                     self._look(source)
             except Exception as error:  # the coordinator is away, or one record cannot be read
                 seldom.warning("look", "the runs cannot be read: %s; trying again", error)
-            if self._stop.wait(LOOK_S):
+            if self._stop.wait(self._look_s):
                 break
         end(list(self._senders.values()))
 
     def _look(self, source: Source) -> None:
-        """Start a sender for each run and tracker of which something may be missing."""
+        """Start a sender for each run and tracker that may lack something."""
         for run in source.runs():
             has_ended = state_name(run) in ENDED_STATES
             for name, setting in self._trackers(source, run.run_id).items():
@@ -253,7 +260,7 @@ class Tracking:
 
 
 def end(senders: list[Sender]) -> bool:
-    """Tell senders to end once they have sent what is on record, and wait for them, not for long; return whether all have ended."""
+    """Tell senders to end once everything recorded is sent, wait up to END_S, and return whether all have ended."""
     for sender in senders:
         sender.follower.stop.set()
     until_s = time.monotonic() + END_S

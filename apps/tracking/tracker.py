@@ -1,7 +1,8 @@
-"""The seam between the records of a run and a tracker: the entries of its recorded events, and what a tracker does with them.
+"""Defines the seam between the records of a run and a tracker: the entries of its recorded events, and the tracker's
+methods.
 
-A tracker gets the entries of a run in order. It is told the sequence number of each, which is that of the run's event, so that it can
-recognize what it already has: `position` says up to where, and a repeated `log` or `alert` of the same entry changes nothing there.
+A tracker gets the entries of a run in order, each with the sequence number of the run's event. The number identifies repetitions:
+`position` returns the last one that the tracker has, and a repeated `log` or `alert` of the same entry changes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ TITLES: dict[AlertKind, str] = {"rule": "Rule broken", "stalled": "Run stalls", 
 
 
 class Refused(InvalidInput):
-    """The tracker refuses this entry and would refuse it again; it is left out."""
+    """The tracker refuses this entry permanently; it is left out."""
 
 
 class Step(NamedTuple):
-    """When an entry happened."""
+    """Time of an entry."""
 
     number: int
-    """Step of the run; of an evaluation the version."""
+    """Step of the run; for an evaluation, of the version."""
     sequence: int
     """Sequence number of the event; grows from entry to entry."""
     time_s: float
@@ -43,27 +44,28 @@ class Step(NamedTuple):
 
 
 class TrackedRun(NamedTuple):
-    """The run as its tracker presents it."""
+    """A run as it is presented to its tracker."""
 
     run_id: str
     identity: str
-    """Unique name, kept beside the cursor: the tracker's run is found again by it."""
+    """Unique name, kept beside the cursor, which identifies the run at the tracker."""
     config: dict[str, Any]
     """The resolved spec."""
     links: dict[str, str]
-    """Where the run is: the coordinator or the ledger, and the page."""
+    """Links to the run: the coordinator or the ledger, and the page."""
 
 
 class Tracker:
-    """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while the
-    tracker cannot be reached; the caller opens it again then. A tracker leaves out what it has no place for."""
+    """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while
+    the tracker cannot be reached; the caller then opens it again. A tracker skips entries of a kind that it does not
+    support."""
 
     url = ""
-    """Where people see the run; empty if that is not known."""
+    """URL of the run for people; empty if unknown."""
 
     def position(self) -> int | None:
-        """Return the sequence number up to which the tracker has all entries; None where it cannot say, and the caller's
-        record counts."""
+        """Return the sequence number up to which the tracker has all entries; None if it cannot say and the cursor
+        counts."""
         return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
@@ -73,14 +75,14 @@ class Tracker:
         """Send a warning."""
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Take the run's new state, as `running` or `failed`, and why."""
+        """Set the run's new state, as `running` or `failed`, and why."""
 
     def close(self) -> None:
-        """End; the run may go on in a further life."""
+        """Close the tracker; the run may be opened again."""
 
 
 def library(name: str) -> ModuleType:
-    """Import a tracker's library. Raises NotFound with the way to install it."""
+    """Import a tracker's library. Raises NotFound with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -102,20 +104,20 @@ NOT_METRICS = {"step", "time", "sequence"}
 
 
 class Entry(NamedTuple):
-    """One event, as a tracker takes it."""
+    """One event in the form for trackers."""
 
     step: Step
     metrics: dict[str, float]
     samples: tuple[Row, ...] = ()
     text: str = ""
-    """A warning, or why the state changed."""
+    """A warning, or the reason of a change of state."""
     alert: AlertKind | None = None
     state: str = ""
-    """New state of the run, if it changed here."""
+    """New state of the run, if it changed."""
 
 
 def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:
-    """Yield what happened after a sequence number, oldest first. An event without a time of its own gets that of the one before, at
+    """Yield the entries after a sequence number, oldest first. An event without a time gets that of the one before, at
     first `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
     for event in records.events(run_id, kinds=KINDS, after=after):
         recorded = event.content.get("time")
@@ -147,7 +149,6 @@ def _message(event: RecordedEvent) -> str:
 
 
 def _rows(records: Records, run_id: str, step: int, groups: int) -> Iterator[Row]:
-    """Yield a row for each completion of the first groups of a step; none where samples are not kept."""
     found = records.sample_groups(run_id, from_step=step, to_step=step, page_size=groups)
     try:
         for group in itertools.islice(found, groups):
@@ -166,11 +167,11 @@ def _rows(records: Records, run_id: str, step: int, groups: int) -> Iterator[Row
                     "versions": " ".join(map(str, completion.versions)),
                     "finish_reason": completion.finish_reason,
                 }
-    except NotFound:  # the step's groups have left the ledger
+    except NotFound:  # the ledger no longer has the step's groups
         return
 
 
 def as_table(rows: tuple[Row, ...] | list[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and lines; a row without a column has None there."""
+    """Return columns and lines, with None for a column that a row lacks."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]

@@ -1,8 +1,9 @@
-"""Makes the lock files of the images and of `make`, deploy/docker/locks/*.txt: every package with its version and hashes. Needs uv.
+"""Makes the lock files of the images and of `make`, deploy/docker/locks/*.txt: every package with its version and
+hashes. Needs uv.
 
-    make locks
+make locks
 
-control    what pyproject.toml asks for, without ONLY_WORKERS and ONLY_TABLES, and the extra `encryption`; versions are those of
+control    requirements of pyproject.toml, without ONLY_WORKERS and ONLY_TABLES, and the extra `encryption`; versions are those of
            constraints.txt
 tables     what ONLY_TABLES adds to control
 worker     all of it, for CPUs; torch is in torch-cpu.txt, because its CPU build has another version and index
@@ -26,15 +27,15 @@ DOCKER = Path(__file__).resolve().parent
 ROOT = DOCKER.parents[1]
 LOCKS = DOCKER / "locks"
 ONLY_WORKERS = ("torch", "peft", "mpmath")
-"""Requirements of pyproject.toml that neither coordinator nor command line imports before they read weights."""
+"""Requirements of pyproject.toml that coordinator and command line import only to read weights."""
 ONLY_TABLES = ("datasets",)
 """Requirements of pyproject.toml that read Parquet and the hub's data sets, with pyarrow and pandas."""
 UNUSED_IN_CONTROL = ("pillow", "tensorboard-data-server")
-"""Packages that others ask for, and use for pictures and for TensorBoard's own server alone."""
+"""Packages that others require only for pictures and for TensorBoard's server."""
 VLLM = "vllm==0.32.0"
-"""The release that `make test-vllm` runs, of the build for GPUs; its own pins go before the ranges of pyproject.toml."""
+"""The release that `make test-vllm` runs, in the build for GPUs; its pins override the ranges of pyproject.toml."""
 CUDA = ("nvidia-", "triton", "cuda-", "torch")
-"""Beginnings of names that belong to torch's build; its CPU build needs none of them."""
+"""Name prefixes of packages of torch's GPU build; the CPU build needs none of them."""
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 LEFT_OUT = {
     "control": UNUSED_IN_CONTROL,
@@ -43,29 +44,28 @@ LEFT_OUT = {
     "run": (*CUDA, "httpx2-jsfetch"),  # the latter is for browsers
     "dev": (*CUDA, "httpx2-jsfetch"),
 }
-"""Beginnings of the names of packages that are not in a lock."""
+"""Name prefixes of packages to leave out of a lock."""
 ADDS_TO = {"tables": "control", "dev": "run"}
-"""Locks without the packages of another one."""
+"""Locks from which another lock's packages are removed."""
 OF_MAKE = ("run", "dev")
 EVERY_PLATFORM = ("--universal", "--python-version", "3.11.5")
 HEAD = "# Made by deploy/docker/lock.py (`make locks`); do not edit.\n"
 
 
 def name_of(requirement: str) -> str:
-    """Return the name of a package in a requirement, in the letters of an index."""
+    """Return the normalized name of a package in a requirement."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def _extras(requirement: str) -> str:
-    """Return the marker of a requirement with its semicolon; empty without one."""
     _, found, marker = requirement.partition(";")
     return found + marker
 
 
 def requirements() -> dict[str, list[str]]:
-    """Return what each lock begins from."""
+    """Return the input requirements of each lock."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed, optional = project["project"]["dependencies"], project["project"]["optional-dependencies"]
     workers = [*needed, *optional["s3"], *optional["environments"]]
@@ -82,7 +82,7 @@ def requirements() -> dict[str, list[str]]:
 
 
 def _of_extra(name: str, optional: dict[str, list[str]]) -> list[str]:
-    """Return the requirements of an extra, those of the extras that it names in brackets included."""
+    """Return the requirements of an extra, including those of the extras that it names in brackets."""
     found = []
     for requirement in optional[name]:
         own = re.fullmatch(r"paceline\[(.*)\]", requirement)
@@ -112,7 +112,7 @@ def make(name: str, wanted: list[str]) -> None:
 
 
 def _pin(block: str) -> str:
-    """Return version and marker of a package: what is needed on some platforms there may be needed on all here."""
+    """Return version and marker of a package: a package needed on some platforms there may be needed on all here."""
     return block.partition("\\")[0].strip()
 
 

@@ -1,8 +1,8 @@
-"""Makes what the two specs beside this file read: ./model, ./data/train.jsonl and ./data/validation.jsonl.
+"""Makes the inputs of the two specs beside this file: ./model, ./data/train.jsonl and ./data/validation.jsonl.
 
 The model is a two-layer Qwen3 with random weights and a tokenizer of twelve characters; the data are all sums of two
-numbers below 100. Each row has a prompt, the completion of a teacher who errs in half of the cases (for sft.yaml), and
-the right answer (for the reward). With a model and data of your own this file is not needed.
+numbers below 100. Each row has a prompt, the completion of a teacher that errs in half of the cases (for sft.yaml), and
+the right answer (for the reward). You do not need this file with your own model and data.
 """
 
 from pathlib import Path
@@ -14,4 +14,4 @@ SEED = 0
 
 write_data(HERE / "data", SEED)
 make_model(HERE / "model", seed=SEED)
-print(f"{HERE}: model/ and data/ are there; next: paceline up sft.yaml")
+print(f"{HERE}: model/ and data/ exist; next: paceline up sft.yaml")

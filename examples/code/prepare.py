@@ -1,11 +1,11 @@
-"""Makes what the two specs beside this file read: ./model, ./data/train.jsonl and ./data/validation.jsonl.
+"""Makes the inputs of the two specs beside this file: ./model, ./data/train.jsonl and ./data/validation.jsonl.
 
-    python prepare.py [--seed 0]
+python prepare.py [--seed 0]
 
-The model is a two-layer Qwen3 with random weights and a tokenizer of characters. A problem is the head of a Python function
-with what it should do, in the form of HumanEval: `def f(x):  # plus 3, times 4` goes on with `(x+3)*4`. Each row has the
-prompt, the completion of a teacher who errs in half of the cases (for sft.yaml), and tests (for grpo.yaml). One problem in
-ten is held out.
+The model is a two-layer Qwen3 with random weights and a tokenizer of characters. A problem is the head of a Python
+function with a comment that describes it, in the form of HumanEval: `def f(x):  # plus 3, times 4` goes on with
+`(x+3)*4`. Each row has the prompt, the completion of a teacher that errs in half of the cases (for sft.yaml), and tests
+(for grpo.yaml). One problem in ten is held out.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def tests_of(first: tuple[str, str], second: tuple[str, str]) -> str:
 
 
 def teach(body: str, dice: random.Random) -> str:
-    """Return the teacher's completion: in half of the cases one sign or digit is replaced by another."""
+    """Return the teacher's completion; in half of the cases one sign or digit is replaced by another."""
     if dice.random() >= TEACHER_ERROR_RATE:
         return body
     place = dice.choice([index for index, c in enumerate(body) if c in "+-*" or c in DIGITS])
@@ -84,7 +84,7 @@ def main() -> None:
     problem = prompt_of(("plus", "1"), ("times", "1")) + prompt_of(("minus", "1"), ("times", "1"))
     characters = "".join(sorted({*problem, *DIGITS, *"+-*()"}))
     make_model(HERE / "model", seed=seed, characters=characters)
-    print(f"{HERE}: model/ and data/ are there; next: paceline up sft.yaml")
+    print(f"{HERE}: model/ and data/ exist; next: paceline up sft.yaml")
 
 
 if __name__ == "__main__":

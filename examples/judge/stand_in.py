@@ -1,9 +1,9 @@
-"""A judge without a model, for trying judged rewards: an OpenAI-compatible endpoint that scores sums by their right digits.
+"""A judge without a model, to try judged rewards: an OpenAI-compatible endpoint that scores sums by their right digits.
 
-    python stand_in.py --port 8099
+python stand_in.py --port 8099
 
-It reads the task and the answer from the message of the built-in template, and answers with the JSON object that a judge is
-asked for. Sums are three digits, least significant first, as examples/arithmetic does.
+It reads the task and the answer from the message of the built-in template, and answers with a judge's JSON object. Sums
+are three digits, least significant first, as in examples/arithmetic.
 """
 
 from __future__ import annotations

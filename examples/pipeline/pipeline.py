@@ -1,10 +1,12 @@
-"""From demonstrations to a model in use whose traces train the next one, by the commands that a person would type.
+"""Goes from demonstrations to a model in use whose traces train the next one, with the commands that a person would
+type.
 
-    python pipeline.py [--directory runs]
+python pipeline.py [--directory runs]
 
-SFT → reward model → GRPO with it → evaluation → gate → registry → serving → feedback as traces → DPO → gate. Two further
-candidates show what stops a bad model: one that was trained on swapped pairs fails the gate, and one that a careless gate let
-through is rolled back by the traces of its users. Every command is printed with its seconds, to be typed in this folder; the last line is one JSON object.
+SFT → reward model → GRPO with it → evaluation → gate → registry → serving → feedback as traces → DPO → gate. Two
+further candidates show how a bad model is stopped: one that was trained on swapped pairs fails the gate, and one that
+passed a careless gate is rolled back by the traces of its users. Every command is printed with its seconds, in the form
+for this folder; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ OUTCOMES = {0: "passed", 1: "failed", 2: "undecided"}
 DECISIONS = {0: "promote", 1: "roll back", 2: "hold"}
 REQUESTS, CLIENTS = 400, 16
 SEEDS = 5
-"""Evaluations that a careless person makes until one is good enough."""
+"""Evaluations that a careless person repeats until one passes."""
 START_S, ANSWER_S = 180.0, 60.0
 """Longest start of a server, and longest answer to a request."""
 
@@ -44,17 +46,17 @@ def main() -> None:
 
 
 class Pipeline:
-    """The steps, whose results are below one new folder."""
+    """The pipeline's steps; their results are in one new folder."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started_s = time.monotonic()
         self._key = directory / "signing.pem"
         self._runs: dict[str, str] = {}
-        """Ids of the runs by their names; a ledger counts its runs."""
+        """Ids of the runs by their names; a ledger numbers its runs."""
 
     def run(self) -> dict[str, Any]:
-        """Run all steps; return what the example prints."""
+        """Run all steps; return the example's results."""
         if not (HERE / "model" / "config.json").is_file():
             self._call(sys.executable, "prepare.py")
         self._train("sft")
@@ -105,7 +107,6 @@ class Pipeline:
         return self._directory / self._runs[name] / "export"
 
     def _evaluate(self, name: str, model: Path | None = None, *options: str) -> float:
-        """Return the share of right answers."""
         result = self._paceline(
             *("eval", "eval.yaml", "--model", model or self._export(name)),
             *("--output", self._directory / "results" / name, "--json", *options),
@@ -121,7 +122,7 @@ class Pipeline:
         return OUTCOMES[status]
 
     def _pass_by_luck(self) -> str:
-        """Evaluate few problems again with other seeds until a gate that tolerates much is passed."""
+        """Evaluate few problems again with other seeds until a lenient gate passes."""
         outcome = "failed"
         for seed in range(SEEDS):
             name = f"lucky-seed-{seed}"
@@ -147,7 +148,7 @@ class Pipeline:
         )
 
     def _ask(self, name: str, model: Path) -> None:
-        """Serve a model to users, each of whom asks something and says whether the answer was right."""
+        """Serve a model to users, each of whom sends a problem and rates the answer as right or wrong."""
         lines = (HERE / "data" / "requests.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines[:REQUESTS]]
         with self._served(name, model) as url, ThreadPoolExecutor(CLIENTS) as users:
@@ -156,7 +157,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _served(self, name: str, model: Path) -> Iterator[str]:
-        """Start `paceline serve model` and give its base URL."""
+        """Start `paceline serve model` and yield its base URL."""
         ready, log = self._directory / f"{name}.url", self._directory / f"serve-{name}.log"
         words = ["serve", "model", model, "--name", name, "--port", "0", "--ready-file", ready]
         words += ["--traces", self._directory / "traces" / name]
@@ -190,7 +191,6 @@ class Pipeline:
         return self._call(str(PACELINE), *map(str, words))
 
     def _status(self, *words: object) -> int:
-        """Run a command whose exit status is its answer."""
         return self._run([str(PACELINE), *map(str, words)]).returncode
 
     def _call(self, *command: str) -> str:
@@ -214,14 +214,14 @@ def shown(command: Sequence[str]) -> str:
 
 
 def use(url: str, name: str, row: dict[str, str]) -> None:
-    """Ask a served model one problem, and rate its answer."""
+    """Send one problem to a served model, and rate its answer."""
     answer = post(f"{url}/completions", {"model": name, "prompt": row["prompt"], "max_tokens": 6})
     right = answer["choices"][0]["text"] == row["answer"]
     post(f"{url}/feedback", {"completion_id": answer["id"], "index": 0, "score": float(right)})
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send JSON, and return the JSON of the answer."""
+    """Send JSON, and return the JSON response."""
     request = urllib.request.Request(url, json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
         found: dict[str, Any] = json.load(response)

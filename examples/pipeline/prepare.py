@@ -1,4 +1,4 @@
-"""Makes what the specs beside this file read: ./model and ./data.
+"""Makes the inputs of the specs beside this file: ./model and ./data.
 
 The task is `07+45=` → `250`: the sum's digits, least significant first. The model is a two-layer Qwen3 with random weights
 and one token a character. The problems are divided by a hash of the prompt, so none is in two files:
@@ -10,7 +10,7 @@ and one token a character. The problems are divided by a hash of the prompt, so 
     problems.jsonl              prompt, answer         for eval.yaml
     requests.jsonl              prompt, answer         what users ask the served models
 
-With a model and data of your own this file is not needed.
+You do not need this file with your own model and data.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def make_model(folder: Path, seed: int) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # safetensors makes its files readable for their owner alone.
+    # safetensors makes its files readable only for their owner.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 if __name__ == "__main__":
     make_data(HERE / "data", SEED)
     make_model(HERE / "model", SEED)
-    print(f"{HERE}: model/ and data/ are there")
+    print(f"{HERE}: model/ and data/ exist")

@@ -1,7 +1,8 @@
-"""Writes the small data sets of this folder's recipes: `python make_data.py [FOLDER]`. They show the columns and let every
-recipe run; for a model that is worth having take a data set of your own.
+"""Writes the small data sets of this folder's recipes: `python make_data.py [FOLDER]`. They show the columns and let
+every recipe run; train a useful model on your own data set.
 
-Each question has a right answer in one sentence and a wrong one, so a few steps already move the accuracy on held-out pairs.
+Each question has a right answer in one sentence and a wrong one, so a few steps already raise the accuracy on held-out
+pairs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Question(NamedTuple):
 
 
 def questions(seed: int = 0) -> Iterator[Question]:
-    """Yield questions without end, none of them twice."""
+    """Yield endless questions, all different."""
     draw, asked = random.Random(seed), set[str]()
     while True:
         question = draw.choice((sums, units, days, letters))(draw)

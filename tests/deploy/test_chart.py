@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from chart_snapshots import CHART, EXAMPLES, HELM, ROOT, SNAPSHOTS, path_of, snapshot
 from click.testing import CliRunner
 
 from paceline.apps.dashboard.main import main as dashboard_main
@@ -32,10 +32,6 @@ from paceline.services.reward.main import main as reward_main
 from paceline.services.rollout.main import main as rollout_main
 from paceline.tls.certificates import WORKER_HOST
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "deploy" / "helm" / "paceline"
-HELM = {major: Path(sys.prefix) / "helm" / major / "helm" for major in ("3", "4")}
-EXAMPLES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
 ROLES: dict[str, dict[str, Any]] = yaml.safe_load((CHART / "files/roles.yaml").read_text())["roles"]
 COMMANDS = {
     "coordinator": coordinator_main,
@@ -144,6 +140,17 @@ def test_helm_3_and_4_render_the_same() -> None:
     for example in EXAMPLES:
         three, four = ([m for m in rendered(example, major) if m["kind"] != "Secret"] for major in ("3", "4"))
         assert three == four
+
+
+@needs_helm
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_objects_of_a_values_file_are_those_of_its_snapshot(example: str) -> None:
+    expected = path_of(example).read_text()
+    assert snapshot(rendered(example)) == expected, "if that is right: python tests/support/services/chart_snapshots.py"
+
+
+def test_each_snapshot_has_a_values_file() -> None:
+    assert {path.stem for path in SNAPSHOTS.iterdir()} == set(EXAMPLES)
 
 
 @needs_helm

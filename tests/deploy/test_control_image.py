@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from service_processes import wait_for
 
 from paceline.services.demo.smoke import write_run
 
@@ -45,29 +47,31 @@ def without(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[str]:
-    ready, log = tmp_path / "ready", tmp_path / "log"
-    options = ("--directory", str(tmp_path / "runs"), "--port", "0", "--ready-file", str(ready))
+class Coordinator(NamedTuple):
+    address: str
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    folder = tmp_path_factory.mktemp("coordinator")
+    directory, ready, log = folder / "runs", folder / "ready", folder / "log"
+    options = ("--directory", str(directory), "--port", "0", "--ready-file", str(ready))
     with log.open("w") as out:
         process = subprocess.Popen(
             without("paceline.services.coordinator.main", *options), cwd=ROOT, stdout=out, stderr=out
         )
     try:
-        deadline_s = time.monotonic() + STARTS_S
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        yield ready.read_text().strip()
+        wait_for(ready, process, STARTS_S)
+        yield Coordinator(ready.read_text().strip(), directory)
     finally:
         process.kill()
         process.wait(STARTS_S)
 
 
-def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path: Path) -> None:
+def test_a_run_is_submitted_and_started_without_torch(coordinator: Coordinator, tmp_path: Path) -> None:
     spec = write_run(tmp_path / "files", str(tmp_path / "store"), 1)
-    environment = os.environ | {"PACELINE_COORDINATOR": coordinator}
+    environment = os.environ | {"PACELINE_COORDINATOR": coordinator.address}
 
     def run(*arguments: str) -> str:
         command = without("paceline.services.cli.main", *arguments)
@@ -82,19 +86,15 @@ def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path
         time.sleep(0.2)
 
 
-def test_the_page_is_served_without_torch_and_found_healthy(coordinator: str, tmp_path: Path) -> None:
+def test_the_page_is_served_without_torch_and_found_healthy(coordinator: Coordinator, tmp_path: Path) -> None:
     ready, log = tmp_path / "page", tmp_path / "page.log"
-    options = ("--coordinator", coordinator, "--port", "0", "--ready-file", str(ready))
-    environment = os.environ | {"PACELINE_TOKEN_FILE": str(tmp_path / "runs" / "token")}
+    options = ("--coordinator", coordinator.address, "--port", "0", "--ready-file", str(ready))
+    environment = os.environ | {"PACELINE_TOKEN_FILE": str(coordinator.directory / "token")}
     with log.open("w") as out:
         command = without("paceline.services.cli.main", "serve", "dashboard", *options)
         page = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     try:
-        deadline_s = time.monotonic() + STARTS_S
-        while not ready.exists():
-            assert page.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_for(ready, page, STARTS_S)
         address = f"http://{ready.read_text().strip()}"
         found = healthy(f"{address}/")
         assert found.returncode == 0, found.stderr

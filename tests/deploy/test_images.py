@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from service_processes import wait_for
 
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
@@ -335,11 +335,7 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
         ]
         process = subprocess.Popen([sys.executable, "-m", "paceline.services.reward.main", *options], cwd=ROOT)
         try:
-            deadline_s = time.monotonic() + STARTS_S
-            while not ready.exists():
-                assert process.poll() is None, "the service ended"
-                assert time.monotonic() < deadline_s, f"no address within {STARTS_S} s"
-                time.sleep(0.02)
+            wait_for(ready, process, STARTS_S)
             yield process, ready.read_text().strip()
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-// Calls of the coordinator through the REST interface of this server. The key comes with the link, behind `#key=`, and stays in
+// Calls of the coordinator through the REST interface of this server. The link carries the key after `#key=`; it stays in
 // this tab.
 
 const KEY = "paceline key";
@@ -80,7 +80,7 @@ export async function series(runId, names, options = {}, signal = undefined) {
 export const state = (run) => run.state.replace("RUN_STATE_", "").toLowerCase();
 export const ended = (run) => ["succeeded", "failed", "cancelled"].includes(state(run));
 
-/** Return the text of each token; null where the tokenizer is not on the dashboard's machine. */
+/** Return the text of each token; null if the tokenizer is not on the dashboard's machine. */
 export async function tokenTexts(runId, ids, signal) {
   const response = await fetch("/tokens", { method: "POST", headers: headers(), body: JSON.stringify({ runId, ids }), signal });
   const answer = await response.json();

@@ -6,7 +6,7 @@ import { el, number } from "./dom.js";
 export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Charts that are looked at together. */
+/** Charts with a shared cursor and zoom. */
 export class ChartGroup {
   constructor() {
     this.charts = [];
@@ -99,7 +99,7 @@ function opacity(line) {
   return line.fade ? Math.round(255 * (1 - line.fade)).toString(16).padStart(2, "0") : "";
 }
 
-/** Return the part of an axis whose places 0, 1, … have names; of many, every other one is a line lower. */
+/** Return the part of an axis whose positions 0, 1, … have names; if there are many, every other one is a line lower. */
 function named(places) {
   const lower = (i) => (places.length > 2 && i % 2 ? "\n" : "");
   return { splits: () => places.map((_, i) => i), values: (_, splits) => splits.map((i) => lower(i) + places[i]) };
@@ -139,7 +139,7 @@ function drawMarkers(u, markers) {
   ctx.restore();
 }
 
-/** Return values that follow a curve more slowly: s = w·s + (1 − w)·y, corrected for its begin. */
+/** Return values that follow a curve more slowly: s = w·s + (1 − w)·y, corrected for its start. */
 export function smoothed(ys, weight) {
   if (!weight) return ys;
   let sum = 0, norm = 0;

@@ -1,9 +1,9 @@
-// Elements of the page. Text from elsewhere becomes text nodes alone, with control characters written out: nothing here parses
+// Elements of the page. Text from elsewhere becomes text nodes only, with visible control characters: nothing here parses
 // markup, so a completion cannot run in the page.
 
 const UNSAFE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff]/g;
 
-/** Return a text whose control characters and overrides of direction can be seen. */
+/** Return a text with visible control characters and overrides of direction. */
 export function visible(text) {
   return String(text).replace(UNSAFE, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
 }
@@ -44,7 +44,7 @@ export function svg(tag, attributes = {}, ...children) {
 }
 
 /** Return a table with a caption for screen readers; cells are texts or elements, and numbers are aligned right. */
-export function table(caption, head, rows, empty = "Nothing is on record yet.") {
+export function table(caption, head, rows, empty = "Nothing is recorded yet.") {
   if (!rows.length) return el("p", { class: "hint" }, empty);
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", { class: "sr" }, caption),

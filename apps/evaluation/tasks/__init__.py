@@ -1,6 +1,6 @@
-"""Evaluation files of public data sets, which `paceline eval` knows by name.
+"""Evaluation files of public data sets, which `paceline eval` finds by name.
 
-Promise: a file names the columns that the public data set has, and its scoring needs no other.
+Promise: a file names columns of the public data set, and its scoring needs no others.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ def task_names() -> list[str]:
 
 
 def task_file(name: str) -> Path | None:
-    """Return the file of a task; None for another name."""
+    """Return the file of a task; None for an unknown name."""
     return TASKS / f"{name}.yaml" if name in task_names() else None

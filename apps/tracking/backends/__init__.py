@@ -1,1 +1,1 @@
-"""The trackers: Weights & Biases, MLflow and TensorBoard. Each imports its library when it opens."""
+"""The trackers: Weights & Biases, MLflow, TensorBoard and webhooks. Each imports its library when it opens."""

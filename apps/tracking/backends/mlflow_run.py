@@ -1,7 +1,7 @@
-"""A run at an MLflow tracking server.
+"""Sends a run to an MLflow tracking server.
 
-The server keeps one value for the same metric, step, time and value, so a repetition changes nothing. The run is found again by a tag,
-so a death while it is made makes no second one. Each request has a short deadline and is not repeated here: the caller does that.
+The server keeps one value for the same metric, step, time and value, so a repetition changes nothing. A tag identifies
+the run, so a crash during its creation makes no second one. Each request has a short deadline; the caller retries it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from paceline.apps.tracking.tracker import (
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import TrackerSection
 
-TIMEOUT_S = 10
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 MAX_PARAMETER = 6000
@@ -37,15 +36,15 @@ ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456
 
 
 class MlflowRun(Tracker):
-    def __init__(self, setting: TrackerSection, run: TrackedRun):
-        """Raises InvalidInput without a server: MLflow's folder of files is no longer written by it."""
+    def __init__(self, setting: TrackerSection, run: TrackedRun, timeout_s: int = 10):
+        """Raises InvalidInput without a server, because MLflow no longer writes its folder of files."""
         address = setting.url or os.environ.get("MLFLOW_TRACKING_URI", "")
         if not address.startswith(("http://", "https://")):
             raise InvalidInput(
                 f"MLflow's server is {address!r}; give the URL of a server, by `url` in logger.trackers, --url or "
                 "MLFLOW_TRACKING_URI (`mlflow server --backend-store-uri sqlite:///mlflow.db` starts one)"
             )
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(TIMEOUT_S)
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout_s)
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
@@ -85,7 +84,6 @@ class MlflowRun(Tracker):
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _found(self, experiment_id: str, run: TrackedRun) -> str:
-        """Return the run of an earlier life."""
         found = self._client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{run.identity}'", max_results=1)
         if not found:
             return ""
@@ -103,7 +101,7 @@ class MlflowRun(Tracker):
         ]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
             chunk = values[start : start + PARAMETERS_AT_ONCE]
-            with contextlib.suppress(Refused):  # a resumed run's spec may differ, and parameters there are for good
+            with contextlib.suppress(Refused):  # a resumed run's spec may differ, but parameters there cannot change
                 self._call(self._client.log_batch, self._run_id, params=chunk)
 
     def _call(self, call: Any, *arguments: Any, **named: Any) -> None:
@@ -128,5 +126,4 @@ def flat(tree: Any, name: str = "") -> dict[str, str]:
 
 
 def _allowed(name: str) -> str:
-    """Return a name with the characters that MLflow takes."""
     return "".join(each if each in ALLOWED else "_" for each in name)[:250]

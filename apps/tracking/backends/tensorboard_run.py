@@ -1,7 +1,7 @@
-"""A run as TensorBoard's event files on this machine, for people who have only the coordinator's address.
+"""Writes a run as TensorBoard's event files on this machine, for people who have only the coordinator's address.
 
-On the coordinator's host the run's own folder has such files already (`logger.tensorboard`). Here, too, one event holds all values of
-an entry, and among them the entry's sequence number, so that the files say where to go on.
+On the coordinator's host the run's folder has such files already (`logger.tensorboard`). Here too one event holds all
+values of an entry and the entry's sequence number, from which the files say where to resume.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TensorboardRun(Tracker):
         return self._position
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Write the metrics, and the samples as a Markdown table, as one event; it is in the file afterwards."""
-        # Exact in a float of 32 bits only below 2^24, so it is written as text.
+        """Write the metrics, and the samples as a Markdown table, as one event, and flush it to the file."""
+        # As text, because a 32-bit float is exact only below 2^24.
         values = [self._text(SEQUENCE, str(step.sequence))]
         values += [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         if samples:
@@ -68,8 +68,8 @@ def recorded_position(folder: Path) -> int:
 
 
 def events(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return step and values by tag of each event in the files of a folder, texts as texts. A file that a death cut off is read up to
-    there."""
+    """Return step and values by tag of each event in a folder's files, texts as texts, up to the end of a truncated
+    file."""
     loader = library("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
     return [
         (int(event.step), {value.tag: _value(value) for value in event.summary.value})
@@ -83,7 +83,7 @@ def _value(value: Any) -> Any:
 
 
 def _markdown(columns: list[str], lines: list[list[Any]]) -> str:
-    """Return one block for each row, in which every character is shown as it is."""
+    """Return one block for each row, in which every character is escaped for display."""
     return "\n\n---\n\n".join(
         "\n\n".join(f"**{name}**\n\n{_code(str(cell))}" for name, cell in zip(columns, line, strict=True))
         for line in lines

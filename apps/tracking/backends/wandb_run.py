@@ -1,7 +1,8 @@
-"""A run at Weights & Biases, online or in files on this machine that `wandb sync` sends later.
+"""Sends a run to Weights & Biases, online or to files on this machine that `wandb sync` sends later.
 
-The step of W&B's history is the sequence number of the entry, because it only grows and W&B ignores a repeated one; the run's own
-step is the x-axis (`train/global_step`). Where the history ends says where to go on: online the server knows it, offline the files.
+The step of W&B's history is the sequence number of the entry, because it must grow and W&B ignores a repeated one; the
+run's step is the x-axis (`train/global_step`). Sending resumes where the history ends: online the server knows that,
+offline the files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 class WandbRun(Tracker):
     def __init__(self, setting: TrackerSection, run: TrackedRun, folder: Path):
-        """Raises what W&B raises while its server cannot be reached."""
+        """Raises W&B's errors while its server cannot be reached."""
         self._wandb: Any = library("wandb")
         self._folder = folder / "wandb"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -83,21 +84,21 @@ class WandbRun(Tracker):
         self._run.log(values, step=step.sequence)
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
-        """Send an alert, which W&B delivers by mail or Slack, and a line of the history, which tells that it was sent."""
+        """Send an alert, which W&B delivers by mail or Slack, and a line of the history, which shows that it was sent."""
         self._run.alert(title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN)
         self._run.log({AXIS: step.number, WARNED: 1}, step=step.sequence)
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Keep what the run is finished with."""
+        """Keep the exit code for `close`."""
         self._exit_code = 1 if state == "failed" else 0
 
     def close(self) -> None:
-        """Finish what is under way; the run goes on under its id if it is opened again."""
+        """Finish the W&B run, which goes on under its id if it is opened again."""
         self._run.finish(exit_code=self._exit_code)
 
 
 def offline_position(folder: Path) -> int:
-    """Return the largest step in the history of W&B's files under `folder`, as its own reader finds it; 0 without any."""
+    """Return the largest step in the history of W&B's files under `folder`, by W&B's reader; 0 without any."""
     newest = 0
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for record in read(path):
@@ -106,7 +107,7 @@ def offline_position(folder: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .wandb file. One that a death cut off is read up to there."""
+    """Return the records of a .wandb file; of a truncated one, those before the end."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
     if done.returncode:

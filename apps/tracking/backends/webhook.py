@@ -1,7 +1,7 @@
-"""A webhook: the end of a run, its stalls and its broken rules as signed HTTP POST requests.
+"""Sends the end of a run, its stalls and its broken rules to a webhook, as signed HTTP POST requests.
 
-As with a tracker nothing waits for it and the ledger is its queue: what could not be delivered is sent later, in order. Only a death
-between the answer and the cursor repeats a delivery; its id, which is the same then, tells.
+As with a tracker, nothing waits for it and the ledger is its queue: undelivered messages are sent later, in order. Only
+a crash between the answer and writing the cursor repeats a delivery; both then have the same id.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from paceline.client import ENDED_STATES
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import WebhookSection
 
-TIMEOUT_S = 10.0
 SECRET = "PACELINE_WEBHOOK_SECRET"
 SIGNATURE, DELIVERY = "X-Paceline-Signature", "X-Paceline-Delivery"
-TRIED_AGAIN = {408, 425, 429}
-"""Statuses below 500 that may pass."""
+RETRIED = {408, 425, 429}
+"""Statuses below 500 that are retried."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, which could lead a signed message to another host."""
+    """Refuses redirects, which could lead a signed message to another host."""
 
     def redirect_request(
         self,
@@ -43,9 +42,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Webhook(Tracker):
-    def __init__(self, setting: WebhookSection, run: TrackedRun):
+    def __init__(self, setting: WebhookSection, run: TrackedRun, timeout_s: float = 10.0):
         """Raises InvalidInput without an address in the variable that the spec names."""
-        self._setting, self._run = setting, run
+        self._setting, self._run, self._timeout_s = setting, run, timeout_s
         self._address = setting.url or os.environ.get(setting.url_variable, "")
         if not self._address.startswith(("http://", "https://")):
             raise InvalidInput(
@@ -72,7 +71,7 @@ class Webhook(Tracker):
             return
         body = json.dumps(
             {
-                "text": f"Paceline {self._run.run_id}: {text}",  # what Slack shows
+                "text": f"Paceline {self._run.run_id}: {text}",  # Slack shows this field
                 "event": event,
                 "run_id": self._run.run_id,
                 "state": state,
@@ -91,11 +90,11 @@ class Webhook(Tracker):
             headers[SIGNATURE] = signature(self._secret, body)
         request = urllib.request.Request(self._address, body, headers, method="POST")
         try:
-            with self._opener.open(request, timeout=TIMEOUT_S):
+            with self._opener.open(request, timeout=self._timeout_s):
                 return
         except urllib.error.HTTPError as error:
             with error:
-                if error.code < 500 and error.code not in TRIED_AGAIN:
+                if error.code < 500 and error.code not in RETRIED:
                     raise Refused(f"the webhook answers {error.code} to {event!r}") from None
                 raise ConnectionError(f"the webhook answers {error.code}") from None
 
@@ -104,5 +103,5 @@ class Webhook(Tracker):
 
 
 def signature(secret: bytes, body: bytes) -> str:
-    """Return the value of the header that proves who sent a body: HMAC with SHA-256, in hexadecimal."""
+    """Return the header's value that authenticates the sender of a body: HMAC with SHA-256, in hexadecimal."""
     return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()

@@ -1,4 +1,5 @@
-"""An agent that knows nothing of training: it answers questions with a tool of its own, by any OpenAI-compatible URL.
+"""An agent that knows nothing about training: it answers questions with a calculator, through any OpenAI-compatible
+URL.
 
 OPENAI_BASE_URL=https://… OPENAI_API_KEY=… python agent.py "What is 3*(4+5)?"
 """
@@ -33,7 +34,7 @@ MOST_ROUNDS = 4
 
 
 async def answer(client: AsyncOpenAI, question: str) -> str:
-    """Answer a question, with the tool where the model asks for it."""
+    """Answer a question, with the tool if the model calls it."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(MOST_ROUNDS):
         reply = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
@@ -48,7 +49,7 @@ async def answer(client: AsyncOpenAI, question: str) -> str:
 
 
 def calculate(arguments: dict[str, Any]) -> str:
-    """The result of a call, or what is wrong with it."""
+    """Return the result of a call, or its error."""
     try:
         return str(value(ast.parse(str(arguments["expression"]), mode="eval").body))
     except (KeyError, ValueError, SyntaxError, ZeroDivisionError, RecursionError) as error:
@@ -56,7 +57,7 @@ def calculate(arguments: dict[str, Any]) -> str:
 
 
 def value(node: ast.expr) -> float:
-    """The value of an expression of numbers, + - * / and parentheses."""
+    """Return the value of an expression of numbers, + - * / and parentheses."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return number
@@ -66,14 +67,15 @@ def value(node: ast.expr) -> float:
 
 
 async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """What training adds: a question of the data set, a session's URL, and a reward."""
+    """Answer a question of the data set at a conversation's URL, and return the reward. Only training needs this
+    function."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         text = await answer(client, row["question"])
     return float(text.strip().rstrip(".").endswith(row["answer"]))
 
 
 async def main(question: str) -> None:
-    """Answer one question with the endpoint of OPENAI_BASE_URL."""
+    """Answer one question with the endpoint at OPENAI_BASE_URL."""
     async with AsyncOpenAI() as client:
         print(await answer(client, question))
 

@@ -1,4 +1,4 @@
-"""The environment of this example, by TRL's contract: public methods are tools."""
+"""The environment of this example, by TRL's convention: public methods are tools."""
 
 import ast
 import operator
@@ -7,12 +7,12 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 class Calculator:
-    """A calculator. It answers the same calls alike, so an episode is replayed when its process is lost."""
+    """A calculator. Equal calls have equal answers, so an episode can be replayed if its process is lost."""
 
     deterministic = True
 
     def reset(self, **columns: object) -> None:
-        """Begin an episode; the columns of the row are not needed."""
+        """Begin an episode; the row's columns are not needed."""
 
     def evaluate(self, expression: str) -> str:
         """
@@ -25,7 +25,7 @@ class Calculator:
 
 
 def value(node: ast.expr) -> float:
-    """The value of an expression of numbers, + - * / and parentheses."""
+    """Return the value of an expression of numbers, + - * / and parentheses."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return number

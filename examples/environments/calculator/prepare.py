@@ -1,8 +1,9 @@
-"""Makes what the two specs beside this file read: ./model and ./data.
+"""Makes the inputs of the two specs beside this file: ./model and ./data.
 
-The model is a two-layer Qwen3 with random weights. Its tokenizer has the digits, `*`, `=`, and a token each for the beginning and
-the end of a tool call, so that a call is ten tokens. The task is `37*42=`: call the calculator, then repeat its answer. The
-teacher of stage 1 calls it with a wrong digit more often than not. With a model and data of your own this file is not needed.
+The model is a two-layer Qwen3 with random weights. Its tokenizer has the digits, `*`, `=`, and one token each for the
+start and the end of a tool call, so a call is ten tokens. The task is `37*42=`: call the calculator, then repeat its
+answer. The teacher of stage 1 calls it with a wrong digit more often than not. You do not need this file with your own
+model and data.
 """
 
 import json
@@ -23,7 +24,7 @@ HELD_OUT_EVERY = 10
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer of characters, with the marks of a call as tokens."""
+    """Return a tokenizer of characters, with the marks of a call as tokens."""
     vocabulary = {token: i for i, token in enumerate([PAD, END, *"0123456789*="])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -53,11 +54,11 @@ def make_model(folder: Path, seed: int) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # readable by containers, too
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # containers must be able to read it, too
 
 
 def teach(a: int, b: int, dice: random.Random) -> str:
-    """The teacher's expression: often with one digit replaced by another."""
+    """Return the teacher's expression, often with one digit replaced by another."""
     text = f"{a}*{b}"
     if dice.random() < TEACHER_ERROR_RATE:
         place = dice.choice([i for i, c in enumerate(text) if c.isdigit()])
@@ -66,7 +67,7 @@ def teach(a: int, b: int, dice: random.Random) -> str:
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write the turns of the teacher, and the problems for training and validation."""
+    """Write the teacher's turns, and the problems for training and validation."""
     folder.mkdir(parents=True, exist_ok=True)
     dice = random.Random(seed)
     problems = [(a, b) for a in range(11, 100) for b in range(11, 100)]
@@ -90,4 +91,4 @@ def write_data(folder: Path, seed: int) -> None:
 if __name__ == "__main__":
     write_data(HERE / "data", 0)
     make_model(HERE / "model", 0)
-    print(f"{HERE}: model/ and data/ are there; next: paceline up sft.yaml")
+    print(f"{HERE}: model/ and data/ exist; next: paceline up sft.yaml")

@@ -1,6 +1,6 @@
-"""Two players of noughts and crosses, both the policy: self-play by an agent's URL.
+"""Self-play of noughts and crosses: an agent for two players, both of them the policy.
 
-Each player has a conversation of its own. Only the moves of X are trained (`train_call`), so O is an opponent that is always the
+Each player has a separate conversation. Only the moves of X are trained (`train_call`), so the opponent O is always the
 newest policy, and the reward is X's.
 """
 
@@ -34,7 +34,7 @@ async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def move(client: AsyncOpenAI, messages: list[Any], board: list[str]) -> int | None:
-    """The field that a player takes; None for one that it cannot take."""
+    """Return the field that a player takes; None for an illegal move."""
     shown = "\n".join("".join(board[start : start + 3]) for start in (0, 3, 6))
     messages.append({"role": "user", "content": f"The board is\n{shown}\nYour move."})
     answer = await client.chat.completions.create(model="policy", messages=messages)
@@ -46,5 +46,5 @@ async def move(client: AsyncOpenAI, messages: list[Any], board: list[str]) -> in
 
 
 def train_call(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
-    """Train the moves of X."""
+    """Return whether a call is trained: the moves of X only."""
     return messages[0]["content"] == RULES.format(mark="X")

@@ -8,7 +8,7 @@ WORD = re.compile(r"\w+")
 
 
 class Search:
-    """Tools over local files. The files do not change, so the same calls have the same answers."""
+    """Tools over local files. The files do not change, so equal calls have equal answers."""
 
     deterministic = True
 
@@ -49,7 +49,8 @@ class Search:
         return self._pages[name]
 
     def get_reward(self) -> float:
-        """Half of a point for the right file, and less the more files were opened for it; reward.py judges the answer."""
+        """Return up to half a point for the right file, less for each file opened before it; reward.py judges the
+        answer."""
         if self._wanted not in self._opened:
             return 0.0
         return 0.5 / (1 + self._opened.index(self._wanted))

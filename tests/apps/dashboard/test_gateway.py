@@ -98,9 +98,9 @@ async def test_runs_are_submitted_watched_and_cancelled(plane: Plane, tmp_path: 
     [
         (f"{RUNS}/Get", {"runId": "nosuch"}, 404, "not_found", "no run 'nosuch'"),
         (f"{RUNS}/Get", {"rnId": "x"}, 400, "invalid_argument", 'no field named "rnId"'),
-        (f"{RUNS}/Get", [1], 400, "invalid_argument", "the body is no GetRequest"),
+        (f"{RUNS}/Get", [1], 400, "invalid_argument", "the body is not a valid GetRequest"),
         (f"{RUNS}/Nothing", {}, 404, "not_found", "/openapi.json lists them"),
-        ("grpc.health.v1.Health/Check", {}, 404, "not_found", "there is no call"),
+        ("grpc.health.v1.Health/Check", {}, 404, "not_found", "no call"),
         (f"{RECORDS}/GetMetrics", {"runId": "x", "maxPoints": -1}, 400, "invalid_argument", "maxPoints"),
         (
             f"{RECORDS}/ListSamples",
@@ -164,7 +164,7 @@ async def test_tokens_without_a_tokenizer_here_have_no_text(ledger_path: Path, t
     async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         status, answer = await asked.call("tokens", {"runId": RUN_ID, "ids": [1, 2]}, Role.READER)
         assert (status, answer["texts"]) == (200, None)
-        assert "is not in a folder of this machine" in answer["message"]
+        assert "is not in a folder on this machine" in answer["message"]
         for body in ([], {"runId": 1}, {"runId": RUN_ID, "ids": [-1]}, {"runId": RUN_ID, "ids": ["x"]}):
             assert (await asked.call("tokens", body))[0] == 400
         assert (await asked.call("tokens", {"runId": RUN_ID, "ids": [1]}, Role.NOBODY))[0] == 401

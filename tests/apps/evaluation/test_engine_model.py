@@ -152,7 +152,7 @@ def test_the_tokens_of_a_continuation_are_its_text(kind: str, parts: tuple[str, 
 
 
 async def test_a_chat_is_continued_in_its_place() -> None:
-    """A Metaspace tokenizer writes a space before a text of its own."""
+    """A Metaspace tokenizer writes a space before a separate text."""
     model = model_of(tokenizer("▁", "always"))
     ids = model._in_place(np.array(model._served.tokenizer("un")["input_ids"], np.int32), "happy")
     assert model._served.tokenizer.convert_ids_to_tokens(ids.tolist()) == ["happy"]

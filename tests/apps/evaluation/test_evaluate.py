@@ -221,13 +221,13 @@ def test_a_harness_gets_the_arguments_behind_two_dashes_and_gives_a_result(
     assert same.exit_code == 2  # two problems decide nothing
     refused = run("eval", "--with", "inspect", "--model", "http://h/v1", "--output", folder / "no", "--", "task.py")
     assert refused.exit_code == 2
-    assert "--with serves a model of files or a run" in refused.output
+    assert "--with needs a model folder or a run" in refused.output
 
 
 def test_options_of_an_endpoint_need_its_url(folder: Path) -> None:
     refused = evaluated(folder, "none", "--model-name", "m")
     assert refused.exit_code == 2
-    assert "--model-name is that of an endpoint" in refused.output
+    assert "--model-name is for an endpoint" in refused.output
     nameless = run("eval", folder / "eval.yaml", "--output", folder / "none")
     assert nameless.exit_code == 2
     assert "Missing option '--model'" in nameless.output

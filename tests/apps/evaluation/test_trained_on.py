@@ -34,7 +34,7 @@ def test_questions_among_the_training_data_are_counted(tmp_path: Path) -> None:
     first, second, third = warnings_of(found, len(QUESTIONS))
     assert "1 of 2 questions" in first
     assert "(first: problem 0)" in first
-    assert "no column with prompts among ['text']" in second
+    assert "no column with prompts; columns: ['text']" in second
     assert "nothing.jsonl could not be compared" in third
 
 

@@ -294,7 +294,7 @@ async def test_a_service_without_logprobs_of_prompts_is_named(folder: Path) -> N
         async with opened_url(spec, chosen) as asked:
             result = (await evaluate(asked, spec, 0)).result
     assert result["problems"] == 0
-    assert "does not give the log-probabilities of a prompt" in result["failures"][0]
+    assert "does not return the log-probabilities of a prompt" in result["failures"][0]
 
 
 async def test_a_function_that_counts_tokens_is_refused(folder: Path) -> None:

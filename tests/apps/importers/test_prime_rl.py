@@ -73,7 +73,7 @@ def test_other_environments_are_left_out() -> None:
     done = convert({"orchestrator.env": [{"id": "alphabet-sort", "args": {"max_turns": 2}}]})
     assert "rewards" not in done.tree
     (line,) = done.left_out
-    assert line.startswith("orchestrator.env (alphabet-sort): environments are not there")
+    assert line.startswith("orchestrator.env (alphabet-sort): the environment is not carried over")
 
 
 def test_a_supervised_file_is_sft() -> None:

@@ -94,4 +94,4 @@ def test_rewards_have_their_weights_and_trls_own_functions_have_ours() -> None:
 
 
 def test_an_unknown_setting_is_left_out_with_its_value() -> None:
-    assert "frobnicate (3): no such name is known" in convert(BASE | {"frobnicate": 3}).left_out
+    assert "frobnicate (3): the name is unknown" in convert(BASE | {"frobnicate": 3}).left_out

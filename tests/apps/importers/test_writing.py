@@ -149,7 +149,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
         ("trl", "a.py", "def f(:\n", "is not valid Python"),
         ("trl", "a.yaml", "num_generations: many\n", "has a value of another type than trl reads"),
         ("trl", "a.yaml", "num_generations: 0\n", "has a value of another type than trl reads"),
-        ("nemo", "a.yaml", "defaults: a.yaml\n", "defaults chain more than 8 files"),
+        ("nemo", "a.yaml", "defaults: a.yaml\n", "the chain of defaults has more than 8 files"),
         ("verl", "a.sh", "echo 'open\n", "cannot be read as a shell script"),
         ("verl", "a.sh", "echo\n", "has no override such as data.train_files"),
         (

@@ -41,10 +41,8 @@ def test_a_fetched_model_is_served_and_its_traces_name_its_version(tmp_path: Pat
         url = ready.read_text().strip()
         answer = post(f"{url}/completions", model="champion", prompt="1+1=", max_tokens=4, min_tokens=2)
         assert post(f"{url}/feedback", completion_id=answer["id"], score=1)["duplicate"] is False
-        second = subprocess.run(
-            [*PACELINE, *options], capture_output=True, text=True, timeout=LIMIT_S, env=environment()
-        )
-        assert second.returncode == 1
+        second = place.run(*options)
+        assert second.exit_code == 1
         assert f"another model server (process {process.pid}) works in {traces}" in second.stderr
         assert "use another --traces" in second.stderr
         process.send_signal(signal.SIGTERM)

@@ -67,7 +67,7 @@ async def test_feedback_counts_once(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="has the score 1 already"):
             await log.rate(feedback(0.0))
         for unknown in (feedback(1.0, "b"), feedback(1.0, "a", 1)):
-            with pytest.raises(NotFound, match="is on record"):
+            with pytest.raises(NotFound, match="is recorded"):
                 await log.rate(unknown)
     assert [row["final_reward"] for row in rows(tmp_path, "rated")] == [1.0]
 
@@ -134,7 +134,7 @@ async def test_a_request_that_is_too_large_for_the_folder_is_no_trace(
 ) -> None:
     with opened(tmp_path, PARTS * 400) as log:
         await log.record("a", [ROW | {"completion": "x" * 400}, ROW])
-        assert "is no trace" in caplog.text
+        assert "is not kept as a trace" in caplog.text
         with pytest.raises(NotFound):
             await log.rate(feedback(1.0))
         assert not (await log.rate(feedback(1.0, index=1)))["duplicate"]

@@ -131,7 +131,7 @@ def test_gpus_elsewhere_are_split_and_priced(spec: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("prices", "text"),
     [
-        ("{a100: 1}", "the price of h100 is None; it has to be a number, as in {h100: 2.5}"),
+        ("{a100: 1}", "the price of h100 is None; it must be a number, as in {h100: 2.5}"),
         ("{h100: cheap}", "the price of h100 is 'cheap'"),
         ("{h100: -1}", "the price of h100 is -1"),
         ("[", "cannot be read as YAML"),
@@ -152,7 +152,7 @@ def test_a_model_that_is_not_here_is_planned_by_its_config(spec: Path, tmp_path:
     assert CliRunner().invoke(main, [*arguments, "--model-config", config]).exit_code == 0
     (tmp_path / "other.json").write_text("{}")
     refused = CliRunner().invoke(main, [*arguments, "--model-config", str(tmp_path / "other.json")])
-    assert "has not the usual keys" in str(refused.output) + str(refused.exception)
+    assert "lacks the usual keys" in str(refused.output) + str(refused.exception)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def champion(place: Workplace) -> Workplace:
 def test_a_promoted_version_is_fetched_whole(champion: Workplace) -> None:
     code, output = fetched(champion)
     assert code == 0, output
-    assert "every file is as registered, its signature fits" in output
+    assert "every file is as registered, its signature is valid" in output
     got = champion.folder / "got"
     assert (got / "model.safetensors").read_bytes() == (champion.folder / "model" / "model.safetensors").read_bytes()
     assert {"README.md", "paceline.json", "model.sig", "paceline_spec.yaml"} <= {path.name for path in got.iterdir()}
@@ -136,7 +136,7 @@ def test_another_signature_is_refused(champion: Workplace) -> None:
     assert code == 1
     assert "the signature model.sig does not fit" in output
     code, output = fetched(champion, "--public-key", champion.key)
-    assert "is no public elliptic key" in output
+    assert "is not a public elliptic key" in output
 
 
 def test_a_folder_that_was_signed_anew_without_a_record_is_refused(champion: Workplace) -> None:
@@ -172,7 +172,7 @@ def test_a_store_may_be_a_url(place: Workplace) -> None:
 
 
 def pushed(place: Workplace, url: str) -> subprocess.CompletedProcess[str]:
-    """Run `paceline models push` in a process of its own, because huggingface_hub reads the address when it is imported."""
+    """Run `paceline models push` in a separate process, because huggingface_hub reads the address when it is imported."""
     code = "from paceline.services.cli.main import main; main()"
     words = ["models", "push", "sums@champion", "someone/sums", "--directory", str(place.runs)]
     environment = os.environ | {

@@ -52,7 +52,7 @@ def test_what_is_no_export_is_refused(folder: Path) -> None:
     (folder / "export" / "config.json").unlink()
     with pytest.raises(NotFound, match=r"has no config\.json"):
         made(folder, Sources(Folder(folder / "export")), "empty")
-    with pytest.raises(DataError, match="is no registered model"):
+    with pytest.raises(DataError, match="is not a registered model"):
         verify_folder(folder / "export")
 
 

@@ -108,16 +108,16 @@ def test_files_that_name_no_run_are_told_of(place: Workplace) -> None:
     register = ("models", "register", "sums", place.folder / "model", "--signing-key", place.key)
     done = place.run(*register, "--run", RUN_ID)
     assert done.exit_code == 0
-    assert done.stderr.startswith("warning: these files name no run, because they were converted since")
+    assert done.stderr.startswith("warning: these files name no run: they were converted since")
     assert place.run(*register).stderr == ""
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--run", RUN_ID, "--step", "2"), "--step is 2, and run sums-1 has trained 1"),
+        (("--run", RUN_ID, "--step", "2"), "--step is 2, but run sums-1 has trained 1"),
         (("--run", "nosuch"), "no run 'nosuch'"),
-        (("--step", "1"), "--step is that of a run"),
+        (("--step", "1"), "--step belongs to a run"),
         (("--parent", "sums:7"), "no registered model sums:7"),
         (("--parent", "sums"), "name a version"),
     ],
@@ -131,8 +131,8 @@ def test_what_the_records_do_not_have_is_refused(place: Workplace, more: tuple[s
 
 def test_a_file_that_is_no_key_is_refused(place: Workplace) -> None:
     for key, message in (
-        (place.public, "is no private elliptic key"),
-        (Path("nosuch"), "there is no file nosuch"),
+        (place.public, "is not a private elliptic key"),
+        (Path("nosuch"), "no file nosuch"),
     ):
         refused = place.run("models", "register", "sums", place.folder / "model", "--signing-key", key)
         assert refused.exit_code == 1

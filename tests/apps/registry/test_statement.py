@@ -37,5 +37,5 @@ def test_a_statement_has_the_layout_of_in_toto() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"_type": "x"}', b"\xff", b'{"predicateType": 1, "subject": 2}'])
 def test_other_texts_are_refused(text: bytes) -> None:
-    with pytest.raises(DataError, match=r"paceline\.json is no statement"):
+    with pytest.raises(DataError, match=r"paceline\.json is not a statement"):
         read_statement(text)

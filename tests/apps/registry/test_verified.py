@@ -33,7 +33,7 @@ def checked(place: Workplace, model: str, key: Path | None, *, required: bool = 
 def test_a_registered_model_is_served_from_the_folder_that_was_checked(champion: Workplace, name: str) -> None:
     path = champion.done("models", "show", "sums:1")["path"]
     assert checked(champion, name, champion.public) == path
-    with pytest.raises(click.UsageError, match="needs the key of whoever signs; name it with --public-key"):
+    with pytest.raises(click.UsageError, match="needs the signer's key; name it with --public-key"):
         checked(champion, name, None)
     weights = Path(path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -69,5 +69,7 @@ def test_a_key_of_the_environment_leaves_other_models_alone_and_one_of_the_comma
 ) -> None:
     export = str(place.folder / "model")
     assert checked(place, export, place.public) == export
-    with pytest.raises(click.UsageError, match=r"--public-key checks a registered model, and .* has no paceline\.json"):
+    with pytest.raises(
+        click.UsageError, match=r"--public-key verifies a registered model, and .* has no paceline\.json"
+    ):
         checked(place, export, place.public, required=True)

@@ -48,13 +48,13 @@ def test_a_report_has_every_section(report: Path) -> None:
     assert [block[2] for block in blocks if block[:2] == ["heading", 2]] == [
         "Rewards of the batch", "Completions of the batch", "Loss and policy",
         "Best and worst completions of the last step", "Warnings",
-        "Spec: what differs from the defaults", "Spec",
+        "Spec: differences from the defaults", "Spec",
     ]  # fmt: skip
     assert [chart["title"] for chart in charts_of(text)] == ["reward [reward]", "age/0 [groups]", "loss"]
     assert ["list", [HOSTILE[:100]]] in blocks
     assert ["text", "All records agree (paceline ledger verify).", "good"] in blocks
     assert blocks[-1][:2] == ["folded", "as YAML"]
-    for part in ("5 tokens generated = 5 trained", "grpo.max_num_steps", "reward 1.25", "characters more"):
+    for part in ("5 tokens generated = 5 trained", "grpo.max_num_steps", "reward 1.25", "more characters"):
         assert part in json.dumps(blocks, ensure_ascii=False), part
 
 

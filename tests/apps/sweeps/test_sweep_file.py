@@ -34,7 +34,7 @@ def test_a_sweep_takes_its_name_from_its_file_and_whole_bounds_are_integers(tmp_
     [
         ({"trials": 0}, "trials: Input should be greater than 0, not 0"),
         ({"serach": {}}, "serach"),
-        ({"search": {"policy.optimizer.lr": {"low": 2, "high": 1}}}, "low 2 has to be below high 1"),
+        ({"search": {"policy.optimizer.lr": {"low": 2, "high": 1}}}, "low 2 must be below high 1"),
         (
             {"search": {"policy.optimizer.lr": {"low": 0.0, "high": 1.0, "log": True}}},
             "log needs a low above 0",

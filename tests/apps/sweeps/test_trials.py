@@ -128,5 +128,5 @@ def test_a_metric_that_never_comes_fails_the_trial(tmp_path: Path) -> None:
 def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     SweepStudy(tmp_path / "lr", sweep_of())
     SweepStudy(tmp_path / "lr", sweep_of(trials=99))  # more trials of the same
-    with pytest.raises(Conflict, match="searches something else"):
+    with pytest.raises(Conflict, match="has another search"):
         SweepStudy(tmp_path / "lr", sweep_of(direction="minimize"))

@@ -150,12 +150,12 @@ def test_calls_of_tools_and_their_responses_are_messages() -> None:
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({"gen_ai.operation.name": "execute_tool"}, "no call of a model"),
-        ({"http.method": "GET"}, "no call of a model"),
+        ({"gen_ai.operation.name": "execute_tool"}, "not a call of a model"),
+        ({"http.method": "GET"}, "not a call of a model"),
         ({"gen_ai.operation.name": "chat"}, "messages are not recorded"),
         (call(answer("", type="blob", content="x")), "a part of type 'blob', which a text model cannot read"),
         (call(answer("", type="text", content="")), "empty completion"),
-        (call(answer("4")) | {"gen_ai.output.messages": '[{"role": "assi'}, "is no valid JSON"),
+        (call(answer("4")) | {"gen_ai.output.messages": '[{"role": "assi'}, "is not valid JSON"),
         (call({"role": "assistant", "content": "4"}), "a message without parts"),
     ],
 )
@@ -200,7 +200,7 @@ def test_converted_calls_are_groups_of_offline_grpo(tmp_path: Path) -> None:
         ('{"resourceSpans": ', "line 1, column 20: not valid JSON"),
         (
             '{"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": [{"a": 1}]}]}]}]}',
-            "line 1: 'attributes' are not those of OTLP JSON",
+            "line 1: 'attributes' must be OTLP JSON",
         ),
     ],
 )

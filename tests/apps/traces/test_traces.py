@@ -99,7 +99,7 @@ def test_spans_become_traces_that_train(tmp_path: Path) -> None:
     result = paceline("traces", "convert", spans, traces)
     assert result.exit_code == 0, result.output
     assert "3 traces, 2 with a reward" in result.output
-    assert "left out: 1 records (no call of a model)" in result.output
+    assert "left out: 1 records (not a call of a model)" in result.output
     groups = TraceGroups(open_rows(str(traces), "train"), TraceKeys())
     assert groups.left_out == {"no reward": 1}
     assert len(groups) == 1
@@ -110,5 +110,5 @@ def test_a_file_without_calls_writes_nothing(tmp_path: Path) -> None:
     spans.write_text(json.dumps({**span("7", 1.0), "attributes": {}}) + "\n")
     result = paceline("traces", "convert", spans, traces)
     assert result.exit_code == 1
-    assert "has no call of a model that can be read; left out: 1 (no call of a model)" in result.output
+    assert "has no readable call of a model; left out: 1 (not a call of a model)" in result.output
     assert not traces.exists()

@@ -60,8 +60,8 @@ def test_recorded_tokens_are_those_of_the_behaviour_policy() -> None:
     [
         ([SYSTEM, USER], "no answer of the model"),
         ([SYSTEM, USER, ANSWER, ANSWER | {"parent": 2}], "several answers in one rollout"),
-        ([ANSWER | {"parent": 7}], "parents are not in the record"),
-        ([ANSWER | {"parent": 0}], "parents are not in the record"),
+        ([ANSWER | {"parent": 7}], "parents are missing"),
+        ([ANSWER | {"parent": 0}], "parents are missing"),
     ],
 )
 def test_rollouts_that_are_no_single_answer_are_left_out(

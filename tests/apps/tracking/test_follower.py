@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
-from paceline.apps.tracking import follower as module
 from paceline.apps.tracking.follower import Cursor, Follower, Setting, Target, is_done
 from paceline.apps.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 from paceline.encryption.storage_key import StorageKey
@@ -70,12 +69,6 @@ class Recording:
         pass
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(module, "POLL_S", 0.02)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RecordedRun]:
     recorded = RecordedRun(tmp_path)
@@ -85,7 +78,7 @@ def run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 def follower(run: RecordedRun, tracker: Recording, folder: Path, *, only_now: bool = False) -> Follower:
     target = Target(RUN_ID, SETTING.kind, SETTING, folder, {"ledger": "here"}, only_now)
-    return Follower(target, run.records(), tracker.open)
+    return Follower(target, run.records(), tracker.open, first_backoff_s=0.01, poll_s=0.02)
 
 
 def test_everything_is_sent_once_and_in_order(run: RecordedRun, tmp_path: Path) -> None:
@@ -221,4 +214,4 @@ def test_with_a_storage_key_no_text_is_sent(
     assert "name" not in config
     assert isinstance(config["grpo"], dict)
     assert config["grpo"]["max_num_steps"]
-    assert "wandb gets no samples and no texts of the spec, because of the storage key" in caplog.text
+    assert "wandb gets no samples and no texts of the spec, because a storage key is set" in caplog.text

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
-from paceline.apps.tracking import track as module
 from paceline.apps.tracking.backends.tensorboard_run import events
 from paceline.apps.tracking.follower import is_done
 from paceline.apps.tracking.track import Tracking, folder_of
@@ -58,8 +57,7 @@ def rewards(directory: Path, run_id: str) -> list[float]:
     return [values["train/reward"] for _, values in found if "train/reward" in values]
 
 
-def test_runs_that_name_trackers_are_sent_new_ones_too(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.05)
+def test_runs_that_name_trackers_are_sent_new_ones_too(run: RecordedRun) -> None:
     directory, stop = run.path.parent, threading.Event()
 
     @contextlib.contextmanager
@@ -67,7 +65,7 @@ def test_runs_that_name_trackers_are_sent_new_ones_too(run: RecordedRun, monkeyp
         with ledger_source(run.path) as source:
             yield source
 
-    thread = threading.Thread(target=Tracking(opened, directory, {}, stop).run)
+    thread = threading.Thread(target=Tracking(opened, directory, {}, stop, look_s=0.05).run)
     thread.start()
     wait_for_end(directory, "named-1")
     tree = run.writer.spec.model_dump(mode="json", by_alias=True)

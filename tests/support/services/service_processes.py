@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def opened(directory: Path) -> Iterator[Ledger]:
         yield ledger
 
 
-def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a service has written its address."""
+def wait_for(file: Path, process: subprocess.Popen[bytes], limit_s: float = 120.0) -> None:
+    """Wait until a service has written its address. Fails if it ends, or takes longer."""
+    deadline_s = time.monotonic() + limit_s
     while not file.exists():
+        assert time.monotonic() < deadline_s, f"no {file.name} within {limit_s} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert process.wait(0.05) is None, "it ended"

@@ -33,7 +33,7 @@ export async function show(context) {
   if (others.length) rest.append(await prompts(runId, others[0], signal));
 }
 
-/** Show prompts of the last step of a run, and what the other run answered to the same. */
+/** Show prompts of the last step of a run, and the other run's answers to them. */
 async function prompts(runId, other, signal) {
   const read = async (id) => {
     if (!Number((await api.records("GetBooks", { runId: id }, signal)).groups.trained || 0)) return [];

@@ -1,4 +1,4 @@
-// The pools as a picture, who waits for whom, where the learner's time goes, how old tokens are, and how versions travel.
+// The pools as a picture, the waits between them, the learner's time, the age of tokens, and the way of versions.
 
 import { el, replace, svg, card, number, table } from "../dom.js";
 import * as api from "../api.js";
@@ -14,7 +14,7 @@ export async function show(context) {
   const picture = el("div"), rest = el("div", { class: "charts" }), use = el("div", { class: "charts" });
   replace(main, el("h1", {}, `Flow of ${runId}`), picture, use, rest);
   const { keys } = await api.records("GetSpec", { runId }, signal);
-  const named = Number(keys.find((key) => key.path === "cluster.rollout_workers")?.valueJson || 0); // where no member is seen
+  const named = Number(keys.find((key) => key.path === "cluster.rollout_workers")?.valueJson || 0); // if no member is connected
   let newest = -1, drawn = 0;
   const draw = async () => {
     const [{ run }, { members }, books] = await Promise.all([
@@ -41,7 +41,7 @@ function recent(series, name, points = 20) {
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : undefined;
 }
 
-/** Say which pool limits a run that no coordinator trains now. */
+/** Name the pool that limited a run which no coordinator trains now. */
 export function limit(series, workers) {
   const wait = recent(series, "learner_wait_s"), step = recent(series, "step_s");
   if (wait === undefined || step === undefined) return "The learner has not trained enough steps to tell which pool limits the run.";
@@ -56,7 +56,7 @@ export function limit(series, workers) {
   return `Pools are balanced: the learner waits ${Math.round(share * 100)} % of its time${idle === undefined ? "" : `, rollout workers ${Math.round(idle * 100)} %`}.`;
 }
 
-/** Return what the pools did while the run trained. */
+/** Return the pools' gauges while the run trained. */
 async function history(series, run, signal) {
   const known = series.times.filter((t) => Number.isFinite(t));
   if (!known.length) return null;

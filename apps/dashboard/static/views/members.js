@@ -1,4 +1,4 @@
-// Members: role, version, age, roster, what they hold, gauges; and what happened to them. Logs of the services under `paceline up`.
+// Members: role, version, age, roster, work in hand, gauges; and their events. Logs of the services under `paceline up`.
 
 import { el, replace, card, number, table } from "../dom.js";
 import * as api from "../api.js";

@@ -1,4 +1,4 @@
-// One run: its curves with shared zoom, smoothing, steps or time on the axis, and markers of what happened.
+// One run: its curves with shared zoom, smoothing, steps or time on the axis, and markers of events.
 
 import { el, replace, card, number } from "../dom.js";
 import * as api from "../api.js";
@@ -6,7 +6,7 @@ import { ChartGroup, smoothed } from "../charts.js";
 import { actions } from "./runs.js";
 
 const CHARTS = [
-  ["Reward", ["reward"], "mean total reward of the batch; the band goes from the least to the greatest step of a point"],
+  ["Reward", ["reward"], "mean total reward of the batch; the band spans the least to the greatest step of a point"],
   ["Reward by function", ["reward/*"], "mean of each reward function", "reward/"],
   ["Quantiles of rewards", ["reward_p10/*", "reward_p50/*", "reward_p90/*"], "10th, 50th and 90th percentile over completions", "reward_"],
   ["Evaluation", ["reward", "accuracy", "loss", "pass@*"], "held-out prompts, by version", "", "evaluation"],
@@ -16,7 +16,7 @@ const CHARTS = [
   ["KL", ["kl", "kl_behaviour", "kl_reference"], "divergence from the sampler and from the reference"],
   ["Entropy", ["entropy"], "mean entropy of the policy's tokens"],
   ["Ratio", ["ratio_behaviour", "ratio"], "probability of tokens now over that when they were sampled; 1 is on-policy"],
-  ["Effective sample size", ["effective_sample_size", "effective_sample_size_sequence"], "share of the batch that the weights of the correction leave"],
+  ["Effective sample size", ["effective_sample_size", "effective_sample_size_sequence"], "share of the batch that remains effective under the correction's weights"],
   ["Clipping", ["clip_fraction", "truncation_fraction"], "share of tokens whose ratio was clipped or truncated"],
   ["Gradient norm", ["grad_norm"], "before it is clipped"],
   ["Learning rate", ["lr"], ""],
@@ -62,7 +62,7 @@ export async function show(context) {
     group.onzoom = (next) => { range = next; };
     const timeOf = new Map(data.steps.steps.map((step, i) => [step, data.steps.times[i]]));
     const hasTimes = options.times && data.steps.times.some((t) => !Number.isNaN(t));
-    if (options.times && !hasTimes) context.say("the steps of this run have no times on record");
+    if (options.times && !hasTimes) context.say("the steps of this run have no recorded times");
     const at = (step) => (hasTimes ? timeOf.get(step) ?? nearest(data.steps, step) : step);
     const markers = options.marks ? data.marks.map((event) => ({ x: at(Number(event.atStep)), colour: MARKS[event.kind][0] })) : [];
     replace(charts, CHARTS.map(([title, patterns, meaning, prefix = "", kind = "step"]) => {

@@ -72,7 +72,7 @@ export function actions(context, run, state, redraw) {
   return el("p", { class: "actions" },
     state === "running" && act("Pause", "Pause"),
     state === "paused" && act("Resume", "Resume"),
-    act("Cancel", "Cancel", `Cancel ${run.runId}? It ends for good; its open groups are dropped, and checkpoints stay.`));
+    act("Cancel", "Cancel", `Cancel ${run.runId}? This cannot be undone; its open groups are dropped, and checkpoints stay.`));
 }
 
 function confirmed(question, label) {

@@ -50,7 +50,7 @@ async function showTable(context) {
         foot.textContent = `${number(found)} completions in ${number(examined)} groups`;
       } while (request.pageToken && found - before < 20 && examined < 200000);
       more.hidden = !request.pageToken;
-      if (!found && !request.pageToken) foot.textContent = `No sample passes; ${number(examined)} groups were read.`;
+      if (!found && !request.pageToken) foot.textContent = `No sample matches; ${number(examined)} groups were read.`;
     } finally { more.disabled = false; }
   };
   await load();
@@ -86,13 +86,13 @@ async function showGroup(context) {
     el("p", {}, el("a", { href: context.link("samples", runId, group.step !== undefined && life.class === "train" ? { step: group.step } : {}) }, "← samples"), ` ${life.class === "train" ? "" : life.class} ${life.state}`, group.step !== undefined ? ` in step ${group.step}` : "", group.reward !== undefined ? `, mean reward ${number(group.reward)}` : ""),
     life.reason && card("Why it was dropped", el("p", {}, el("b", {}, life.reason), ` ${life.explanation}`)),
     card("Prompt", longText(prompt), el("p", { class: "actions" }, el("a", { class: "button", href: context.link("samples", runId, { text: prompt.slice(0, 200) }) }, "The same prompt in other steps"),
-      content && el("button", { class: "small", onclick: async () => { await navigator.clipboard.writeText(group.json); context.say("The group is in the clipboard as JSON."); } }, "Copy as JSON"))),
+      content && el("button", { class: "small", onclick: async () => { await navigator.clipboard.writeText(group.json); context.say("The group was copied to the clipboard as JSON."); } }, "Copy as JSON"))),
     content ? el("div", { class: "tools" }, el("label", {}, "Tokens by ", choose), el("span", { class: "legend" })) : el("p", { class: "hint" }, "Its completions are not stored."),
     cards, card("Life", el("ol", { class: "life" }, life.hops.map((hop) => el("li", {}, el("b", {}, hop.what), hop.memberId ? ` ${hop.memberId}` : "", hop.attempt ? ` (attempt ${hop.attempt})` : "", hop.detail ? `: ${hop.detail}` : "")))));
   draw();
 }
 
-/** Return what the learner computed of a group's tokens, by the index of the completion. */
+/** Return the learner's statistics of a group's tokens, by the index of the completion. */
 async function learnedOf(runId, group, signal) {
   const numbers = (values) => (values || []).map(Number);
   if (group.step === undefined) return new Map();
@@ -128,7 +128,7 @@ function tokens(completion, texts, colour, learned) {
   const version = [], versions = [...new Set(completion.spans.map((s) => s[3]))];
   for (const [start, end, , step] of completion.spans) for (let i = start; i < end; i++) version[i] = step;
   const shown = completion.token_ids.slice(0, 5000), has = learned && learned.logprobs.length === completion.token_ids.length;
-  if (SHADES[colour] && !has) return el("div", {}, longText(completion.text), el("p", { class: "hint" }, "The learner's numbers are kept of the first groups of each step only (logger.keep_token_stats), and not for ever."));
+  if (SHADES[colour] && !has) return el("div", {}, longText(completion.text), el("p", { class: "hint" }, "The learner's numbers are kept for the first groups of each step only (logger.keep_token_stats), and removed later."));
   return el("div", {}, el("p", { class: "tokens", dir: "ltr" }, shown.map((id, i) => {
     const text = texts ? texts[i] : `${id} `, logprob = completion.logprobs[i], trained = has && !Number.isNaN(learned.logprobs[i]);
     const level = SHADES[colour] ? (trained ? `p${SHADES[colour](logprob, learned, i)}` : "") : colour === "logprob" ? `p${Math.min(5, Math.floor(-logprob))}` : `v${versions.indexOf(version[i]) % 6}`;

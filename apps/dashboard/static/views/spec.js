@@ -1,4 +1,4 @@
-// The resolved spec: every value, what differs from the defaults, and the sentence about each key.
+// The resolved spec: every value, the differences from the defaults, and the sentence about each key.
 
 import { el, replace, card } from "../dom.js";
 import * as api from "../api.js";
@@ -18,7 +18,7 @@ export async function show(context) {
       el("dd", {}, key.description, key.type && el("span", { class: "hint" }, ` (${key.type})`))))))),
       !keys.length && el("p", { class: "hint" }, "no such key"));
   };
-  const copy = el("button", { class: "small", onclick: async () => { await navigator.clipboard.writeText(answer.specYaml); context.say("The spec is in the clipboard."); } }, "Copy as YAML");
-  replace(main, el("h1", {}, `Spec of ${runId}`), el("div", { class: "tools" }, search, el("label", {}, only, " only what differs from the defaults"), copy), list);
+  const copy = el("button", { class: "small", onclick: async () => { await navigator.clipboard.writeText(answer.specYaml); context.say("The spec was copied to the clipboard."); } }, "Copy as YAML");
+  replace(main, el("h1", {}, `Spec of ${runId}`), el("div", { class: "tools" }, search, el("label", {}, only, " only differences from the defaults"), copy), list);
   draw();
 }

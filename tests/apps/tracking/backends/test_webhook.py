@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
-from paceline.apps.tracking import follower as following
-from paceline.apps.tracking.backends import webhook
-from paceline.apps.tracking.follower import Follower, Target
+from paceline.apps.tracking.backends.webhook import Webhook
+from paceline.apps.tracking.follower import Follower, Setting, Target
+from paceline.apps.tracking.tracker import TrackedRun, Tracker
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import WebhookSection
 
@@ -73,20 +73,21 @@ def receiver() -> Iterator[Receiver]:
     found.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun]:
-    monkeypatch.setattr(webhook, "TIMEOUT_S", 2.0)
-    monkeypatch.setattr(following, "FIRST_BACKOFF_S", 0.01)
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_WEBHOOK_SECRET", SECRET.decode())
-    recorded = RecordedRun(tmp_path)
-    yield recorded
-    recorded.close()
+
+
+def impatient(setting: Setting, run: TrackedRun, _folder: Path) -> Tracker:
+    assert isinstance(setting, WebhookSection)
+    return Webhook(setting, run, timeout_s=1.0)
 
 
 def send(run: RecordedRun, receiver: Receiver, folder: Path, **setting: Any) -> None:
     address = {"url": f"http://127.0.0.1:{receiver.port}/hook"} if "url_variable" not in setting else {}
     section = WebhookSection.model_validate(address | setting)
-    Follower(Target(RUN_ID, "webhook-1", section, folder, {"coordinator": "here"}), run.records()).run()
+    target = Target(RUN_ID, "webhook-1", section, folder, {"coordinator": "here"})
+    Follower(target, run.records(), impatient, first_backoff_s=0.01).run()
 
 
 def add_all(run: RecordedRun) -> None:
