@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--no-coordinator", action="store_true", help="measure the page alone")
     parser.add_argument("--json", action="store_true")
     options = parse(parser, steps=20, groups=200, no_coordinator=True)
-    if shutil.which("chromium") is None:
+    if options.short and shutil.which("chromium") is None:
         print("skipped: chromium is not on the path", file=sys.stderr)
         return
     with tempfile.TemporaryDirectory() as temporary:

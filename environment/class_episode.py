@@ -1,8 +1,8 @@
 """Runs an episode of a user's class: sample a turn, let the environment answer, record both.
 
-A turn is recorded with the environment's answer, so an episode can continue after each recorded turn. If the class is
+A turn is recorded with the environment's answer, so an episode may continue after any recorded turn. If the class is
 deterministic, the recorded calls are run again, and every answer must have the recorded digest. Otherwise the saved
-state is restored, if there is one.
+state is restored; without one the life ends as `restarted`.
 """
 
 from __future__ import annotations

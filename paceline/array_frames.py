@@ -36,7 +36,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     gaps, in any order of names."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
-        raise _no_safetensors(payload, "its header is longer than the frame")
+        raise _no_safetensors(payload, f"its header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
     data = memoryview(payload)[8 + header_bytes :]
     arrays, end = {}, 0
     try:
@@ -130,7 +130,8 @@ class RowArrays(NamedTuple):
         count, prompts = len(lengths), self.prompt_lengths.tolist()
         if not count or len(prompts) != count or len(self.row_samples) != count:
             raise WireError(
-                f"{count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples"
+                f"{count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples; "
+                "a group has at least one transcript"
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(

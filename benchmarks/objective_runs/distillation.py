@@ -37,7 +37,9 @@ def run(name: str, files: Path, taught: Path, options: argparse.Namespace) -> di
     whole = load_spec(files / "grpo.yaml", settings).model_dump(exclude_unset=True)
     whole["algorithm"] = "distillation"
     whole["distillation"] = {
-        "teacher_model_name": str(make_teacher(files, taught, min(TEACHER_STEPS, options.teacher_steps))),
+        "teacher_model_name": str(
+            make_teacher(files, taught, options.teacher_steps if options.short else TEACHER_STEPS)
+        ),
         "kl_type": KINDS[name],
     }
     result = policy.train(RunSpec.model_validate(whole), files, options.lag, options.held_out)

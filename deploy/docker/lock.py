@@ -1,7 +1,7 @@
 """Makes the lock files of the images and of `make`, deploy/docker/locks/*.txt: every package with its version and
 hashes. Needs uv.
 
-make locks
+    make locks
 
 control    requirements of pyproject.toml, without ONLY_WORKERS and ONLY_TABLES, and the extra `encryption`; versions are those of
            constraints.txt

@@ -6,7 +6,8 @@ live tensors are written. They are written too if the host has no memory for a c
 Invariants: One checkpoint is in progress at a time; the next one waits for it. All ranks call `begin` and `finish` at
 the same point. `begin` returns when the copy is made, so the written state is that after the step, whatever is trained
 meanwhile. The writing threads of the ranks agree over a separate process group, because the default one belongs to the
-training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder.
+training step. The manifest is written last, on rank 0: a process that dies earlier leaves a torn folder, which
+no reader accepts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,9 +40,11 @@ log = logging.getLogger(__name__)
 class CheckpointWriter:
     """One rank's writer for one session of a run."""
 
-    def __init__(self, directory: Location, session: int, *, shared: bool = True, spare_bytes: int = SPARE_BYTES):
+    def __init__(
+        self, directory: Location, session: int, *, shared: bool = True, available: Callable[[], int] = available_bytes
+    ):
         """`shared`: all ranks have one `directory`."""
-        self._directory, self._shared, self._spare_bytes = directory, shared, spare_bytes
+        self._directory, self._shared, self._available = directory, shared, available
         self._session = session
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -77,7 +81,7 @@ class CheckpointWriter:
             # Not raised here, because that would separate the ranks; writing fails again, on all of them.
             checkpoints.prepare(self._directory, self._session, step)
         state = checkpoints.whole_state(model, optimizer, critic, reference)
-        has_room = unchanged or self._has_copy or size_bytes(state) + self._spare_bytes <= available_bytes()
+        has_room = unchanged or self._has_copy or size_bytes(state) + SPARE_BYTES <= self._available()
         staged = self._copy(state, model) if has_room and not unchanged else state
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")

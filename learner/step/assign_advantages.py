@@ -174,7 +174,8 @@ def _scores(
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is its sum."""
+    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is the
+    sum over its transcripts."""
     scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
     for sample, sequence in zip(samples.tolist(), batch, strict=True):
         scores[sample, 0] = sequence.group_id

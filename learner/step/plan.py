@@ -93,7 +93,8 @@ EVEN_COST_TOKENS = 32_768
 """Length from which sequences are also packed by cost; attention is about two fifths of the cost there (8B parameters).
 """
 ROOM_FOR_EVEN_COST = 1.5
-"""Budget of a micro-batch by the longest sequence, from which first fit is not as good (docs/operate/performance.md)."""
+"""Ratio of a micro-batch's budget to the longest sequence from which packing by cost beats first fit
+(docs/operate/performance.md)."""
 
 
 def plan_updates(

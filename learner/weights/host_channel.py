@@ -378,7 +378,7 @@ def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.d
 
 
 def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> Hosts | None:
-    """Return the learner's hosts from (relay id, digest of the zone) of each rank. Raises InvalidInput for several."""
+    """Return the learner's hosts from (relay id, digest of the zone) of each rank. Raises InvalidInput for several zones."""
     ids = [agent_id for agent_id, _ in notes]
     if NO_RELAY in ids:
         return None

@@ -1,6 +1,7 @@
 """Makes a bundle from a spec on the submitter's machine: chooses, digests and refuses files.
 
-A path that does not exist here is sent unchanged; the services resolve it (a file in a worker's image).
+A path that does not exist here is sent unchanged; the services resolve it (a function's file in a
+worker's image, or data on its disk).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Add a file after checking it. A path that is already there keeps its kind. Raises SpecError."""
+        """Add a file after checking it. A path that is already there keeps its kind: code is not also data.
+        Raises SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)

@@ -289,7 +289,8 @@ class ChatTemplate:
         return opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
-        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for any other effort."""
+        """Return the template's arguments for `reasoning_effort`. Raises Unsupported for an effort that the
+        template does not support."""
         if effort is None:
             return {}
         if mentions(self.source, "reasoning_effort"):

@@ -75,7 +75,8 @@ class CacheKind:
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
-        """Return the cache in the environment, else `paceline/<folder_name>` in the user's. Raises InvalidInput."""
+        """Return the cache that the environment names, else `paceline/<folder_name>` in the user's cache. Raises
+        InvalidInput."""
         named = os.environ.get(self.folder_variable)
         folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)

@@ -4,7 +4,8 @@ Promise: the same float32 product, about twice as fast. PyTorch uses MKL, which 
 measured on one Zen core, with shapes of a small transformer and 64 rows or more, 110 GFLOP/s against 200 to 260 with
 oneDNN. Learner and native engine both use it, each in its own layers.
 
-oneDNN and PyTorch each cache generated code by shape: 1,024 shapes, about half a megabyte a shape. The lengths of
+oneDNN caches generated code, and PyTorch descriptors, by shape: by default 1,024 shapes each, about half a megabyte a
+shape. The lengths of
 packed rows keep changing, so a process that computes here calls `bound_caches`.
 """
 

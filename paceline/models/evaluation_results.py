@@ -136,8 +136,8 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         measured = result.get("digests", {}).get("model", "")
         if measured != export_sha256:
             raise DataError(
-                f"{name} measured model files with the digest {measured or 'that is unknown'}, and these have "
-                f"{export_sha256}; evaluate this folder"
+                f"{name} measured model files with {'the digest ' + measured if measured else 'no recorded digest'}, but "
+                f"these have {export_sha256}; evaluate this folder"
             )
     digests = {result["digest"] for result in evaluations.values()}
     for name, verdict in verdicts.items():

@@ -101,7 +101,7 @@ class RunSpec(Section):
     equal ones the oldest. A run with a higher priority than the running one replaces it: that run writes a
     checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours of training after which the run ends as completed: its last steps are trained, checkpoint and export
+    """Hours of training after which the run ends as succeeded: its last steps are trained, checkpoint and export
     written. Waiting in the queue and pauses do not count. None: it trains max_num_steps."""
 
     @property

@@ -59,7 +59,7 @@ class Certificate:
 
 def identity_of(pem: bytes | str) -> Identity:
     """Return the name and the role in the first certificate of a PEM text. Raises InvalidInput for any other text, and
-    for a certificate without a common name or with other than exactly one organization, which is a role."""
+    for a certificate without a common name, or whose organizations are not exactly one role."""
     certificate = read_certificate(pem)
     if not certificate.name:
         raise InvalidInput("the certificate has no common name (CN), which is the name of its holder")

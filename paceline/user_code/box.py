@@ -108,7 +108,7 @@ class Box:
             return ""
         return (
             f"this worker hides its secrets from user code, which therefore cannot make files directly in {', '.join(closed)}: use "
-            "TMPDIR or a folder that was there when the process began, or a worker with --no-isolation (docs/operate/security_promises.md)"
+            "TMPDIR or a folder that was there when the process began, or a worker with --no-isolation (docs/operate/security_setup.md)"
         )
 
 

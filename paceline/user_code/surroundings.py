@@ -182,7 +182,8 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its processes. With a storage key, judges keep no answers in files."""
+        """Return the environment of its processes. They never get the storage key; if there is one, judges keep no answers
+        in files."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
             variables[ANSWERS_VARIABLE] = "0"

@@ -83,7 +83,7 @@ def gold_warnings(rewards: Iterable[RewardFunctionSection], field: str, rows: It
         if reasons := [reason for answer, reason in answers if answer is None]:
             found.append(
                 f"math_accuracy gives no score to {len(reasons):,} of the first {len(checked):,} rows of {field} "
-                f"({len(reasons) / len(checked):.1%}): {reasons[0]}; correct the column {column!r} of "
+                f"({len(reasons) / len(checked):.1%}), which get no reward from it: {reasons[0]}; correct the column {column!r} of "
                 "these rows or leave them out"
             )
         words = [answer for answer, _ in answers if answer is not None and not holds_value(answer)]

@@ -153,7 +153,7 @@ async def _longest_of_server(settings: EndpointSettings) -> int:
             answer = await endpoint.get("v1/models")
     except (EndpointUnavailable, RequestRefused, BadAnswer) as error:
         raise Unreadable(
-            f"cannot reach the reward model server: {error}; start it with vllm serve MODEL --runner pooling"
+            f"the reward model server does not answer as expected: {error}; start it with vllm serve MODEL --runner pooling"
         ) from None
     models = answer.get("data")
     served = {

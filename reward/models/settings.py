@@ -108,7 +108,7 @@ def _reward(values: Any, settings: ModelSettings) -> float | None:
     if values is None:
         return None
     if not isinstance(values, list) or not values or not all(_is_finite(value) for value in values):
-        raise InvalidInput("its process sent scores that are not finite numbers")
+        raise InvalidInput("its process sent something other than a list of finite scores")
     score = reduced(values, settings.reduce) if isinstance(settings, ProcessModelSettings) else values[0]
     return settings.scale * (score - settings.offset)
 

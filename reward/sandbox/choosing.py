@@ -7,7 +7,8 @@ Backend `none` is for trusted code, and for hosts where something else isolates 
 whatever the caller's user may. Output, disk in the folder, time, memory and threads are bounded as elsewhere.
 
 Backend `landlock` uses Landlock, a filter of system calls and rlimits, applied by the program's own process before it
-starts. It needs no privilege, namespace or cgroup, so it holds in a restricted pod. A program is one process.
+starts. It needs no privilege, namespace or cgroup, so it holds in a restricted pod. A program is one process, with
+threads.
 """
 
 from __future__ import annotations

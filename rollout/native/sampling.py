@@ -92,8 +92,8 @@ def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
 
 
 def penalise(logits_RV: Tensor, tokens_RL: Tensor, total_R: Tensor, penalty_R: Tensor) -> Tensor:
-    """Return [R, V] logits of the row's first `total_R` tokens divided by the penalty if positive, and multiplied by it
-    if negative; other logits are unchanged (Keskar et al. 2019, arXiv 1909.05858)."""
+    """Return [R, V] logits; those of the row's first `total_R` tokens are divided by the penalty if positive, and
+    multiplied by it if negative (Keskar et al. 2019, arXiv 1909.05858)."""
     is_token_RL = torch.arange(tokens_RL.shape[1], device=tokens_RL.device) < total_R[:, None]
     # Padding repeats the first token: equal indices write equal values.
     index_RL = torch.where(is_token_RL, tokens_RL, tokens_RL[:, :1])

@@ -2,7 +2,8 @@
 share.
 
 A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise:
-a receipt is valid for one order and the reader's part of these contents only, and with all receipts every byte of a
+a receipt is valid for one order and the reader's part of these contents only, so an old receipt or another reader's does
+not count; with all receipts every byte of a
 version was verified. Orders are numbered for the engine's life, because nothing else distinguishes two versions: two
 segments count their generations alike, and a manifest that came by hosts has no checksums.
 

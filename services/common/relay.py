@@ -99,7 +99,7 @@ log = logging.getLogger(__name__)
 
 
 class RelayConnection:
-    """The connection of one process. `host` is the address that a relay listens on, `advertised` the others' address."""
+    """The connection of one process. `host` is the address that a relay listens on, `advertised` the address at which others reach it."""
 
     def __init__(self, coordinator: str, host: str, advertised: str) -> None:
         self._coordinator, self._host, self._advertised = coordinator, host, advertised

@@ -35,7 +35,7 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
         return
     if is_required and (why := why_no_isolation()):
         raise click.UsageError(
-            f"{option.opts[0]} is impossible here: {why}; docs/operate/security_promises.md has its requirements"
+            f"{option.opts[0]} is impossible here: {why}; docs/operate/security_setup.md has its requirements"
         )
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 

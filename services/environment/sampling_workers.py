@@ -6,7 +6,7 @@ answer: workers reject the request itself (InvalidInput), or the lease cannot co
 
 Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer. An answer has no
 deadline, because a long one is no fault: gRPC's keepalive ends a silent connection, and a worker ends itself if its
-worker hangs (`services/rollout/run.py`).
+engine hangs (`services/rollout/run.py`).
 
 A conversation stays with its worker, whose prefix cache has its history, as long as that worker is listed, holds new
 enough weights and has not just failed. A new conversation goes to the worker with the fewest conversations.
@@ -91,7 +91,7 @@ class WorkerList:
         self._failed_until_s = {name: until_s for name, until_s in failed if name in self._workers}
 
     def put_off(self, member_id: str, seconds: float) -> None:
-        """Prefer other workers for a while, because this one has just failed or refused."""
+        """Exclude this worker for `seconds`, because it has just failed or refused."""
         self._failed_until_s[member_id] = self._clock() + seconds
 
     def choose(self, conversation: str, required: RequiredWeights) -> SamplingWorker | None:

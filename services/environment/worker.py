@@ -1,7 +1,8 @@
 """The environment service: leases groups of runs with an environment and runs their episodes.
 
 `EnvironmentWorker` is a member of the pool; `services/environment/run.py` does its work on one run. User code runs in
-separate processes (`environment/hosting/`), so it cannot stop the service. Started by `paceline serve environment`.
+separate processes (`environment/hosting/`), so it cannot stop the service. Started by `paceline serve environment`
+(also `paceline-environment`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class EnvironmentWorker:
 
     @contextlib.asynccontextmanager
     async def _set_up(self, assignment: worker_pb2.RunAssignment) -> AsyncIterator[EnvironmentRun]:
-        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, other errors."""
+        """Load the tokenizer and the user code of a run. Raises InvalidInput for unusable code, and any
+        other error of the set-up."""
         spec, bundle = spec_of(assignment), assignment.bundle
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")

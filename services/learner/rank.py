@@ -256,7 +256,8 @@ class LearnerRank:
             hello.host_agent.CopyFrom(host)
         run = self.current_run
         if run is not None and run.session == hello.session and run.receipted:
-            # A coordinator whose ledger lacks these receipts is an older backup; this session cannot continue with it.
+            # A coordinator whose ledger lacks these receipts was restored from an older backup, and this session cannot
+            # continue with it.
             hello.version.session, hello.version.step = run.session, run.receipted
         return hello
 

@@ -134,7 +134,7 @@ log = logging.getLogger(__name__)
 
 def set_up_device(device: str, host: str) -> torch.device:
     """Return the device of this rank, and make the process group if there are several ranks. `device` is `auto`, `cuda`
-    or `cpu`; The service listens on `host`. Raises Unavailable if the GPU cannot be used."""
+    or `cpu`. The service listens on `host`. Raises Unavailable if the GPU cannot be used."""
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(

@@ -133,7 +133,8 @@ class LocalCluster:
     def start_coordinator(self) -> str:
         """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
         in the directory, and PacelineError, with the end of its log, if the coordinator ends before it listens,
-        because a second start would fail too. A coordinator may take its time, for example while the disk is full."""
+        because a second start would fail too. Waits without a limit for a coordinator that waits itself, for example
+        for room on the disk."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"

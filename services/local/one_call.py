@@ -98,7 +98,8 @@ def train(
     written to a file. `directory` holds the ledger and the runs; `show` gets a line for each step and warning, None
     shows nothing. `start_cluster` and `connect` are for tests.
 
-    Raises InvalidInput (SpecError, DataError) for invalid input, PacelineError for a run that has not succeeded, with
+    Raises InvalidInput (SpecError, DataError) for a spec or data that cannot be trained, and on other platforms than
+    Linux; PacelineError for a run that has not succeeded, with
     its message.
     """
     require_linux("paceline.train")

@@ -228,7 +228,7 @@ class ToolChoice(NamedTuple):
     """The calls that `tool_choice` allows."""
 
     kind: str
-    """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (calls) or `function` (a call of `name`)."""
+    """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (at least one call) or `function` (a call of `name`)."""
     name: str = ""
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between two of them.
+"""`POST /v1/responses`: converts a request to the equivalent chat. The server keeps nothing between requests.
 
 A request has the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant
 are one message of the chat. Features that would require earlier answers are refused by name.

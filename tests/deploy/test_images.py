@@ -259,6 +259,29 @@ def test_compose_builds_and_mounts_what_the_list_says() -> None:
         assert ("gpu" in str(service.get("deploy", ""))) == name.endswith("-gpu")
 
 
+def test_compose_confines_every_container_and_gives_it_the_token() -> None:
+    for name, service in COMPOSE["services"].items():
+        role = ROLES[name.removesuffix("-gpu")]
+        assert service["init"] is True, name
+        assert service["tmpfs"] == ["/tmp"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == ("no" if name == "cli" else "unless-stopped"), name
+        given = {
+            key: service["environment"][key] for key in ("OMP_NUM_THREADS", "PACELINE_TOKEN_FILE", "PACELINE_INSECURE")
+        }
+        assert given == {"OMP_NUM_THREADS": "1", "PACELINE_TOKEN_FILE": "/token/token", "PACELINE_INSECURE": "1"}, name
+        mounts = {mount for mount in service["volumes"] if ":/token" in mount or ":/work" in mount}
+        token = "token:/token" if name == "coordinator" else "token:/token:ro"
+        assert mounts == {token, "${PACELINE_WORK:-./work}:/work:ro"}, name
+        if name != "cli":
+            assert service["command"][-len(role["compose"]["options"]) :] == role["compose"]["options"] or (
+                not role["compose"]["options"]
+            ), name
+        published = role["compose"].get("publish")
+        ports = role["ports"].get("grpc", role["ports"].get("http"))
+        assert service.get("ports") == ([f"127.0.0.1:{published}:{ports}"] if published else None), name
+
+
 def test_workers_of_a_run_reach_the_exports_that_it_may_start_from() -> None:
     """`policy.model_name: run:sft-1` is a folder of the store; all of them load its tokenizer at least."""
     workers = [name for name, about in ROLES.items() if about["workload"] in ("pool", "learner")]

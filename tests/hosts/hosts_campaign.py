@@ -116,7 +116,7 @@ def run_campaign(steps: int, logs: Path) -> Outcome:
         campaign.lose_a_node()
         campaign.wait()
         verdict = campaign.judge()
-        sessions = sum("goes on from step" in line for line in (logs / "learner-0.log").read_text().splitlines())
+        sessions = sum("continues from step" in line for line in (logs / "learner-0.log").read_text().splitlines())
         identical = not verdict["wrong_weights"] and not verdict["stalled"]
         return Outcome(verdict["lost"], verdict["trained_twice"], identical, verdict["problems"], 1 + sessions)
 

@@ -1,4 +1,4 @@
-"""A run whose workers join and leave from its first step to its last: a short form of `make churn`."""
+"""A run whose workers join and leave from its first step to its last: a short form of `make campaign NAME=churn`."""
 
 from __future__ import annotations
 

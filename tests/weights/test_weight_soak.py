@@ -1,6 +1,6 @@
 """Receivers and a learner rank that die or stop in the middle of a publish: a short form of the campaign `soak`.
 
-Only `make soak` judges times. Here nothing hangs, the learner continues, all end at the learner's version with the
+Only `make campaign NAME=soak` judges times. Here nothing hangs, the learner continues, all end at the learner's version with the
 right weights, and the harmed process was out of the epoch.
 """
 

@@ -1,4 +1,4 @@
-"""`make churn`: a run whose rollout workers join and leave every few seconds, from its first step to its last.
+"""`make campaign NAME=churn`: a run whose rollout workers join and leave every few seconds, from its first step to its last.
 
     python tests/weights/weight_churn.py --steps 60 --every 3
 

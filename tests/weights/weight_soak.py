@@ -1,4 +1,4 @@
-"""`make soak`: rollout workers, their hosts' relays and learner ranks that die or stop at the worst moments of a publish, round after
+"""`make campaign NAME=soak`: rollout workers, their hosts' relays and learner ranks that die or stop at the worst moments of a publish, round after
 round.
 
     python tests/weights/weight_soak.py --rounds 20 --phase transfer --signal SIGSTOP --target agent

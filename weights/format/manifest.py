@@ -120,7 +120,7 @@ class WeightManifest:
 
     @property
     def content_hash(self) -> str:
-        """Return the SHA-256 over layout and checksums: equal only for equal weights."""
+        """Return the SHA-256 over layout and checksums: equal if and only if the weights are."""
         sums = [self.layout_hash, self.algorithm, *(entry.checksum for entry in self.entries)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 

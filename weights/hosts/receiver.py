@@ -62,7 +62,7 @@ class HostReceiver:
         on_relay: Callable[[], None],
     ) -> None:
         self._run_id, self._client = run_id, client
-        self._on_weights, self._on_ack, self._on_agent = on_weights, on_ack, on_relay
+        self._on_weights, self._on_ack, self._on_relay = on_weights, on_ack, on_relay
         self._changed = threading.Condition()
         self._plan: worker_pb2.HostPlan | None = None
         self._digests: dict[Version, bytes] = {}
@@ -131,7 +131,7 @@ class HostReceiver:
         with self._changed:
             self._complete, plan = None, self._plan
             self._segments.clear()
-        self._on_agent()
+        self._on_relay()
         if plan is not None:
             self._send(plan)
 

@@ -1,4 +1,4 @@
-"""Keeps a session's versions in the object store, and offers them to the members. Runs on rank 0 of the learner.
+"""Records a session's versions in the object store, and offers them to the members. Runs on rank 0 of the learner.
 
 A member costs only an offer and its answer: it reads at its pace, and may skip versions. An offer without an answer is
 repeated after `max_wait_s` of silence, which is harmless: a member that is reading goes on, and one that holds the
@@ -272,7 +272,7 @@ class StoreOffers:
         try:
             call(argument)
         except Exception as error:  # raised by the listener; other members must not lose their offers by it
-            unforeseen.note("handling an offer of stored weights", error)  # an offe  # the offer is repeated
+            unforeseen.note("handling an offer of stored weights", error)  # the offer is repeated
 
     def _due(self) -> list[StoreOffer]:
         newest, now = self._newest, time.monotonic()

@@ -114,7 +114,7 @@ class RankLayout:
         return tuple(keys)
 
     def contents(self, checksums: Sequence[str]) -> str:
-        """Return a SHA-256 over blocks and the chunks' checksums: equal only if all elements are."""
+        """Return a SHA-256 over blocks and the chunks' checksums: equal if and only if all elements are."""
         document = [self.chunk_elements, self.blocks, list(checksums)]
         return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 

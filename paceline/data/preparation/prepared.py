@@ -82,7 +82,8 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open. If there is none, nothing is read.
+    """Prepare the data of a spec in a folder that exists while the context is open. A spec without preparation is not
+    read.
 
     Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
     function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.

@@ -31,8 +31,7 @@ class AlgorithmSection(Section):
     has_teacher: ClassVar[bool] = False
     """True if `frozen_policy` is a different model from the policy."""
     reference: ClassVar[Literal["never", "with_penalty", "always"]] = "never"
-    """Condition for the policy before training to be its `frozen_policy`: a KL penalty in `loss_fn`, or none (always).
-    """
+    """When the policy before training is its `frozen_policy`: never, if `loss_fn` has a KL penalty, or always."""
 
     @model_validator(mode="before")
     @classmethod

@@ -192,8 +192,7 @@ class LoggerSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     keep_samples: bool = True
-    """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
-    `keep_samples: false`, keeps none."""
+    """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
     keep_evaluations: NonNegativeInt = 8
     """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
     `keep_samples: false`, keeps none."""

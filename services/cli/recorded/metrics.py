@@ -55,6 +55,8 @@ def metrics(
     version.
     """
     if explain is not None:
+        if run is not None or as_csv or parquet is not None:
+            raise click.UsageError("--explain takes no RUN, --csv or --parquet")
         _explain(explain, as_json)
         return
     if run is None:

@@ -236,7 +236,7 @@ POLL_S = 0.2
 @coordinator_option
 @json_option
 def members(coordinator: str, as_json: bool) -> None:
-    """List the connected workers; with --json as JSON lines."""
+    """List the workers that are members now; with --json as JSON lines."""
     with Client(coordinator) as client:
         facts = [render.member_facts(member) for member in client.members()]
     render.print_all(as_json, facts, render.MEMBER_COLUMNS, render.member_row, "no workers yet")
@@ -277,7 +277,8 @@ def _member(client: Client, text: str) -> str:
     ids = [member.member_id for member in client.members()]
     found = [text] if text in ids else [member_id for member_id in ids if member_id.startswith(text)]
     if not found:
-        raise NotFound(f"no member {text!r}; the members are {', '.join(ids) or 'none'}")
+        members = f"the members are {', '.join(ids)}" if ids else "there are no members"
+        raise NotFound(f"no member {text!r}; {members}")
     if len(found) > 1:
         raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more characters")
     return found[0]

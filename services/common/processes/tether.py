@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def tethered(command: list[str]) -> list[str]:
-    """Return the command line that runs `command` until this process, or the thread that starts it, ends."""
+    """Return the command line that runs `command`, and kills it if this process or the thread that starts it ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

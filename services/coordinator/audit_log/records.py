@@ -122,7 +122,7 @@ def audit_files(folder: Path) -> dict[int, Path]:
 
 
 def end_of(path: Path) -> tuple[AuditHead, int]:
-    """Return the newest record of a file (`NONE` for an empty file) and the bytes of the incomplete line after it.
+    """Return the newest record of a file (`NONE` without a whole record) and the bytes of the incomplete line after it.
     Raises ValueError for a last line that is no record."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -2,7 +2,7 @@
 one cause pause the run.
 
 A cause is an error's text without its variable parts: numbers, quoted values, excerpts of the prompt, and the text of
-an exception (its type, file and line stay). The counts are in memory and restart with the coordinator.
+an exception whose file and line are known (its type, file and line stay). The counts are in memory and restart with the coordinator.
 """
 
 from __future__ import annotations

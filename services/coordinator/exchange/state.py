@@ -231,7 +231,8 @@ class Exchange(RunState):
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether failing reward functions paused the run; `resume` scores its waiting groups again."""
+        """Return whether failing reward functions paused the run; after `resume` the corrected functions score the
+        waiting groups."""
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
     def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:

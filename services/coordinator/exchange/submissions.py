@@ -42,7 +42,7 @@ MAX_ERROR_CHARS = 4096
 
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Commit a checked and stored group. The first valid result of any attempt wins while the group is open."""
+    """Commit a checked and stored group. The first valid result of any attempt wins while the group is admitted or leased."""
     request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)

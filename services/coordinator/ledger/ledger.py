@@ -401,8 +401,8 @@ class Ledger(LedgerFile):
         return counts
 
     def token_books(self, run_id: str) -> dict[str, int]:
-        """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens of results that were
-        not committed. Drops also by reason."""
+        """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took,
+        or whose stored bytes were lost. Drops also by reason."""
         counters = self.counters(run_id)
         books = {name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")}
         dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))

@@ -101,7 +101,7 @@ CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
 
 CREATE TABLE counters (                        -- durable counts, so that rows need not be counted
     run_id TEXT NOT NULL,
-    name TEXT NOT NULL,                        -- groups:<state>, tokens:<end>, failures:<kind>, …
+    name TEXT NOT NULL,                        -- groups:<state>, tokens:<generated|wasted|end>, failures:<kind>, …
     value INTEGER NOT NULL,
     seal INTEGER,
     PRIMARY KEY (run_id, name)
@@ -242,10 +242,10 @@ CREATE TABLE restarts (                        -- lives of samples whose tokens 
     PRIMARY KEY (run_id, group_id, sample, life)
 ) WITHOUT ROWID;
 
-CREATE TABLE audit_heads (                     -- newest entry of each file of the audit log, outside the chain of batches
+CREATE TABLE audit_heads (                     -- newest record of each file of the audit log, outside the chain of batches
     file INTEGER PRIMARY KEY,                  -- number of the file
-    sequence INTEGER NOT NULL,                 -- of the entry
-    hash TEXT NOT NULL,                        -- of the entry and all entries before it
+    sequence INTEGER NOT NULL,                 -- of the record
+    hash TEXT NOT NULL,                        -- of the record and all records before it
     seal INTEGER
 );
 

@@ -300,7 +300,7 @@ class PayloadStore:
         for number in numbers:
             try:
                 self._path(number).unlink(missing_ok=True)
-            except OSError as error:  # its space is lost until a later check removes it
+            except OSError as error:  # its space is lost until the next start, which finds it unused
                 log.warning("%s cannot be removed: %s", self._path(number), error)
 
     def close(self) -> None:

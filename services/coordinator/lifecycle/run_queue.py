@@ -146,7 +146,7 @@ class RunQueue:
             )
 
     async def _check_store(self) -> None:
-        """Raise InvalidInput if the deployment's object store is read-only."""
+        """Raise InvalidInput if the deployment's store refuses writes (name, permissions or credentials)."""
         if not self._ledger.store:
             return
         with contextlib.suppress(TimeoutError):

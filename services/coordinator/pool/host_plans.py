@@ -125,7 +125,7 @@ class HostPlans:
         self.update(epoch, member_ids)
 
     def update(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """Send each member of the roster its plan if it has another one."""
+        """Send each member of the roster its plan, unless it has this plan already."""
         run, version = self._exchange.active, self._version
         if run is None or version is None or version.run_id != run.run_id:
             return

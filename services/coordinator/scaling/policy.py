@@ -45,10 +45,10 @@ HALF_LIFE_STEPS = 8.0
 """Steps after which a measured demand has half of its weight."""
 
 NEW_LOAD = 1.5
-"""Ratio of a step's demand to the mean above which it counts as a new load, so that the mean begins anew."""
+"""Ratio of a step's demand to the mean, or of the mean to it, from which it counts as a new load: the mean begins anew."""
 
 NEW_RATE = 3.0
-"""Ratio of a measured rate to the mean above which it counts as another kind of work, so that the mean begins anew."""
+"""Ratio of a measured rate to the mean, or of the mean to it, from which it counts as other work: the mean begins anew."""
 
 MIN_GROUPS = 32
 """Least number of groups for a known rate."""

@@ -8,8 +8,8 @@ Promise: no pool shrinks because the coordinator lacks information. After a rest
 the workers had time to reconnect, and a pool that nobody has scaled yet keeps its present size. A request for a size
 changes nothing else.
 
-A role's demand is divided with the cheapest work first, because rollout workers on several kinds of GPUs are several
-pools of one role. A group costs as much as a worker for an hour by the groups that it completes. The pool with the
+Rollout workers on several kinds of GPUs are several pools of one role. The role's demand is divided with the cheapest
+work first: the cost of a group is that of a worker for an hour, divided by the groups that the worker completes in it. The pool with the
 cheapest groups serves the demand up to its largest size, the next one serves the rest. A pool with workers keeps its
 rank unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
 """

@@ -2,7 +2,8 @@
 
 A node is present from its first heartbeat until it leaves or is silent. It joins again for each session, and as a new
 life if its process was started again. If one host has two lives of one position, the one that was started last counts.
-On two hosts the second one counts if the first has no more heartbeats; otherwise it is refused.
+On two hosts the second one counts if the first has no more heartbeats; otherwise it is refused,
+because two hosts were given one position.
 """
 
 from __future__ import annotations

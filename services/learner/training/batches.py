@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises after that."""
+"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises if it has
+given up."""
 
 
 class RankBatch(NamedTuple):

@@ -203,7 +203,8 @@ class LearnerRun:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raise WrongKey without the coordinator's storage key, InvalidInput for weights that leave it unencrypted."""
+        """Raise WrongKey without the coordinator's storage key, InvalidInput for data that
+        would leave this host unencrypted."""
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network

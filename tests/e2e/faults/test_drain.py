@@ -73,7 +73,7 @@ def go_on(directory: Path, run_id: str, steps: int) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"goes on from step {steps}" in (directory / "logs" / "learner-0.log").read_text()
+    assert f"continues from step {steps}" in (directory / "logs" / "learner-0.log").read_text()
     with opened(directory) as ledger:
         row = ledger.run(run_id)
         assert (row["state"], row["next_step"]) == ("succeeded", 30)

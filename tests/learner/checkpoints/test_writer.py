@@ -15,7 +15,7 @@ from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 from paceline.errors import Conflict, Unavailable
 from paceline.learner.checkpoints import checkpoint
 from paceline.learner.checkpoints import writer as writing
-from paceline.learner.checkpoints.writer import CheckpointWriter, size_bytes
+from paceline.learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
 from paceline.learner.step.trainer import Trainer
 
 DEADLINE_S = 60.0
@@ -132,7 +132,8 @@ def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(
     parameters = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert size_bytes(state) > 3 * parameters, "weights and two moments"
     before = weights(trainer)
-    writer = CheckpointWriter(tmp_path, session=3, spare_bytes=1 << 60)
+    available = SPARE_BYTES + size_bytes(state) - 1
+    writer = CheckpointWriter(tmp_path, session=3, available=lambda: available)
     writer.begin(1, trainer.model, trainer.optimizer, "c4a1")
     assert writer.ready, "it is written when begin returns"
     trainer.train_step(make_batch(), 1)

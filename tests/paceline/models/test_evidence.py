@@ -35,7 +35,7 @@ def test_evidence_that_belongs_together_is_accepted() -> None:
             None,
             "measured model files with the digest f",
         ),
-        (with_digest({"format": FORMAT, "digests": {}}), None, "that is unknown"),
+        (with_digest({"format": FORMAT, "digests": {}}), None, "no recorded digest"),
         (EVALUATION, VERDICT | {"outcome": "failed"}, "v is not a verdict as it was written"),
         (EVALUATION, with_digest({"outcome": "good", "digests": {}}), "has the outcome 'good'"),
         (

@@ -197,7 +197,7 @@ async def test_isolated_code_works_with_its_own_files(
             "open('{closed}/new', 'w')",
             "cannot make files directly in {closed}: use TMPDIR or a folder that was there",
         ),
-        ("os.mkdir('{closed}/new')", "or a worker with --no-isolation (docs/operate/security_promises.md)"),
+        ("os.mkdir('{closed}/new')", "or a worker with --no-isolation (docs/operate/security_setup.md)"),
         ("open('{closed}/runs/token')", "{closed}/runs is hidden from user code (docs/operate/security_promises.md)"),
         ("open(__file__, 'a')", "/own is read-only for user code: write into TMPDIR or another folder"),
         (

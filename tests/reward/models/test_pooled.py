@@ -80,7 +80,7 @@ def test_a_server_without_the_model_is_told_at_the_set_up(tmp_path: Path) -> Non
         with pytest.raises(Unreadable, match=r"serves rm, not 'other'; correct endpoint\.model"):
             open_scorer(ModelSettings(path=str(tmp_path), endpoint={**server.endpoint, "model": "other"}))
         endpoint = server.endpoint
-    with pytest.raises(Unreadable, match=r"cannot reach the reward model server: .* --runner pooling"):
+    with pytest.raises(Unreadable, match=r"the reward model server does not answer as expected: .* --runner pooling"):
         open_scorer(ModelSettings(path=str(tmp_path), endpoint=endpoint))
 
 

@@ -48,8 +48,9 @@ class RecordingStore(BlobStore):
 class BreakingServicer(BundleServicer):
     """Ends the first stream after two parts, and notes the offsets of all parts of large files that it has taken."""
 
-    def __init__(self, store: BlobStore):
+    def __init__(self, store: BlobStore, breaks_with: Unavailable | None):
         super().__init__(store)
+        self.breaks_with = breaks_with
         self.offsets: list[int] = []
         self.has_broken = False
 
@@ -58,7 +59,9 @@ class BreakingServicer(BundleServicer):
             async for part in request_iterator:
                 if len(self.offsets) == 2 and not self.has_broken:
                     self.has_broken = True
-                    raise Unavailable("a break")
+                    if self.breaks_with is None:
+                        return  # as a client's stream that ends early: FAILED_PRECONDITION
+                    raise self.breaks_with
                 if part.size > PART_BYTES:
                     self.offsets.append(part.offset)
                 yield part
@@ -108,9 +111,10 @@ async def test_a_bundle_is_sent_once_and_fetched_by_digest(tmp_path: Path) -> No
             await call(fetched, "ab" * 32)
 
 
-async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [Unavailable("a break"), None], ids=["unavailable", "ended early"])
+async def test_a_transfer_goes_on_where_it_broke(tmp_path: Path, error: Unavailable | None) -> None:
     store = BlobStore(tmp_path / "blobs")
-    servicer, bundle = BreakingServicer(store), bundle_of(tmp_path, large=bytes(5 * PART_BYTES))
+    servicer, bundle = BreakingServicer(store, error), bundle_of(tmp_path, large=bytes(5 * PART_BYTES))
     async with serving(store, servicer) as call:
         await call(send, bundle)
     assert servicer.has_broken

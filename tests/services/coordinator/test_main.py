@@ -75,7 +75,7 @@ def refused(directory: Path, *options: str) -> str:
     return ended.stderr
 
 
-def test_one_coordinator_per_ledger_and_a_successor_after_it(start: Start, tmp_path: Path) -> None:
+def test_one_coordinator_per_ledger_and_its_lock_dies_with_it(start: Start, tmp_path: Path) -> None:
     first, _ = start(tmp_path / "runs")
     assert "another coordinator has the ledger" in refused(tmp_path / "runs")
     first.kill()  # the lock dies with its process, however that one dies

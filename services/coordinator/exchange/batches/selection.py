@@ -39,7 +39,7 @@ from paceline.v1 import exchange_pb2 as pb
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it was requested and is complete; return whether it was fixed.
 
-    It is checked once for all ranks that ask in a transaction, until a group is scored.
+    However many ranks ask in a transaction, it is checked once, and again only after a group was scored.
     """
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:

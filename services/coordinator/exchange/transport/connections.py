@@ -75,7 +75,7 @@ class Connection:
 
     opened_s: float
     mark: int = 0
-    """Bytes received when the last message before that point was read."""
+    """Bytes received when all messages that had arrived were last read."""
     read: int = 0
     """Bytes of its messages read since."""
     refused: int = 0

@@ -233,7 +233,7 @@ class ExchangeSocket:
             elif event["event"] & FAILED:
                 seldom.warning(
                     "handshake",
-                    "refused a connection to the exchange: its handshake failed, the peer does not use CURVE as members do",
+                    "refused a connection to the exchange: its handshake failed, the peer does not use CURVE, or repeats another connection's bytes",
                 )
             else:
                 self.connections.closed(event["value"])

@@ -10,7 +10,7 @@ A message passes these steps; all but those on the event loop are threads (`Pipe
 step does not delay the others. The modules are in this folder and in `services/coordinator/exchange/uploads/`:
 
   receive   event loop: reads the socket; stops while too many groups wait for the disk (transport/receiver.py)
-  check     decodes and hashes groups (uploads/intake.py), and compares their prompts (uploads/prompt_check.py)
+  check     decodes and hashes groups, which leases do not wait for (uploads/intake.py), and compares their prompts (uploads/prompt_check.py)
   store     writes and syncs groups, several at once
   answer    event loop: one transaction after another; while leases are requested, every second one answers them alone
   sync      syncs commits while the next transactions run; synced requests are answered between two of theirs

@@ -1,7 +1,7 @@
-"""Stores the newest entry of each file of the audit log: the table `audit_heads`.
+"""Stores the newest record of each file of the audit log: the table `audit_heads`.
 
 It is stored beside the receipts and outside the chain of batches, which a replay has to repeat. A log whose end was cut
-off, or that was replaced by an older copy, lacks the entry that is named here.
+off, or that was replaced by an older copy, lacks the record that is named here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from paceline.services.coordinator.ledger.database import Queries
 
 
 class AuditHead(NamedTuple):
-    """Newest entry of the audit log at some time."""
+    """Newest record of the audit log at some time."""
 
     sequence: int
-    """Its number; 0 without an entry."""
+    """Its number; 0 without a record."""
     hash: str
     """SHA-256 over it and all earlier entries, in hexadecimal digits."""
 
@@ -27,15 +27,15 @@ class AuditHeads(Queries):
     """Keys: the number of the file. Methods that write run inside a transaction of the ledger."""
 
     def put(self, file: int, head: AuditHead) -> None:
-        """Record the newest entry of a file; replaces an earlier one."""
+        """Record the newest record of a file; replaces an earlier one."""
         self.db.execute("INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head))
 
     def newest(self) -> AuditHead:
-        """Return the newest entry of all files; `NONE` without any."""
+        """Return the newest record of all files; `NONE` without any."""
         row = self.row("SELECT sequence, hash FROM audit_heads WHERE file = (SELECT MAX(file) FROM audit_heads)")
         return NONE if row is None else AuditHead(row["sequence"], row["hash"])
 
     def all(self) -> dict[int, AuditHead]:
-        """Return the newest entry of each file, by the file's number, ascending."""
+        """Return the newest record of each file, by the file's number, ascending."""
         rows = self.db.execute("SELECT file, sequence, hash FROM audit_heads ORDER BY file")
         return {row["file"]: AuditHead(row["sequence"], row["hash"]) for row in rows}

@@ -77,3 +77,17 @@ def test_a_metric_that_is_not_there_is_answered_with_the_nearest(directory: Path
     )
     result = paceline("metrics", "sums-1", "x/*", "--directory", directory)
     assert result.stderr == "Error: sums-1 has no metric 'x/*'; `paceline metrics sums-1` lists them\n"
+
+
+def test_a_metric_is_explained_without_a_run(directory: Path) -> None:
+    result = paceline("metrics", "--explain", "age")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("age (")
+    assert "healthy: at most `async_grpo.max_trajectory_age_steps`" in result.stdout
+    names = [
+        json.loads(line)["name"] for line in paceline("metrics", "--explain", "age*", "--json").stdout.splitlines()
+    ]
+    assert {"age", "age/<age>"} <= set(names)
+    assert "did you mean 'age'?" in paceline("metrics", "--explain", "agee").stderr
+    assert "name a RUN" in paceline("metrics").stderr
+    assert "takes no RUN" in paceline("metrics", "sums-1", "--explain", "age", "--directory", directory).stderr

@@ -20,7 +20,7 @@ async def test_a_stream_has_one_hello(plane: Plane) -> None:
     worker.say(hello=worker_pb2.Hello(role=common_pb2.ROLE_REWARD, member_id="another"))
     code, details = await _end_of(worker)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "the first message of a stream" in details
+    assert "open a new stream" in details
     assert plane.coordinator.members.get("another") is None
 
 

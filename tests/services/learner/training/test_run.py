@@ -28,8 +28,10 @@ class Session(LearnerRun):
     """A session with a tiny model that gets `batches`, and then no answer."""
 
     batches: Sequence[RankBatch | None] = ()
+    timeouts: list[timedelta | None]
 
     def _set_up(self) -> None:
+        self.timeouts = []
         self._trainer: Any = SimpleNamespace(model=tiny_qwen3())
 
     def _next_batch(self) -> RankBatch | None:
@@ -39,7 +41,7 @@ class Session(LearnerRun):
         return batch
 
     def _train_step(self, batch: RankBatch) -> None:
-        pass
+        self.timeouts.append(default_group_options()._timeout if dist.is_initialized() else None)
 
 
 @pytest.fixture
@@ -104,6 +106,10 @@ def test_ranks_on_several_hosts_with_certificates_need_the_key(
 def group_options() -> Any:
     """The options of this process' group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return default_group_options()
+
+
+def default_group_options() -> Any:
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
 
 
@@ -115,6 +121,7 @@ def test_collectives_time_out_early_once_a_step_is_trained(session: Session, gro
     assert group_options._timeout == before != timedelta(seconds=300)
     session.batches = [batch, None]
     session.train()
+    assert session.timeouts == [before], "the first step loads models and compiles kernels"
     assert group_options._timeout == timedelta(seconds=300)
 
 

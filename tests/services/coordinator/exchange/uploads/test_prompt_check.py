@@ -202,6 +202,8 @@ def test_a_process_that_fails_holds_nothing_up(
             assert check.fault("a-1", 7, own[:-1]) == ""
         assert "does not answer" in check.unavailable
         assert child.returncode == -signal.SIGKILL, "nothing is left behind"
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    assert check.fault("a-1", 7, own[:-1]) != "", "the next run's process works"
 
 
 def test_the_reader_needs_no_lock(ledger: Path) -> None:
