@@ -388,7 +388,8 @@ class Client(Connection):
         worker: str | None = None,
         timeout_s: float = 300.0,
     ) -> list[GeneratedCompletion]:
-        """Return `n` completions of a prompt under the newest weights. Defaults are those of the worker's run.
+        """Return `n` completions of a prompt with the newest weights. By default, the sampling settings are those of the
+        worker's run.
 
         `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable if
         there is none, Conflict if it holds no weights yet, InvalidInput.

@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def checked_metrics(value: Any) -> dict[str, tuple[float, int]]:
-    """Return the valid metrics of a reply, which is checked because its process runs user code."""
+    """Return the valid metrics of a reply. The reply is checked because it comes from a process that runs user code."""
     metrics: dict[str, tuple[float, int]] = {}
     for name, pair in list(value.items())[:MAX_METRICS] if isinstance(value, dict) else ():
         is_pair = isinstance(pair, list) and len(pair) == 2

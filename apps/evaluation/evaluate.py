@@ -298,7 +298,7 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
             lines.append(f"{each['training']} could not be compared with the questions: {each['not_compared']}")
         elif each["questions"]:
             lines.append(
-                f"{each['questions']:,} of {num_questions:,} questions have at least {OVERLAP:.0%} of their words in "
+                f"{each['questions']:,} of {num_questions:,} questions have at least {OVERLAP:.0%} of their 13-word sequences in "
                 f"{each['training']}, which the model was trained on (first: problem {each['first'][0]}); its result says "
                 "little about new questions"
             )

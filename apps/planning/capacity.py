@@ -160,7 +160,7 @@ def plan_capacity(
             best = made
     if best is None:
         reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are"
-        raise SpecError(f"no split of {number} {processor.name} fits: {reason}")
+        raise SpecError(f"no way to divide {number} {processor.name} between learner and engines fits: {reason}")
     return best if price is None else replace(best, cost_per_hour=price * number)
 
 

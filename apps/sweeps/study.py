@@ -134,7 +134,7 @@ class Trial:
     """One trial without an outcome."""
 
     def __init__(self, study: SweepStudy, trial: optuna.Trial, values: Mapping[str, Value]):
-        """Made by SweepStudy only."""
+        """Only SweepStudy makes trials."""
         self._study, self._trial = study, trial
         self.values = dict(values)
         """Value of each key."""

@@ -22,7 +22,7 @@ SETTINGS = Path(__file__).with_name("mkdocs.yml")
 STYLE = Path(__file__).with_name("site.css")
 BUILT = ROOT / "build" / "site"
 PAGES = (
-    "*.md", "docs/**/*.md", "examples/*/*.md", "recipes/*.md", "deploy/*.md", "benchmarks/*.md",
+    "*.md", "docs/**/*.md", "examples/**/*.md", "recipes/*.md", "deploy/*.md", "benchmarks/*.md",
 )  # fmt: skip
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 LOADED = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:)?//|<link[^>]*rel=["']?(?:stylesheet|preload|icon)["']?"""

@@ -128,7 +128,7 @@ def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
     except Exception as error:  # from transformers or from evaluating an annotation
         raise InvalidInput(
             f"{what} has no schema: {error}; give it type hints and a docstring with an Args section, or begin its name with "
-            "an underscore if it is no tool"
+            "an underscore if it is not a tool"
         ) from None
     return schema
 

@@ -40,7 +40,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
         except OSError:
             same = False
         if not same:
-            return f"{original} is not on this machine as the run's bundle has it; --functions-from allows only the file there"
+            return f"{original} is missing on this machine or differs from the run's copy; --functions-from allows only an identical file"
     return ""
 
 

@@ -39,7 +39,7 @@ MAX_S = 3600.0
 
 
 def to_metadata(seconds: float) -> tuple[tuple[str, str], ...]:
-    """Return the trailing metadata of a refusal."""
+    """Return a refusal's trailing metadata, which says when to retry."""
     return ((KEY, str(math.ceil(1000 * min(seconds, MAX_S)))),)
 
 

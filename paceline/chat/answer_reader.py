@@ -224,7 +224,7 @@ class AnswerReader:
 
 
 def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
-    """Return the parts of a whole text, read by a new reader, with neighbours of the same kind joined."""
+    """Return the parts of a complete text, with neighbours of the same kind joined."""
     return joined([*reader.push(text), *reader.finish()])
 
 

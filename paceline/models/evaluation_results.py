@@ -1,5 +1,5 @@
-"""Reads and writes the files of an evaluation (a result with digests, one line per sample), and checks that results and
-verdicts belong to a model.
+"""Reads and writes the two files of an evaluation (the result with its digests, and the samples, one a line), and checks
+that results and verdicts belong to a model.
 
 Promise: a result holds the digests of its samples and of itself, and a document that was changed later is refused by
 name. An evaluation counts only for the model files that it measured, a verdict only with its evaluation.
@@ -137,7 +137,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         if measured != export_sha256:
             raise DataError(
                 f"{name} measured model files with {'the digest ' + measured if measured else 'no recorded digest'}, but "
-                f"these have {export_sha256}; evaluate this folder"
+                f"the files here have {export_sha256}; evaluate this folder"
             )
     digests = {result["digest"] for result in evaluations.values()}
     for name, verdict in verdicts.items():

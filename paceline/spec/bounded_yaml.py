@@ -79,7 +79,7 @@ class BoundedLoader(StepwiseLoader):
         self._check_time(place)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise SpecError(
-                f"the spec has a YAML anchor or alias in {place}; write the values out (`paceline submit` does)"
+                f"the spec has a YAML anchor or alias in {place}; write the values out, or submit it with `paceline submit`, which writes them out"
             )
         self._nodes += 1
         if self._nodes > MAX_NODES:

@@ -38,7 +38,7 @@ class PeerTls:
         path = self._folder.path
         if not material.certificate:
             raise InvalidInput(
-                f"{path} has no tls.crt and tls.key, and weights between hosts need a worker's certificate; `paceline certs "
+                f"{path} lacks tls.crt and tls.key, the worker's certificate for weights between hosts; `paceline certs "
                 "issue` makes one"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

@@ -28,7 +28,7 @@ class EndpointSettings(Section):
     """One OpenAI-compatible service."""
 
     base_url: str
-    """URL before the routes, with the version: `http://127.0.0.1:8000/v1`."""
+    """URL up to and including the version, without a route: `http://127.0.0.1:8000/v1`."""
     model: str
     """Name of the model in requests."""
     api_key_env: str | None = None

@@ -25,7 +25,7 @@ class ModelSettings(Section):
     """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`.
     """
     scale: float = 1.0
-    """Factor of the score, after `offset`."""
+    """The score is multiplied by this after `offset` was subtracted."""
     offset: float = 0.0
     """Subtracted from the score."""
     chat_template_kwargs: dict[str, JsonValue] | None = None

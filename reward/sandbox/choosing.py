@@ -201,7 +201,7 @@ class Report:
     """The backends of a host."""
 
     holding: tuple[str, ...]
-    """Backends that hold, in the order of `auto`."""
+    """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
     """Reasons of the backends that do not hold."""
     means: dict[str, str]

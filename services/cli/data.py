@@ -150,8 +150,8 @@ def inspect(
         click.echo(f"{each['evaluation']}: contains {each['rows']:,} of {each['compared']:,} training prompts")
         if each["rows"]:
             click.echo(
-                f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their words in "
-                f"{each['evaluation']} (first: row {each['first']}); a model that trains on them cannot be measured there",
+                f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their 13-word sequences in "
+                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on it",
                 err=True,
             )
 

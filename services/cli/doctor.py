@@ -127,7 +127,7 @@ def _gpus_of_torch() -> list[int]:
     return [int(torch.cuda.get_device_properties(index).total_memory) for index in range(torch.cuda.device_count())]
 
 
-REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/use/sandbox.md, for code rewards only"
+REMEDY = "only code rewards need a sandbox: install bubblewrap, or use a kernel with Landlock (docs/use/sandbox.md)"
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:

@@ -270,7 +270,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--people-port",
     type=click.IntRange(0, 65535),
-    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0 takes a free one, default none.",
+    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0: a free port; without the option, neither is served.",
 )
 @click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(

@@ -157,7 +157,7 @@ def _assistant_message() -> Json:
 
 def _message(item: Json) -> Json:
     if item.get("role") not in ROLES:
-        raise Unsupported(f"input has a message with the role {item.get('role')!r:.60}", "input")
+        raise Unsupported(f"input has a message with the unsupported role {item.get('role')!r:.60}", "input")
     return {"role": item["role"], "content": item.get("content")}
 
 

@@ -194,7 +194,7 @@ class Pace:
         self._empty_since_s = self._clock()
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:
-        """Return the gauges since the last call; `generated_tokens` are those of the worker's life."""
+        """Return the gauges of the time since the last call; `generated_tokens` counts all tokens that this worker generated."""
         now_s, empty_s = self._clock(), self._empty_s
         if self._empty_since_s is not None:
             empty_s += now_s - self._empty_since_s

@@ -81,7 +81,8 @@ def test_a_run_becomes_a_champion_whose_traces_are_pairs(
     )
     assert overlapping.exit_code == 0, overlapping.output
     assert (
-        f"warning: 8 of 8 questions have at least 50% of their words in {files / 'train.jsonl'}" in overlapping.stderr
+        f"warning: 8 of 8 questions have at least 50% of their 13-word sequences in {files / 'train.jsonl'}"
+        in overlapping.stderr
     )
     verdict, key = tmp_path / "verdict.json", tmp_path / "key.pem"
     done(

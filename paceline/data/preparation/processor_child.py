@@ -52,6 +52,6 @@ def _as_rows(result: Any) -> list[dict[str, Any]]:
     rows = [] if result is None else result if isinstance(result, list) else [result]
     if not all(isinstance(row, dict) for row in rows):
         raise TypeError(
-            f"a processor returns a row (a dict), a list of rows, or None to leave the row out, not {result!r:.80}"
+            f"a processor must return a row (a dict), a list of rows, or None (which leaves the row out); it returned {result!r:.80}"
         )
     return rows

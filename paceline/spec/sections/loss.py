@@ -226,8 +226,8 @@ class LossSection(Section):
             )
         if self.proximal_policy != "exact":
             raise ValueError(
-                f"ratio_anchor 'behaviour' with proximal_policy {self.proximal_policy!r}: nothing would be "
-                "anchored at that approximation"
+                f"ratio_anchor 'behaviour' with proximal_policy {self.proximal_policy!r}: the ratio does "
+                "not use the proximal policy, so this setting would have no effect; set proximal_policy=exact"
             )
 
     def _check_ratio(self) -> None:

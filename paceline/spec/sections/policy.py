@@ -117,7 +117,7 @@ class SchedulerSection(Section):
         ):
             if value != neutral and self.name not in names:
                 raise ValueError(
-                    f"{field} {value} with name {self.name!r}: only {', '.join(names)} reads it; remove it"
+                    f"{field} {value} has no effect with name {self.name!r}; it applies only to {', '.join(names)}: remove {field}, or choose another name"
                 )
         if self.name == "wsd" and self.decay_steps is None:
             raise ValueError("name 'wsd' without decay_steps: say how many steps the fall at the end takes")
@@ -280,7 +280,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class PolicySection(Section):
-    """The model, its training and its generation."""
+    """The model, how it is trained, and how it generates."""
 
     model_name: str
     """A local folder, a folder at an fsspec URL (`s3://bucket/model`), a name on the Hugging Face hub, or another run's

@@ -196,7 +196,8 @@ def run_here(
 
 @contextlib.contextmanager
 def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """At Ctrl-C print the command that continues the runs; raise the fault of a service that was given up."""
+    """At Ctrl-C, print the command that continues the runs. At another error, raise the fault of a service that was given
+    up instead, if there is one."""
     try:
         yield
     except KeyboardInterrupt:

@@ -88,14 +88,14 @@ COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and 
 ))  # fmt: skip
 LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (
     Metric("loss", "", "the objective, mean over the updates of the step", "for GRPO near 0 and without meaning alone"),
-    Metric("advantage_max", "", "largest absolute advantage of a token, before `grpo.advantage_clip_low` and `advantage_clip_high`",
+    Metric("advantage_max", "", "largest absolute advantage of a token, before it is clipped by `grpo.advantage_clip_low` and `advantage_clip_high`",
            "below 10 with a std, else as the rewards; the run warns of 1000"),
     Metric("grad_norm", "", "global norm of the gradient before clipping, mean over updates",
            "steady; if peaks exceed ten times the usual value, the learning rate is too high"),
     Metric("lr", "", "learning rate of the step"),
     Metric("skipped_updates", "updates", "updates that were skipped because loss or gradient was not finite", "absent"),
     Metric("entropy", "nats", "entropy of the policy's distribution of the next token", "falls slowly; near 0 exploration is over"),
-    Metric("logprob", "nats", "log-probability of the tokens by the current policy"),
+    Metric("logprob", "nats", "log-probability of the tokens under the current policy"),
     Metric("ratio_behaviour", "", "π/μ: current policy over the one that sampled", "0.99 to 1.01"),
     Metric("kl_behaviour", "nats", "estimate of KL(μ‖π), ratio - 1 - log ratio", "below 0.01; more means old or wrongly scored tokens"),
     Metric("kl_reference", "nats", "KL to the reference policy, by `loss_fn.reference_policy_kl_type`", "below some 0.1 to 1 nat"),
@@ -203,14 +203,14 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
            "code", "0"),
     Metric("gpu_energy_j", "J", "energy of all GPUs of all members since the step before, each GPU once"),
     Metric("joules_per_trained_token", "J/token", "`gpu_energy_j` by `trained_tokens`", "steady"),
-    Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
+    Metric("coordinator/unforeseen_errors", "errors", "unexpected errors of the coordinator since its start", "0"),
 ))  # fmt: skip
 GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
     Metric("groups/<state>", "groups", "groups in that state: open ones now, ended ones (trained, dropped) since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
            "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
-           "absent, except `no_variance` with `grpo.use_dynamic_sampling`"),
+           "absent; `no_variance` may appear with `grpo.use_dynamic_sampling`"),
     Metric("epochs", "passes", "prompts drawn so far by the rows of the data set"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),
 ))  # fmt: skip
@@ -240,7 +240,7 @@ EVALUATION = Part("eval", "Evaluation", "One line for each evaluated version; `s
     Metric("completion_length", "tokens", "mean length"),
     Metric("requested_step", "", "version that the evaluation was due for; `step` may be a later one"),
     Metric("loss", "", "objective on held-out examples (runs on examples)", "rises again when the model overfits"),
-    Metric("sequences", "sequences", "held-out sequences (runs on examples); further metrics are those of a step, as `accuracy`"),
+    Metric("sequences", "sequences", "held-out sequences (only in runs that train on examples); the line also has metrics with the names of a step's metrics, such as `accuracy`"),
 ))  # fmt: skip
 VERSIONS = Part("weights", "Weights by version", "One line for each published version; seconds are of the slowest member.", (
     Metric("session", "", "session of the learner that published it"),

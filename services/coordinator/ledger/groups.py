@@ -237,7 +237,8 @@ class Groups(Queries):
         self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
-        """Return a generated or scored group to `admitted`, as before its generation; first `unbatch` a batched one."""
+        """Reset a generated or scored group to `admitted`, as it was before its generation. The caller has to `unbatch` a
+        batched group first."""
         empty = dict.fromkeys(("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward"))
         numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
         self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)

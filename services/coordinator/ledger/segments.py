@@ -237,7 +237,8 @@ class PayloadStore:
         return locations
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
-        """Yield the parts to write from `position` on; sealed one at a time, so that memory holds no second copy."""
+        """Yield the parts to write; the first is written at `position`. Each is sealed when it is yielded, so memory holds no
+        second copy of all."""
         for part in (part for record in records for part in (record.header, record.arrays)):
             written = part if self._cipher is None else self._cipher.seal(part, position)
             yield written

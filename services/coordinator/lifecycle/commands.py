@@ -124,9 +124,7 @@ class Commands:
         if member is None:
             raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists all members")
         if not member.connected:
-            raise Unavailable(
-                f"{member_id} is disconnected, and is expired unless it reconnects; drain it when it has reconnected"
-            )
+            raise Unavailable(f"{member_id} is disconnected and will expire unless it reconnects; drain it after that")
         order = worker_pb2.DrainDirective(grace_s=grace_s)
         for peer in self._members.all():
             if peer is member or (member.learner_id and peer.learner_id == member.learner_id):
@@ -220,8 +218,8 @@ class Resumption:
         named = ", ".join(changes[:MAX_NAMED]) + (", …" if len(changes) > MAX_NAMED else "")
         before = self._ledger.bundle(run_id)
         return (
-            f"the run continues with bundle {bundle} instead of {before}: {len(changes)} of its files differ ({named}); further "
-            "groups are generated and scored with the new files"
+            f"the run continues with bundle {bundle} instead of {before}: {len(changes)} of its files differ ({named}); "
+            "from now on groups are generated and scored with the new files"
         )
 
 

@@ -52,7 +52,7 @@ class MetricsFiles:
                 self._hide_from(next_step)
 
     def _hide_from(self, step: int) -> None:
-        """Make TensorBoard hide its values of this step and later ones."""
+        """Make TensorBoard hide the values that it has for this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = SessionLog(status=SessionLog.START)

@@ -164,7 +164,9 @@ class Endpoint:
         gate = self.gate_of(served)
         number = num_prompts(ask) * (ask.n or 1)
         if number > gate.capacity:
-            raise Unsupported(f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n")
+            raise Unsupported(
+                f"{number} completions in one request, but at most {gate.capacity} fit; request fewer", "n"
+            )
         with gate.admitted(number):
             samplers = await asyncio.to_thread(samplers_of, served, ask, answer_id, pinned)
             if not ask.stream:

@@ -146,7 +146,7 @@ def test_questions_of_the_training_data_are_named(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"question": "7+7="}\n{"question": "an other one"}\n')
     done = evaluated(folder, "first", "--trained-on", str(folder / "train.jsonl"))
     assert done.exit_code == 0, done.output
-    assert "warning: 1 of 30 questions have at least 50% of their words in" in done.stderr
+    assert "warning: 1 of 30 questions have at least 50% of their 13-word sequences in" in done.stderr
     result, _ = read_result(folder / "first")
     assert result["trained_on"] == [{"training": str(folder / "train.jsonl"), "rows": 2, "questions": 1, "first": [7]}]
 

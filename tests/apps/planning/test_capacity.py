@@ -74,7 +74,7 @@ def test_on_policy_training_takes_turns(shape: ModelShape) -> None:
 
 
 def test_what_fits_nowhere_is_refused_with_the_reason(shape: ModelShape) -> None:
-    with pytest.raises(SpecError, match=r"no split of 2 h100 fits: .*"):
+    with pytest.raises(SpecError, match=r"no way to divide 2 h100 between learner and engines fits: .*"):
         plan_capacity(make_spec(), shape, H100, 2)
 
 

@@ -30,7 +30,7 @@ def test_only_code_that_lies_in_an_allowed_folder_may_be_used(tmp_path: Path) ->
         assert refusal_of_bundle(spec, manifest, [tmp_path]) == ""
         assert f"is not below {tmp_path / 'other'}" in refusal_of_bundle(spec, manifest, [tmp_path / "other"])
         (folder / "helper.py").write_text("X = 2\n")
-        assert "helper.py is not on this machine as the run's bundle has it" in refusal_of_bundle(
+        assert "helper.py is missing on this machine or differs from the run's copy" in refusal_of_bundle(
             spec, manifest, [folder]
         )
         other = Manifest.of([BundledFile("elsewhere/x.py", "code", 1, "ab" * 32)])

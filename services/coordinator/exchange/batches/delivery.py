@@ -119,7 +119,7 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
             return f"trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
         if group.scores_digest != row["scores_digest"]:
             return (
-                f"trained group {group.group_id} with scores of the digest {group.scores_digest!r}, "
+                f"trained group {group.group_id} with scores whose digest is {group.scores_digest!r}, "
                 f"not {row['scores_digest']!r}"
             )
     tokens = sum(row["tokens"] for row in part)

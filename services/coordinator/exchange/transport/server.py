@@ -114,7 +114,7 @@ class ExchangeServer:
         encrypted: bool = False,
         limits: ServerLimits = DEFAULT_LIMITS,
     ):
-        """`encrypted`: connections use CURVE, and only members connect."""
+        """`encrypted`: connections use CURVE, and only members can connect."""
         self._exchange, self._prompts, self._lock, self._limits = exchange, prompts, lock, limits
         self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
