@@ -127,7 +127,12 @@ async def test_what_changes_something_and_what_is_refused_is_on_record(
             "subject": "reward-a",
             "why": "secret",
         },
-        {"what": "exchange/task", "result": "PERMISSION_DENIED", "subject": "reward-a", "why": "another key"},
+        {
+            "what": "exchange/task",
+            "result": "PERMISSION_DENIED",
+            "subject": "reward-a",
+            "why": "does not match the key",
+        },
         {"what": "exchange/connection", "result": "PERMISSION_DENIED", "why": "key is no member's"},
         {
             "what": "WorkerService/Connect",

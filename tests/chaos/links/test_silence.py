@@ -58,7 +58,7 @@ class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
 
         def has_come() -> bool:
             message = self.socket.receive()
-            request = parse(message) if message else None
+            request = parse(message, 30.0) if message else None
             received.extend([request] if request and request.kind else [])
             return bool(received)
 
