@@ -90,7 +90,7 @@ class Site:
         self.source, self.source_link = self._agent()
         learner.host = self._identity(self.source, "east")
         self.plans = HostPlans(self.members, exchange, lambda: learner)
-        self.source.store.use_run(RUN)
+        self.source.versions.use_run(RUN)
         self.source.sender.admit_readers_of(RUN, TOKEN)
         self.hosts: dict[str, tuple[Relay, PacedTransport]] = {}
         self.coordinator_s = 0.0
@@ -109,7 +109,7 @@ class Site:
     def publish(self, step: int) -> worker_pb2.HostVersion:
         """Stage a version on the learner's host."""
         version = Version(1, step)
-        held = self.source.store.begin(self.layout, version, staged=True, wait_s=0.0)
+        held = self.source.versions.begin(self.layout, version, staged=True, wait_s=0.0)
         assert held is not None
         held.memory[:] = os.urandom(1 << 10) * (len(held.memory) >> 10)
         manifest = self.layout.of(version, tuple(self.source.hash_staged(held, self.layout, 0)))
@@ -150,7 +150,7 @@ class Site:
         """Wait until these hosts have the version; return how long that took from now."""
         started_s = time.monotonic()
         for member_id in member_ids:
-            store = self.hosts[member_id][0].store
+            store = self.hosts[member_id][0].versions
             with store.changed:
                 if not store.changed.wait_for(
                     lambda store=store: (n := store.newest_complete()) is not None and n.version.step >= step,
