@@ -153,7 +153,10 @@ async def test_a_process_that_gets_no_processor_says_nothing_about_the_group(
     failure = failure_of(await score_two(runner))
     assert failure.kind == "unavailable"
     assert "of a processor in the second half" in failure.message
-    assert failure_of(await score_two(runner)).kind == "timeout", "it sleeps by its own will"
+    kinds = []
+    while len(kinds) < 10 and kinds[-1:] != ["timeout"]:  # a busy machine may starve it again
+        kinds.append(failure_of(await score_two(runner)).kind)
+    assert kinds[-1] == "timeout", "it sleeps by its own will"
 
 
 async def test_a_function_that_computes_for_too_long_has_failed(
