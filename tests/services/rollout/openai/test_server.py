@@ -413,7 +413,7 @@ async def test_prompts_are_counted_before_they_are_tokenized(
     client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.services.rollout.openai.engine_requests.encode_text", None)
-    with pytest.raises(openai.BadRequestError, match="600 completions in one request, at most 32 fit"):
+    with pytest.raises(openai.BadRequestError, match="600 completions in one request, but at most 32 fit"):
         await client.completions.create(model=RUN, prompt=["a"] * 300, n=2)
 
 
