@@ -268,7 +268,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted"),
         ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "of another form"),
-        ({"input": [{"role": "critic", "content": "x"}]}, "input", "the role 'critic'"),
+        ({"input": [{"role": "critic", "content": "x"}]}, "input", "the unsupported role 'critic'"),
     ],
 )
 async def test_what_a_response_cannot_be_is_refused_with_the_field(
