@@ -53,7 +53,10 @@ async def test_batches_keep_the_order(tmp_path: Path) -> None:
     ("code", "message"),
     [
         ("def f(row): return {'v': 1 // (2 - row['n'])}", r"raised ZeroDivisionError.*, for row 2$"),
-        ("def f(row): return 'text'", r"a processor must return a row \(a dict\), .*; it returned 'text'.*, for row 0$"),
+        (
+            "def f(row): return 'text'",
+            r"a processor must return a row \(a dict\), .*; it returned 'text'.*, for row 0$",
+        ),
         (
             "import os\ndef f(row): os._exit(3)",
             r"in rows 0 to 2; correct it, or raise data.preparation.timeout_s",
