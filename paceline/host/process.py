@@ -19,8 +19,8 @@ def require_linux(what: str) -> None:
     """Raise InvalidInput on another platform: the services call memfd_create, prctl and abstract sockets, and read /proc."""
     if not sys.platform.startswith("linux"):
         raise InvalidInput(
-            f"{what} needs Linux, and this is {sys.platform}; here work paceline.Client, `paceline submit` to a coordinator "
-            "on Linux, and the commands that read records"
+            f"{what} needs Linux, and this is {sys.platform}; on macOS paceline.Client, `paceline submit` to a coordinator on "
+            "Linux, and the commands that read records work"
         )
 
 

@@ -47,7 +47,7 @@ def test_services_refuse_another_platform(
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(command, [], prog_name="paceline x")
     assert ended.exit_code == 1
-    assert ended.output.startswith("Error: paceline x needs Linux, and this is darwin; here work paceline.Client, ")
+    assert ended.output.startswith("Error: paceline x needs Linux, and this is darwin; on macOS paceline.Client, ")
     assert len(ended.output.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
