@@ -108,7 +108,7 @@ class AgentCode:
 
 
 class World:
-    """An agent, a policy that counts, and a journal."""
+    """An agent, a policy that counts, and a turn log."""
 
     def __init__(self, program: Program, template: str = HERMES, trains: Any = None, **environment: Any) -> None:
         section = {"class": "", "agent": "agent.py:solve", **environment}
@@ -129,6 +129,14 @@ class World:
         rows = await run_group(self.setting, self.source, self.code, leased, self.turn_log, self.host)
         assert self.host.conversations == {}
         return rows
+
+    async def run_again_after(self, turn: int) -> FinishedGroup:
+        """Lose the lease when this turn is recorded, then run what is left of it."""
+        self.turn_log.fail_at = turn
+        with pytest.raises(LeaseLost):
+            await self.run()
+        self.turn_log.fail_at = None
+        return await self.run()
 
     def read(self, rows: FinishedGroup) -> list[str]:
         return [self.tokenizer.decode(row_tokens(completion)) for completion in rows.completions]
@@ -458,11 +466,7 @@ async def test_a_deterministic_agent_goes_on_from_its_record(records: int) -> No
 
 async def test_an_agent_that_is_not_deterministic_begins_again() -> None:
     world = World(three_turns)
-    world.turn_log.fail_at = 1
-    with pytest.raises(LeaseLost):
-        await world.run()
-    world.turn_log.fail_at = None
-    rows = await world.run()
+    rows = await world.run_again_after(1)
     assert [ended[:3] for ended in world.turn_log.ended] == [(0, 1, "restarted")]
     assert len(rows.rows.turns) == 3
 
@@ -476,11 +480,7 @@ async def test_what_an_agent_does_not_ask_for_again_is_left_out() -> None:
         await client.chat(await client.chat([], f"life {len(lives)}"), "more")
 
     world = World(program, deterministic=True)
-    world.turn_log.fail_at = 1
-    with pytest.raises(LeaseLost):
-        await world.run()
-    world.turn_log.fail_at = None
-    rows = await world.run()
+    rows = await world.run_again_after(1)
     assert "life 2" in world.read(rows)[0]
     assert len(rows.completions) == 1
     assert list(world.turn_log.samples[0].turns[-1][1].left_out) == [0]
@@ -494,11 +494,7 @@ async def test_a_sample_whose_last_turn_is_recorded_already_ends_with_a_turn_tha
         return 2.0
 
     world = World(program, deterministic=True)
-    world.turn_log.fail_at = 1
-    with pytest.raises(LeaseLost):
-        await world.run()
-    world.turn_log.fail_at = None
-    rows = await world.run()
+    rows = await world.run_again_after(1)
     assert [text.count("answer") for text in world.read(rows)] == [1]
     turns = world.turn_log.samples[0].turns
     assert (len(turns), list(turns[-1][1].left_out), len(turns[-1][0].token_ids)) == (2, [1], 1)
