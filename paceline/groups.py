@@ -127,7 +127,7 @@ class Group:
 
     @property
     def num_samples(self) -> int:
-        """C: completions, or episodes, of the group's lease."""
+        """C: the completions or episodes of the group's lease."""
         return len(self.completions) if self.rows is None else self.rows.num_samples
 
     @property

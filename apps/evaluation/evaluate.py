@@ -310,7 +310,7 @@ LONGEST = 4096
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model of which only the URL is given."""
+    """Return the settings of a model behind a URL. Nothing else of it is given."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},

@@ -177,7 +177,7 @@ def _values(scorer: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 FOLDER = Path(".venv-harnesses/bin")
-"""Folder in which `make harnesses` puts the programs, below the working directory."""
+"""Folder of the programs below the working directory; `make harnesses` installs them there."""
 STDERR = 2
 """File descriptor to which all of a harness' output goes."""
 END_S = 10.0

@@ -1,7 +1,7 @@
 """Evaluates a problem, from its row to its rewards, by each of the three methods.
 
-Promise: the reward functions are those of a run, with the same arguments. `choose` passes them the letter of the
-likeliest answer as a completion, `prefer` the two completions of the row.
+Promise: reward functions get the arguments that they get in a run. `choose` passes them the letter of the likeliest
+answer as a completion, `prefer` the two completions of the row.
 
 Suffixes: C completions of a problem, F reward functions, L names of rewards.
 """
@@ -86,7 +86,7 @@ class Problem:
 
 
 def labels_of(spec: RunSpec) -> list[str]:
-    """Return the [L] names of rewards; `choose` adds those of the answer that is likeliest per character."""
+    """Return the [L] names of rewards. `choose` adds a name for each reward by the likelihood per character."""
     names = [reward.label for reward in spec.rewards]
     return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
 

@@ -190,7 +190,8 @@ def read_overrides(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a TOML file by dotted name; they override those of its `toml_files`. Raises SpecError."""
+    """Return the settings of a TOML file by dotted name. They override the settings of its `toml_files`. Raises
+    SpecError."""
     return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
 
 

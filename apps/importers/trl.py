@@ -77,7 +77,7 @@ def _batch(done: Conversion, processes: int) -> None:
 
 
 def _steps(done: Conversion, updates: int) -> None:
-    """Set the number of steps. TRL counts optimizer updates, of which a batch takes `updates`."""
+    """Set the number of steps. TRL counts optimizer updates; a batch takes `updates` of them."""
     steps = done.take("max_steps", -1)
     epochs = done.take("num_train_epochs", 3)
     if steps > 0:

@@ -148,7 +148,7 @@ class TraceLog:
             raise
 
     def _next_file(self, kind: str) -> LineWriter:
-        """Begin a file after those of its kind, and remove the oldest files until there is room."""
+        """Begin the next file of this kind, and remove the oldest files until there is room."""
         if kind in self._files:
             self._files.pop(kind).close()
         numbers = [number for number, _ in self._parts(kind)]

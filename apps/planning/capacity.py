@@ -22,7 +22,7 @@ RECOMPUTED = {"full": 1.0, "selective": 0.1}
 """Share of the forward pass that checkpointing computes again; selective: attention and activations only."""
 
 SEQUENCES_OF_ENGINE = 1_024
-"""Most sequences of one vLLM engine at a time, whatever the size of its cache."""
+"""Most sequences that one vLLM engine runs at a time, also if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
 """Speed of each GPU of an engine on several, relative to a single one. Unmeasured."""

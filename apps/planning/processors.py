@@ -114,7 +114,7 @@ class Work:
 
     @property
     def sampled_tokens(self) -> float:
-        """Return the completion tokens of the batch, all of which train."""
+        """Return the completion tokens of the batch; all of them train."""
         return self.sequences * self.completion_tokens
 
     @property

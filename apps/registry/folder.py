@@ -39,7 +39,7 @@ from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
-"""Files of which a model folder has one."""
+"""Files that say what a model folder is; each folder has one of them."""
 
 Json = dict[str, Any]
 

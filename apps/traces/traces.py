@@ -273,7 +273,7 @@ class PairRules:
 
 @dataclass
 class PairReport:
-    """Counts of what was used and left out."""
+    """Counts of used traces, and of those left out."""
 
     traces: int = 0
     traces_used: int = 0

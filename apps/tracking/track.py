@@ -215,7 +215,7 @@ class Tracking:
         self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
         self._look_s = look_s
         self._settings: dict[str, dict[str, Setting]] = {}
-        """Trackers and webhooks by run, of all runs seen."""
+        """Trackers and webhooks of each run that was seen."""
         self._senders: dict[tuple[str, str], Sender] = {}
 
     def run(self) -> None:

@@ -70,7 +70,7 @@ class SampleTranscript:
     turns: tuple[Turn, ...]
     """Turns of the transcript, in order."""
     first_turn: int
-    """Index, within the sample, of the transcript's first turn."""
+    """Index of the transcript's first turn within the sample."""
 
 
 @dataclass(frozen=True)

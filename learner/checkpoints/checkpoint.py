@@ -6,7 +6,7 @@ rank 0 checks that its folder has all of them: ranks on several hosts may each h
 manifest of a part would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training continues from them as if it had never stopped
-(bit for bit on CPUs at the same world size and thread count, both of which are in the manifest).
+(bit for bit on CPUs at the same world size and thread count; the manifest has both).
 
 With a storage key every file but the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so
 `verify` and the coordinator compare them without the key. The manifest has names, sizes, hashes and the position.

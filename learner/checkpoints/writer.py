@@ -57,7 +57,7 @@ class CheckpointWriter:
         self.step = -1
         """Step of the checkpoint that began last."""
         self.seconds = 0.0
-        """Seconds from `begin` to the manifest, of the checkpoint that finished last."""
+        """Seconds from `begin` to the manifest in the checkpoint that finished last."""
 
     def begin(
         self,

@@ -273,7 +273,7 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
 def pack_evenly(
     lengths: Sequence[int], costs: Sequence[float], budget_tokens: int, num_micro_batches: int
 ) -> list[list[int]]:
-    """Return index lists as `pack`, at most `num_micro_batches`, of about equal cost, from the highest to the lowest.
+    """Return at most `num_micro_batches` index lists, as `pack` does, with about equal cost, highest cost first.
 
     Longest processing time first (Graham 1969): the costliest remaining sequence goes to the micro-batch of the lowest
     cost that has room. If a sequence finds no room, the lists are those of `pack`, which need not be as even.

@@ -8,7 +8,7 @@ Supported forms by algorithm:
                      chosen and rejected without a prompt: the common beginning of both is the prompt;
                      context, completions: [{rank, completion}, …], as NeMo RL has it: the lowest rank is chosen;
                      two completions and a number that says which is better (data.preference_key)
-    kto              prompt, completion, label; or pairs, of which each is a good and a bad completion
+    kto              prompt, completion, label; or pairs: each is a good and a bad completion
 
 A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised unless
 a chat template refuses it. Everything else is a DataError with a remedy, which names the format if another algorithm

@@ -73,7 +73,7 @@ def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
         return Format("ranked completions", "NeMo RL's ranked completions")
     if data.chosen_key in row and data.rejected_key in row:
         if data.preference_key in row:
-            name = f"pairs, of which {data.preference_key!r} says the better completion"
+            name = f"pairs, with the better completion in {data.preference_key!r}"
             return of("preference", name, data.chosen_key)
         if prompt in row:
             return of("preference", "TRL's preference, explicit prompt", data.chosen_key)

@@ -265,7 +265,7 @@ def _float(node: Node) -> float:
 
 
 def _word(node: Node) -> Any:
-    """Return the comparable form of words: of a single letter its symbol, of a number in a base its digits and base."""
+    """Return the comparable form of words: the symbol of a single letter, or digits and base of a number in a base."""
     if node.kind == "base":
         return _based(node)
     if node.kind == "text":

@@ -25,7 +25,7 @@ from paceline.spec.reading import load_spec
 
 FILES = "demo-files"
 STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
-"""Steps between two printed lines: of a run with rollouts, of a run on examples."""
+"""Steps between two printed lines, in a run with rollouts and in a run on examples."""
 
 
 @click.command()

@@ -98,7 +98,7 @@ class HeldVersions:
             return next((h for h in self._held if h.run_id == run_id and h.version == version), None)
 
     def newest_complete(self) -> HeldVersion | None:
-        """Return the newest version of which all bytes are here."""
+        """Return the newest version that is here with all its bytes."""
         with self.changed:
             complete = [held for held in self._held if held.complete]
             return max(complete, key=lambda held: held.version, default=None)

@@ -147,7 +147,7 @@ def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterat
 
 @contextlib.contextmanager
 def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
-    """Open the runs of `directory` or, without one, of the coordinator.
+    """Open the runs of `directory`; without a directory, open the coordinator's runs.
 
     If nobody named a coordinator and none answers, the default directory is read, if it has a ledger, and a line says
     so. Raises Unavailable, NotFound.

@@ -190,7 +190,7 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return the TLS error that keeps this worker from the coordinator, of the last TROUBLE_LOG_S seconds; else ""."""
+        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; else ""."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S

@@ -61,7 +61,7 @@ SPREAD_FROM = 8
 """Smallest number of observations whose spread estimates the noise."""
 
 MAX_OBSERVATIONS = 256
-"""Newest observations, of all workers together, in the estimates of the noise."""
+"""Number of newest observations, over all workers, in the estimates of the noise."""
 
 MAX_WORKERS = 4096
 """Most workers that are kept; the least recently observed one is removed first."""

@@ -40,7 +40,7 @@ class RunData(NamedTuple):
     report: str = ""
     """Format of the training data, and the used and ignored columns, for people."""
     first: tuple[Any, ...] = ()
-    """Prompts, and completions of examples, of the first rows: texts or messages."""
+    """Prompts of the first rows, and completions of examples: texts or messages."""
 
 
 def open_data(spec: RunSpec) -> RunData:
