@@ -82,10 +82,10 @@ def test_every_schedule_is_tested_and_starts_at_the_peak_without_warm_up() -> No
 @pytest.mark.parametrize(
     ("schedule", "what"),
     [
-        ({"name": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio 0.1 with name 'constant'"),
-        ({"name": "linear", "power": 2.0}, "power 2.0 with name 'linear'"),
-        ({"name": "cosine", "num_cycles": 3}, "num_cycles 3 with name 'cosine'"),
-        ({"name": "linear", "decay_steps": 3}, "decay_steps 3 with name 'linear'"),
+        ({"name": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio 0.1 has no effect with name 'constant'"),
+        ({"name": "linear", "power": 2.0}, "power 2.0 has no effect with name 'linear'"),
+        ({"name": "cosine", "num_cycles": 3}, "num_cycles 3 has no effect with name 'cosine'"),
+        ({"name": "linear", "decay_steps": 3}, "decay_steps 3 has no effect with name 'linear'"),
         ({"name": "wsd"}, "without decay_steps"),
         ({"name": "constant_with_warmup"}, "warmup_steps 0"),
         ({"name": "cosine_with_min_lr"}, "min_lr_ratio 0"),

@@ -25,5 +25,5 @@ def test_contexts_are_kept_until_the_certificate_changes(tmp_path: Path) -> None
 
 def test_a_folder_of_a_person_serves_no_worker(tmp_path: Path) -> None:
     folders = make_folders(tmp_path)
-    with pytest.raises(InvalidInput, match=r"no tls\.crt and tls\.key, and weights between hosts"):
+    with pytest.raises(InvalidInput, match=r"lacks tls\.crt and tls\.key, the worker's certificate"):
         PeerTls(TlsFolder(folders["person"]))

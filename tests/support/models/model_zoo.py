@@ -78,7 +78,7 @@ WORKING = (
             "first_k_dense_replace": 1,
             **EXPERTS,
         },
-        "experts with a shared one, dense first layers",
+        "experts with a shared expert, dense first layers",
     ),
     Architecture("Mistral", "Mistral", {"head_dim": 8, "sliding_window": WINDOW}, "sliding window in every layer"),
     Architecture(
