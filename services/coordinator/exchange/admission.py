@@ -1,8 +1,9 @@
 """Decides how far generation may run ahead of training, and which versions a lease holder can sample from.
 
 B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained
-token is older; with `ready_first` late groups train up to `hard_max_age_steps`. A rollout worker samples from its own
-version. An environment worker has none: it uses any serving rollout worker that is new enough for the step.
+token is older; with `ready_first` late groups may train up to the age `hard_max_age_steps`. A rollout worker samples
+from its own version. An environment worker has no version: it uses any serving rollout worker whose version is new
+enough for the step.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def step_of_group(next_batch: int, num_ahead: int, batch: int) -> int:
 
 
 def may_lease(version_step: int, step: int, max_age: int) -> bool:
-    """Return whether `version_step` is at most η behind `step`."""
+    """Return whether `version_step` is at most `max_age` (η) steps behind `step`."""
     return version_step >= step - max_age
 
 
 def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
-    """Return whether the batch of `step` should wait for a live group: one that is exactly η old at this step, and
-    would exceed η if it were left out. `live_oldest` holds, for each live group, the oldest version that its tokens
-    can have.
+    """Return whether the batch of `step` should wait for a live group whose age is exactly η at this step, because its
+    age would exceed η if it were left out. `live_oldest` holds, for each live group, the oldest version that its
+    tokens can have.
 
     A group has that age at one step only, so it delays one batch at most. No batch waits for an older group.
     """
@@ -49,7 +50,7 @@ class SamplingWorker(NamedTuple):
     member_id: str
     address: str
     version: Version
-    """Newest version that it acknowledged."""
+    """Newest version of the weights that the worker acknowledged."""
 
 
 class SamplableVersions(NamedTuple):
@@ -58,11 +59,11 @@ class SamplableVersions(NamedTuple):
     steps: tuple[int, ...]
 
     def may_lease(self, step: int, max_age: int) -> bool:
-        """Return whether any version is at most η behind the step."""
+        """Return whether any of the versions is at most `max_age` (η) steps behind `step`."""
         return any(may_lease(version_step, step, max_age) for version_step in self.steps)
 
     def oldest(self, step: int, max_age: int) -> int:
-        """Return the oldest version that is at most η behind the step."""
+        """Return the step of the oldest version that is at most `max_age` (η) steps behind `step`."""
         return min(version_step for version_step in self.steps if may_lease(version_step, step, max_age))
 
 

@@ -1,8 +1,8 @@
-"""Evaluates versions: validation prompts in a separate class, pinned to one version, outside of batches and token
-accounting.
+"""Evaluates versions of the weights on validation prompts. Their groups have a separate class, are sampled from one
+pinned version, and are outside of batches and token accounting.
 
 One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of
-the evaluation is generated, while the others continue. Scoring needs no pin. With an environment, the holders of the
+the evaluation is generated, while other workers continue. Scoring needs no pin. With an environment, the holders of the
 evaluation's leases sample from the pinned worker. Tokens of another version are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 
@@ -28,15 +28,15 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
 
 FIRST_EVALUATION_GROUP = 1 << 40
-"""First group id of evaluations, far from those of trained groups."""
+"""Smallest group id of evaluations, far above the ids of groups to train."""
 
 SCORED_BETWEEN = 3
-"""Number of groups to train that are scored between two groups of an evaluation if both wait, because scoring a whole
-evaluation at once would delay the batches."""
+"""Number of groups to train that are scored between two groups of an evaluation if both classes wait, because scoring a
+whole evaluation at once would delay the batches."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
-    """Queue an evaluation of version `step`; if no worker holds it any more, the next version is evaluated. If the
+    """Queue an evaluation of version `step`; if no worker holds this version any more, a newer one is evaluated. If the
     prompts cannot be read now, warn and skip the evaluation."""
     assert run.validation is not None
     if exchange.ledger.evaluations.exists(run.run_id, step):
@@ -60,13 +60,13 @@ def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
-    """Return the worker that must keep its version now; None without one."""
+    """Return the rollout worker that is pinned for an evaluation and must keep its version; None if none is pinned."""
     row = pending(exchange, run)
     return row["member_id"] if row else None
 
 
 def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int) -> list[sqlite3.Row]:
-    """Return evaluation groups for this worker, and pin it to its version."""
+    """Return up to `room` groups of the pending evaluation for this worker, and pin the worker to its version."""
     if run.validation is None:
         return []
     row = pending(exchange, run)
@@ -80,8 +80,8 @@ def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Versio
 
 
 def choose_sampler(exchange: Exchange, run: ActiveRun, samplers: Sequence[SamplingWorker]) -> SamplingWorker | None:
-    """Return the rollout worker for the next evaluation: the pinned one, else the first of those with the newest
-    version. None without an evaluation, or if no such worker serves."""
+    """Return the rollout worker for the pending evaluation: the pinned one, else the first with the newest version.
+    None if no evaluation is pending or no such worker serves."""
     row = pending(exchange, run) if run.validation is not None else None
     if row is None:
         return None
@@ -99,7 +99,8 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
 
 
 def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
-    """Unpin the worker once all groups are generated or dropped: it takes new weights while they are scored."""
+    """Unpin an evaluation's worker once all groups are generated or dropped, so that it takes new weights during
+    scoring."""
     row = pending(exchange, run)
     if row is None or row["member_id"] is None or group_class != f"eval:{row['step']}":
         return
@@ -109,7 +110,7 @@ def unpin_if_generated(exchange: Exchange, run: ActiveRun, group_class: str) -> 
 
 
 def finish_if_done(exchange: Exchange, run: ActiveRun, group_class: str) -> None:
-    """Record the result when every group of the evaluation is scored or dropped."""
+    """Record the result of an evaluation if all its groups are scored or dropped."""
     step = int(group_class.split(":")[1])
     if not exchange.group_queries.is_evaluated(run.run_id, group_class):
         unpin_if_generated(exchange, run, group_class)  # the last group may have been dropped
@@ -134,7 +135,7 @@ def fail(
     number: int,
     most: int,
 ) -> None:
-    """Count failure `number` of an attempt at a group's `work`; drop the group if it is the last allowed one."""
+    """Count failure `number` of a group's `work`; drop the group if the number has reached `most`."""
     exchange.ledger.count(run.run_id, f"failures:{reason}")
     exchange.note_failure(row, work, reason, error, number, most)
     if number >= most:
@@ -142,14 +143,15 @@ def fail(
 
 
 def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
-    """Drop a group after its last allowed failure, which may finish its evaluation."""
+    """Drop a group after its last allowed failure. This may finish the group's evaluation."""
     exchange.drop(run, row, reason, error=error)
     if row["class"] != "train":
         finish_if_done(exchange, run, row["class"])
 
 
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
-    """Remove the oldest surplus evaluation's groups; those of the first stay, to compare later ones with."""
+    """Remove the groups of the oldest surplus evaluation. Those of the first evaluation stay for comparison with later
+    ones."""
     logger = run.spec.logger
     ended = exchange.ledger.evaluations.ended_steps(run.run_id)
     if not logger.keep_samples or not logger.keep_evaluations:
@@ -178,7 +180,7 @@ def evaluation_result(
 
     Rewards are means over prompts of the mean over a prompt's completions; None if no function gave a number. A standard
     error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two prompts.
-    `pass@<k>/<function>` is a share of the prompts whose k completions all got a number: those with at least one 1. It is
+    `pass@<k>/<function>` is the share with at least one 1 among the prompts whose k completions all got a number. It is
     given if all values of the function are 0 or 1 and k is above 1. `sources` are the rows' values of `data.source_key`,
     None without one.
     """
@@ -213,7 +215,8 @@ def evaluation_result(
 
 
 def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
-    """Return mean and standard error over the prompts that have a number."""
+    """Return the mean of the prompts' means and its standard error; None for a value that needs more prompts with a
+    number."""
     scored_GC = ~np.isnan(values_GC)
     counts_G = scored_GC.sum(axis=1)
     sums_G = np.where(scored_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
@@ -226,8 +229,8 @@ def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
 
 
 def _pass_at(values_GC: FloatArray) -> float | None:
-    """Return the share with a 1 among the prompts whose completions all have a number; None unless there are several
-    completions and all numbers are 0 or 1."""
+    """Return the share of prompts with at least one 1, among those whose completions all have a number. None unless a
+    prompt has several completions and all numbers are 0 or 1."""
     scored_GC = ~np.isnan(values_GC)
     whole_GC = values_GC[scored_GC.all(axis=1)]
     if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[scored_GC], (0.0, 1.0)).all():

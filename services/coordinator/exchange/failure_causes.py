@@ -1,8 +1,9 @@
-"""Counts failures of groups by cause. Equal failures are reported together, and groups dropped one after the other for
-one cause pause the run.
+"""Counts failures of groups by cause. Equal failures are reported together; too many drops in a row for one cause pause
+the run.
 
 A cause is an error's text without its variable parts: numbers, quoted values, excerpts of the prompt, and the text of
-an exception whose file and line are known (its type, file and line stay). The counts are in memory and restart with the coordinator.
+an exception whose file and line are known (its type, file and line stay). The counts are in memory and restart with the
+coordinator.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import re
 from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
-"""Drops in a row for one cause, in batches, that pause the run."""
+"""Number of batches of groups, dropped in a row for one cause, after which the run is paused."""
 
 MIN_OF_ONE_CAUSE = 4
-"""Smallest number of groups in a row for that."""
+"""Smallest number of groups, dropped in a row for one cause, that pauses the run."""
 
 NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
 """Drop reasons of groups that could not be generated."""
@@ -28,7 +29,8 @@ MAX_CAUSES = 256
 
 EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
 RAISED = re.compile(r"(\braised [\w.]+): .* (\([^()]+:\d+ in [^()]+\))", re.DOTALL)
-"""An exception of user code. Its text may hold anything, so only its type, file and line belong to the cause."""
+"""Pattern of an exception of user code. Its text may hold anything, so only its type, file and line belong to the
+cause."""
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]*")
 
 
@@ -67,7 +69,7 @@ class DropsInARow:
         self.lowest, self.highest = math.inf, -math.inf
 
     def end_of_generation(self) -> None:
-        """Note that a group was generated; reset if the drops are of groups that could not be."""
+        """Note that a group was generated. Reset the count if it is of groups that could not be generated."""
         if self.reason in NOT_GENERATED:
             self.reset()
 
@@ -142,7 +144,7 @@ _REMEDIES = {
     "prompt_too_long": "Remove the long prompts from the data set, which is read again, or submit the run again with a larger "
     "policy.max_total_sequence_length if the model allows it",
     "bad_prompt": "Correct the data set or the chat template (both are read again)",
-    "invalid_result": "Install the same version on workers and coordinator",
+    "invalid_result": "Install the same version of Paceline on workers and coordinator",
     "environment_failed": "Correct the environment (environment workers load its file again)",
     "reward_failed": "Correct the function (reward workers load its file again)",
 }

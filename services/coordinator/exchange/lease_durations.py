@@ -1,10 +1,11 @@
-"""Finds overdue workers by the ages of their leases or tasks, in memory. Pure; the pool advances its clock.
+"""Finds overdue workers by the ages of their leases or tasks, which are in memory. Has no I/O; the pool advances its
+clock.
 
-A lease has no deadline, because a completion may take as long as it takes. But a connected worker that submits nothing,
-while the others do, holds groups that they could generate. It is overdue when it has held a lease, and submitted
-nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S. A worker
-whose results are refused in a row is overdue too. No worker is overdue unless another one has submitted a result since,
-or is idle and able to work.
+A lease has no deadline, because a completion may take any time. But a connected worker that submits nothing, while the
+others do, holds groups that they could generate. It is overdue when it has held a lease, and submitted nothing, for
+longer than LIMIT_MULTIPLE times the pool's median from lease to result, and at least LIMIT_S. A worker whose results
+are refused in a row is overdue too. No worker is overdue unless another one has submitted a result since, or is idle
+and able to work.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""Refused results in a row after which a worker counts as one that submits nothing."""
+"""Number of refused results in a row that makes a worker overdue."""
 
 MIN_RESULTS = 8
-"""Smallest number of other workers' results for a median."""
+"""Smallest number of other workers' results whose median is used."""
 
 NO_MEDIAN_S = 600.0
-"""Limit, in seconds, while there are fewer results."""
+"""Limit on a worker's time without results, in seconds, while the others have fewer than MIN_RESULTS results."""
 
 WINDOW = 256
 """Number of newest results in the median."""
 
 LONGEST_STEP_S = 10.0
-"""Longest time between two checks that is counted: in a longer one the coordinator stood still, not a worker."""
+"""Most seconds between two checks that are counted, because in a longer gap the coordinator stood still, not a worker.
+"""
 
 
 class LeaseDurations:
-    """Ages of the leases, or of the tasks, and results by worker."""
+    """Ages of leases (or of score tasks) and the workers' newest results."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -41,14 +43,14 @@ class LeaseDurations:
         self._since_s: dict[tuple[str, int, int], float] = {}
         """Time when each current lease was first seen, by worker, group and attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
-        """Worker of each of the newest results, and seconds from its lease."""
+        """Worker and seconds from lease to result, for each of the newest results."""
         self._submitted_s: dict[str, float] = {}
         """Time of each worker's last accepted result."""
         self._refused: dict[str, int] = {}
         """Refused results in a row, by worker."""
 
     def note_submission(self, member_id: str, group_id: int, attempt: int) -> None:
-        """Note a result that was accepted, or that came after another worker's."""
+        """Note that a worker's result was accepted, or that another worker's result had won."""
         since_s = self._since_s.get((member_id, group_id, attempt), self._now_s)
         self._results.append((member_id, self._now_s - since_s))
         self._submitted_s[member_id] = self._now_s
@@ -65,8 +67,8 @@ class LeaseDurations:
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[tuple[str, str]]:
-        """Return the overdue workers with the reasons. `held` are all current leases: worker, group, attempt; `able`
-        are the workers that could take them."""
+        """Return the overdue workers, each with the reason. `held` has worker, group and attempt of each current
+        lease; `able` has the workers that could take leases."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
         self._checked_s = now_s
@@ -92,25 +94,25 @@ class LeaseDurations:
         if not (has_free or (others_submit and enough_results)):
             return ""  # the others are no faster
         if self._refused.get(member_id, 0) >= MAX_REFUSED:
-            return f"the last {self._refused[member_id]} groups that it submitted were refused"
+            return f"the last {self._refused[member_id]} groups that the worker submitted were refused"
         waited_s = self._now_s - since_s
         median_s = statistics.median(others) if enough_results else NO_MEDIAN_S / LIMIT_MULTIPLE
         limit_s = max(LIMIT_S, LIMIT_MULTIPLE * median_s)
         if waited_s <= limit_s:
             return ""
-        needed = f"need {median_s:.0f} s from lease to result" if enough_results else "have nothing to do"
-        return f"it has submitted nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"
+        pace = f"others need {median_s:.0f} s from lease to result" if enough_results else "others have nothing to do"
+        return f"the worker has submitted nothing for {waited_s:.0f} s, and {pace} (the limit is {limit_s:.0f} s)"
 
 
 class Throughput:
-    """Groups by the worker whose result was committed, since the coordinator's start, for the scaling policy. The unit
-    is a group to train; a group of an evaluation counts in proportion to its completions."""
+    """Numbers of committed groups by worker, since the coordinator's start, for the scaling policy. The unit is a group
+    to train; a group of an evaluation counts in proportion to its completions."""
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
-        """Generated groups by rollout or environment worker."""
+        """Number of generated groups, by rollout or environment worker."""
         self.scored: defaultdict[str, float] = defaultdict(float)
-        """Scored groups by reward worker."""
+        """Number of scored groups, by reward worker."""
 
     def keep(self, member_ids: Iterable[str]) -> None:
         """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""

@@ -1,5 +1,5 @@
-"""Leases groups to workers, and revokes leases of workers that are gone or overdue. Only this module does either;
-`submissions.py` takes the results.
+"""Leases groups to workers, and revokes the leases of workers that left, crashed or are overdue. Only this module does
+either; `submissions.py` takes the results.
 
 Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
 pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.
@@ -7,8 +7,8 @@ A group that was present at SHARED_CRASHES crashes is quarantined: it is leased 
 its other work. It is dropped(poison) after ALONE_CRASHES further crashes of workers that held nothing else.
 
 Promise: no group is dropped because of a network or host fault. A worker that falls silent on an open connection
-(stopped, cut off, its host gone) or that leaves normally has not crashed, and the count of a worker that returns is
-removed. Generating and scoring are counted apart.
+(because it is stopped or cut off, or its host is down) or that leaves normally has not crashed, and the count of a
+worker that returns is removed. Generating and scoring are counted apart.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
-"""Crashes with other groups present before a group is quarantined."""
+"""Number of crashes, with other groups present, after which a group is quarantined."""
 
 ALONE_CRASHES = 2
-"""Further crashes, with the group alone, after which it is dropped."""
+"""Number of further crashes, with the group alone, after which a quarantined group is dropped."""
 
 MAX_ROOM = 1 << 16
-"""Most completions in one answer, whatever room a worker states."""
+"""Most completions in one answer, however much room a worker states."""
 
 MAX_TURN_LOG_BYTES = 32 << 20
-"""Largest size of the turn logs in the answers of one call, unless an answer has only one lease."""
+"""Most bytes of turn logs in the answers of one call. An answer with only one lease may exceed it."""
 
 ADMITTED_AT_ONCE = 64
-"""Groups that are admitted at a time, or as many as are requested if that is more, within the admission rule. A whole
-step's groups at once would delay other requests."""
+"""Number of groups that are admitted at a time (more if more are requested), within the admission rule. Admitting a
+whole step's groups at once would delay other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Answer lease requests of different workers, each up to its room: evaluation first, then training, lowest slot
-    first. Shared data is read once and written once."""
+    """Answer lease requests of different workers, each with groups for its room: first groups of an evaluation, then
+    groups to train, lowest slot first. Data that the requests share is read once and written once."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
@@ -81,7 +81,7 @@ def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.Excha
 
 
 class _NewLeases:
-    """Leases of one call: each worker in turn gets free groups, and all leases are written together."""
+    """Leases of one `lease_groups` call: each worker in turn gets free groups, and all leases are written together."""
 
     def __init__(self, exchange: Exchange, run: ActiveRun, free: list[tuple[sqlite3.Row, int]]):
         self._exchange, self._run = exchange, run
@@ -90,9 +90,9 @@ class _NewLeases:
         self._params = params_message(run.spec.policy.generation)
         self._samplers = serving_samplers(exchange, run) if run.spec.environment.is_used else []
         self._free = free
-        """Free groups to train with their steps, by slot."""
+        """Free groups to train, each with its step, in the order of slots."""
         self._turn_log_bytes = 0
-        """Size of the turn logs in the replies."""
+        """Size of the turn logs in the replies, in bytes."""
         self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
 
@@ -135,7 +135,7 @@ class _NewLeases:
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
     def write(self) -> None:
-        """Record the leases since the last call."""
+        """Write the leases since the last call to the ledger."""
         if self._unwritten:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
@@ -159,7 +159,7 @@ class _NewLeases:
         step: int = 0,
         pinned: tuple[str, Version] | None = None,
     ) -> bool:
-        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an
+        """Add a group to the reply; `oldest` is the step of the oldest version that may sample it, `pinned` has an
         evaluation's worker and version. Return False if the results of earlier attempts cannot be read now or are
         too large for this reply; the group then waits."""
         run, group_id = self._run, row["group_id"]
@@ -212,7 +212,8 @@ class _NewLeases:
         return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """Return the prefix that an earlier worker returned; None without an intact one. Raises UnopenedSegment."""
+        """Return the prefix of a group from an earlier attempt; None if there is none or it is damaged. Raises
+        UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -221,7 +222,7 @@ class _NewLeases:
             return None
 
     def _turn_log(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-        """Return the turns of a group; end lives with an unreadable turn. Raises UnopenedSegment."""
+        """Return the recorded turns of a group by sample; end lives with an unreadable turn. Raises UnopenedSegment."""
         while True:
             try:
                 return turn_logs.frames_of(self._exchange, self._run, group_id)
@@ -274,7 +275,7 @@ def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
 
 
 def _reconcile_held(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> None:
-    """Update the ledger to the groups that workers report to hold."""
+    """Adapt the ledger's leases to the groups that workers report as held."""
     if not requests:
         return
     member_ids = [request.member_id for request in requests]
@@ -321,8 +322,8 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
 
 
 def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The
-    first result of any attempt wins. Return the number of groups."""
+    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers. If such a worker
+    returns, the first result of any attempt wins. Return the number of groups."""
     number = exchange.groups.revoke_tasks(member_ids)
     if with_leases:
         number += exchange.groups.revoke_leases(member_ids)
@@ -330,7 +331,7 @@ def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 
 
 def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
-    """Revoke every lease and task of a member that is gone; return the number of leases."""
+    """Revoke every lease and task of a former member; return the number of leases."""
     if crashed and exchange.active is not None:
         on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
@@ -344,7 +345,7 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 
 def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
-    """Return the workers that hold leases or tasks for much longer than others need, with the reasons."""
+    """Return the workers that hold leases or tasks for much longer than others need, each with the reason."""
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
@@ -365,25 +366,28 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
 
 
 def revoke_overdue(exchange: Exchange, run: ActiveRun, overdue: Iterable[tuple[str, str]]) -> None:
-    """Revoke the leases and tasks of overdue workers, in a transaction. Late results count if they are the first."""
+    """Revoke the leases and tasks of overdue workers, in a transaction. A late result counts if it is the group's
+    first."""
     for member_id, why in overdue:
         number = revoke_work(exchange, [member_id], with_leases=True)
         exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
         exchange.overdue.add(member_id)
-        scores = _scores(exchange, member_id)
-        nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
-        exchange.warn(f"{member_id} gets {nothing}, and others get the {number} that it holds: {why}")
+        work, result = ("task", "scores") if _scores(exchange, member_id) else ("lease", "a group")
+        exchange.warn(
+            f"{member_id} gets no {work} before it submits {result}, and other workers get the {number} groups that it "
+            f"holds: {why}"
+        )
 
 
 def note_submission(
     exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
 ) -> None:
-    """Note that a worker submits results; give work again to one that was overdue."""
+    """Note that a worker submitted a result. If the worker was overdue, it gets work again."""
     ages.note_submission(member_id, result.group_id, result.attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
-        what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
-        exchange.warn(f"{member_id} has submitted {what} again")
+        result, work = ("scores", "tasks") if _scores(exchange, member_id) else ("a group", "leases")
+        exchange.warn(f"{member_id} has submitted {result} and gets {work} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
@@ -396,7 +400,7 @@ def choose_groups(
 ) -> list[sqlite3.Row]:
     """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
     waiting quarantined group reserves one worker, which gets nothing more until its other work is done. `rows`
-    should have `exchange.reserved` more than there is room for, so that quarantined groups do not delay the others."""
+    should exceed the room by the size of `exchange.reserved`, so that quarantined groups do not delay the others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
@@ -426,32 +430,33 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
 
 
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count a worker's crash for each group that it held, before its leases are revoked; drop proven causes."""
+    """Count a worker's crash for each group that it held, before its leases are revoked. Drop groups that are proven
+    causes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count_death(exchange, run, row, member_id, member_id)
 
 
 def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
-    """Count the crash of a process that scored the group. Its worker stays alive, so each of its crashes counts
+    """Count the crash of a process that scored the group. The process's worker stays alive, so each crash counts
     separately, and none is removed when the worker returns."""
     _count_death(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
 
 
 def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
-    """Count a crash, by its name, for a group; drop the group at the limit."""
+    """Count the crash `death` for a group, each name once; drop the group at the limit."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
         exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
         exchange.warn(
-            f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
-            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}"
+            f"group {row['group_id']} was dropped: {deaths} workers died while they held it, the last "
+            f"{ALONE_CRASHES} held only this group; check its prompt and the log of {member_id}"
         )
         evaluation.drop(exchange, run, row, "poison")
 
 
 def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
-    """Reset the crash count of a group that a worker has finished; scoring counts from 0."""
+    """Reset the crash count of a group that a worker has generated or scored, so that scoring counts from 0."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
     exchange.reserved.pop(group_id, None)

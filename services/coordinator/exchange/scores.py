@@ -1,4 +1,5 @@
-"""Assigns score tasks and takes rewards: from generated to scored. A failed score never becomes a zero."""
+"""Assigns score tasks and takes rewards, which change groups from generated to scored. A failed score never becomes a
+reward of 0."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_rewards
 
 MAX_ROOM = 1024
-"""Most tasks in one answer, whatever room a worker states."""
+"""Most tasks in one answer, however much room a worker states."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Largest size of the groups in one answer with several: the first groups need not wait for the last ones to arrive."""
+"""Most bytes of groups in one answer with several tasks, so that the first group's scoring does not wait for the
+arrival of the last."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -86,14 +88,14 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     holds = (row["scorer_id"], row["score_attempt"]) == (request.member_id, score.attempt)
     if not holds and held_attempt(row["scorers"], score.attempt) != request.member_id:
         attempt = f"attempt {score.attempt} at scoring group {score.group_id}"
-        return exchange.stale(request, f"{attempt} was never {request.member_id}'s")
+        return exchange.stale(request, f"{attempt} was never assigned to {request.member_id}")
     if row["state"] != State.GENERATED:
         leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
         return exchange.stale(request, f"group {score.group_id} holds another text than the one that was scored")
     if (score.handed_back or score.error) and not holds:
-        return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
+        return exchange.stale(request, f"attempt {score.attempt} does not hold the task of group {score.group_id}")
     if score.handed_back:
         return _take_back(exchange, run, request, row)
     if score.error:
@@ -108,7 +110,9 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     rewards_CF = decode_rewards(score.rewards, size)
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
         shape = rewards_CF.shape
-        return exchange.refuse(request, f"rewards of shape {shape} with {len(functions)} functions")
+        return exchange.refuse(
+            request, f"rewards of shape {shape} do not fit {len(functions)} functions, or are infinite"
+        )
     step = _step_of(exchange, run, row)
     totals_C = totals(rewards_CF, run.spec.rewards, step)
     valid_C = totals_C[~np.isnan(totals_C)]
@@ -145,7 +149,8 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
 
 
 def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int) -> bool:
-    """Return whether a group's rewards give it an advantage; True if they depend on turns that cannot be read."""
+    """Return whether a group's rewards give it an advantage; True if the advantage depends on turns that cannot be
+    read."""
     turns = None
     if run.spec.environment.advantage != "outcome":
         try:
@@ -176,7 +181,8 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
     if arrived.reference is None:
         return arrived.fault or f"the score of group {row['group_id']} lacks the reference's log-probabilities"
     if len(arrived.reference) != row["tokens"]:
-        return f"{len(arrived.reference)} reference_logprobs for the {row['tokens']} tokens of group {row['group_id']}"
+        number = len(arrived.reference)
+        return f"group {row['group_id']} has {row['tokens']} tokens, but {number} reference_logprobs"
     return ""
 
 
@@ -188,7 +194,7 @@ def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, 
         leases.on_score_crash(exchange, run, row, request.member_id)
     if score.error and (failures := exchange.count_failure(run, "unavailable")):
         exchange.warn(
-            f"scoring group {score.group_id} could not be done and is tried again ({failures} such failures "
+            f"group {score.group_id} could not be scored and is tried again ({failures} such failures "
             f"in this run; they drop no group): {cut(score.error)}"
         )
     return exchange.committed(request)

@@ -1,10 +1,11 @@
-"""Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and tests
-sequentially for a worker whose mean deviation is wrong. Pure.
+"""Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and finds workers
+with a wrong mean deviation by a sequential test. Has no I/O.
 
 Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person
 has to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least
 the share `logger.verify_share` of its groups, are due for a comparison; while its newest groups indicate a fault, the
-next one always is. No worker can foresee which. Repeated requests of a batch get the same choice.
+next group is always due. No worker can foresee which groups are chosen. Repeated requests of a batch get the same
+choice.
 
 A comparison costs no computation, because the learner computes the log-probabilities anyway. So it needs a group whose
 tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such group.
@@ -41,10 +42,10 @@ from typing import NamedTuple
 from paceline.groups import held_attempt
 
 TOLERATED = 0.003
-"""Largest mean, in nats a token, that a correct worker may have."""
+"""Largest mean deviation of a correct worker, in nats a token."""
 
 FAULTY = 0.01
-"""Mean, in nats a token, that the test should detect."""
+"""Mean deviation that the test should detect, in nats a token."""
 
 THRESHOLD = 18.0
 """Sum at which a worker is named: a likelihood ratio of e^18, some 7·10⁷."""
@@ -64,7 +65,7 @@ MAX_OBSERVATIONS = 256
 """Number of newest observations, over all workers, in the estimates of the noise."""
 
 MAX_WORKERS = 4096
-"""Most workers that are kept; the least recently observed one is removed first."""
+"""Most workers whose observations are kept; the least recently observed worker is removed first."""
 
 MAD_TO_SIGMA = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a Gaussian."""
@@ -76,9 +77,9 @@ class Observation(NamedTuple):
     mean: float
     """Mean over tokens of the worker's log-probability less the learner's, in nats."""
     standard_error: float
-    """Standard error of that mean, in nats, by the spread over the group's completions."""
+    """Standard error of that mean, in nats, estimated from the spread over the group's completions."""
     tokens: int
-    """Tokens that were compared."""
+    """Number of tokens that were compared."""
 
 
 class Finding(NamedTuple):
@@ -86,13 +87,13 @@ class Finding(NamedTuple):
 
     member_id: str
     mean: float
-    """Mean of its newest groups, in nats a token."""
+    """Mean deviation over the worker's newest groups, in nats a token."""
     groups: int
-    """Groups since its sum was last 0."""
+    """Number of the worker's groups since its sum was last 0."""
     others: float | None
-    """Median of the other workers' means; None without others."""
+    """Median of the other workers' mean deviations, in nats a token; None without other workers."""
     times: int
-    """Number of times that it was named, including this one."""
+    """Number of times that the worker was named, including this one."""
 
     def explain(self) -> str:
         times = f" ({self.times} times so far)" if self.times > 1 else ""
@@ -101,7 +102,7 @@ class Finding(NamedTuple):
             f"{self.groups} compared groups{times}; the learner has computed them with the same weights"
         )
         if self.others is not None:
-            text += f", and for other workers it finds {self.others:+.4f}"
+            text += f"; the median of the other workers is {self.others:+.4f}"
         if self.others is not None and abs(self.others) <= TOLERATED:
             return (
                 f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "
@@ -133,10 +134,11 @@ class DriftTest:
         self._deviations: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
         self._errors: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
         self.groups = 0
-        """Groups observed."""
+        """Number of groups observed."""
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Add one group of a worker; return a finding if this names the worker. Ignores numbers that are not finite."""
+        """Add the observation of one group of a worker; return a finding if it leads to naming the worker. Numbers that
+        are not finite are ignored."""
         if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
             return None
         worker = self._workers.setdefault(member_id, _Worker())
@@ -158,7 +160,7 @@ class DriftTest:
 
     @property
     def largest_mean(self) -> float:
-        """Return the mean, in nats a token, that is farthest from 0 among the workers' newest groups."""
+        """Return the mean deviation, in nats a token, that is farthest from 0 among the workers' newest groups."""
         return max((median(worker.newest) for worker in self._workers.values()), key=abs, default=0.0)
 
     @property
@@ -196,20 +198,21 @@ class DriftTest:
 
 
 FIRST_CHECKS = 4
-"""Groups of a new worker that are compared as soon as possible."""
+"""Number of groups of a new worker that are compared as soon as possible."""
 
 MAX_CHECKS = 16
 """Most groups of a batch that are compared."""
 
 KEPT_CHOICES = 8
-"""Batches whose choice is kept, because every rank and every later session may request the same batch again."""
+"""Number of batches whose choice of groups is kept, because every rank and every later session may request the same
+batch again."""
 
 
 class SpotCheck:
     """Chooses groups to compare and judges the comparisons, for one run."""
 
     def __init__(self, seed: int | None = None) -> None:
-        """`seed` is for tests; without it the choice cannot be foreseen."""
+        """`seed` is for tests; without it nobody can foresee the chosen groups."""
         self.test = DriftTest()
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._until_due: OrderedDict[str, int] = OrderedDict()
@@ -240,7 +243,7 @@ class SpotCheck:
         return chosen
 
     def observe(self, worker: str, observation: Observation) -> Finding | None:
-        """Add a comparison of a worker. Return a finding if this names the worker."""
+        """Add the comparison of one group of a worker. Return a finding if it leads to naming the worker."""
         finding = self.test.observe(worker, observation)
         if self.test.is_suspected(worker):
             self._until_due[worker] = 0
@@ -257,7 +260,7 @@ class SpotCheck:
         }
 
     def chosen(self, chain: str) -> dict[int, str]:
-        """Return the earlier choice for a batch; empty if there was none."""
+        """Return the groups that were already chosen for a batch, with their workers; empty if none were."""
         return self._choices.get(chain, {})
 
     def _trim(self, chain: str, chosen: dict[int, str]) -> None:

@@ -1,4 +1,5 @@
-"""The exchange leases groups and takes groups, scores and receipts. Every answer states what the ledger already holds.
+"""State of the exchange, which leases groups and takes groups, scores and receipts. Every answer states what the ledger
+already holds.
 
 This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
 the ledger: `services/coordinator/exchange/transport/dispatch.py` takes one request inside a transaction and returns the
@@ -35,7 +36,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
 MAX_GROUP_ID = 2**63 - 1
-"""SQLite's largest integer."""
+"""Largest group id: the largest integer of SQLite."""
 
 UNOPENED_PERIOD_S = 60.0
 """Seconds between two warnings about segments that cannot be opened."""
@@ -45,7 +46,7 @@ BATCH_DUE = "whether the next batch can be fixed"
 
 
 class Training(NamedTuple):
-    """Step that was served last, until it is trained."""
+    """Session, step and number of ranks of the part that was served last, until the step is trained."""
 
     session: int
     step: int
@@ -54,7 +55,8 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """An answer. `empty`: there was nothing to give, so the request may be parked for the wait time that it asks for."""
+    """An answer to a request. `empty`: there was nothing to give, so the request may be parked for the wait that it
+    asks for."""
 
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
@@ -68,14 +70,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Notice:
-    """An event of a transaction that others act on after its commit."""
+    """An event of a transaction, to be handled after its commit."""
 
     kind: str
     """`step` (a step was trained), `paused` (until a person resumes the run), `evaluated`, `pinned` (a worker keeps its
-    version), `metrics` (of a learner's step), `extra` (columns that reward functions logged), `warning`."""
+    version), `unpinned`, `metrics` (of a learner's step), `extra` (columns that reward functions logged), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
-    """Run of the event; another one may be active by the time it is handled."""
+    """Id of the event's run; another run may be active by the time the event is handled."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ class ActiveRun:
     run_id: str
     spec: RunSpec
     prompts: PromptSource | None
-    """None for supervised runs: their learner reads the data set itself."""
+    """Prompts to train. None for supervised runs, whose learner reads the data set itself."""
     validation: PromptSource | None
     spec_yaml: str = ""
-    """Spec for the workers: without keys that this version does not know."""
+    """Spec for the workers as YAML, without keys that this version does not know."""
 
     @property
     def batch_size(self) -> int:
@@ -100,7 +102,7 @@ class ActiveRun:
         return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
     def share_of_group(self, group_class: str) -> float:
-        """Return the completions of a group of this class, relative to a group to train."""
+        """Return the number of completions in a group of this class, relative to a group to train."""
         return self.group_size(group_class) / self.group_size("train")
 
     @property
@@ -115,11 +117,12 @@ class RunState:
 
     active: ActiveRun | None = None
     offered: dict[str, Version] = field(default_factory=dict)
-    """Newest version offered to each rollout worker, which may sample from it before it acknowledges it."""
+    """Newest version that was offered to each rollout worker, by member id. The worker may sample from it before it
+    acknowledges it."""
     overdue: set[str] = field(default_factory=set)
-    """Workers that held leases or tasks for too long; they get none until they have submitted a result."""
+    """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
     reserved: dict[int, str] = field(default_factory=dict)
-    """Worker that takes no new work until it is free for a quarantined group, by group id."""
+    """Id of the worker that gets no new work until it is free for a quarantined group, by group id."""
     first_requested_s: dict[int, float] = field(default_factory=dict)
     """Time of the first request for the batch of a step, by step."""
     first_complete_s: dict[int, float] = field(default_factory=dict)
@@ -128,9 +131,10 @@ class RunState:
     ranks: int = 0
     """Number of ranks of the newest session's learner; 0 until it is reported."""
     end_step: int = 0
-    """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before that."""
+    """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before they are over."""
     yields_to: str = ""
-    """Run of a higher priority that the active run makes room for: nothing new is leased, and no batch is fixed."""
+    """Id of a run of higher priority that waits for the active run: nothing new is leased, and no batch is fixed. Empty
+    without one."""
     unreadable_data: str = ""
     """Reason why the next prompt cannot be read; empty while it can."""
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
@@ -150,7 +154,7 @@ class Exchange(RunState):
         self.senders = Senders()
         """Members. Other senders get no leases and no tasks, because nobody would notice that they crash."""
         self.suspected: set[str] = set()
-        """Members that may be gone: no batch waits for their work, and others may get it."""
+        """Ids of members that may be gone: no batch waits for their work, and others may get it."""
         self.versions: dict[str, Version] = {}
         """Acknowledged version of each rollout worker, by member id."""
         self.lease_durations = LeaseDurations()
@@ -160,8 +164,8 @@ class Exchange(RunState):
         self.admission_closed = ""
         """Reason why no group is admitted; empty if only the admission rule decides."""
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
-        """Called for a request whose sender is not the stated member or may not send it: its kind, that member, the
-        reason and the peer's address, if it is known. For the audit log; from any thread."""
+        """Called for a request whose sender is not the stated member or may not send it, with the request's kind, that
+        member, the reason and the peer's address if known. For the audit log; from any thread."""
         self._freed = False
         self._unopened_warned_s = -math.inf
         """Time of the last warning about a segment that cannot be opened."""
@@ -191,8 +195,8 @@ class Exchange(RunState):
             return
         self._unopened_warned_s = now_s
         self.warn(
-            f"{fault}. Groups wait for it, and it is tried again automatically; check its permissions and the limit of "
-            "open files"
+            f"{fault}. Groups wait for this segment, and it is tried again automatically; check its permissions and "
+            "the limit of open files"
         )
 
     # Versions
@@ -226,7 +230,7 @@ class Exchange(RunState):
         return self.end_step or run.spec.max_num_steps
 
     def withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused for a reason that would recur: its learner gets nothing."""
+        """Return whether the run is paused for a reason that would recur, so that its learner gets no batch."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] == "paused" and row["message"])
 
@@ -364,7 +368,7 @@ class Exchange(RunState):
     # Replies
 
     def committed(self, request: pb.ExchangeRequest) -> Outcome:
-        """Answer that the result is in the ledger as soon as this transaction is."""
+        """Answer that the result is in the ledger once this transaction is committed."""
         return Outcome(self.reply(request, pb.REPLY_STATUS_COMMITTED))
 
     def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:

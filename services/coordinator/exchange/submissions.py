@@ -1,4 +1,4 @@
-"""Commits groups (generated, as a returned lease, or turn by turn) after checks against the ledger, inside the
+"""Commits generated groups, returned leases and turns of episodes after checks against the ledger, inside the
 transaction.
 
 `uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
@@ -31,7 +31,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, decode_completions, parse_message
 
 FINAL_DATA_ERRORS = frozenset({"bad_prompt", "prompt_too_long"})
-"""Reasons of a failed attempt that every other attempt would share, so the group is dropped at once."""
+"""Reasons for which every other attempt would fail too, so that the group is dropped at once."""
 
 DATA_ERRORS = FINAL_DATA_ERRORS | {"", "invalid_result"}
 """Reasons that a worker may give for a failed attempt. With an empty reason other attempts follow, and the last failure
@@ -63,7 +63,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
     if fault := _fault_of_form(run, group, run.group_size(row["class"])):
-        return exchange.refuse(request, f"group {result.group_id} {fault}")
+        return exchange.refuse(request, fault)
     if row["class"] != "train":
         pinned = evaluation.pinned_version(exchange, run, row)
         if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
@@ -72,7 +72,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             # Else another worker has the group's episodes.
             if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
-            return exchange.stale(request, "tokens of another version than the evaluation's")
+            return exchange.stale(request, f"group {result.group_id} has tokens of another version than its evaluation")
     fault, turn_log = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
         turn_log = turn_logs.of_group(exchange, run, result.group_id)
@@ -102,7 +102,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or the prompt is bad."""
+    """Accept a lease that a worker returns because it drains (perhaps with unfinished samples) or because the prompt is
+    bad."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
@@ -130,8 +131,10 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
         if prefix.rows is not None or len(prefix.completions) != expected:
-            back = f"group {returned.group_id} was returned with {len(prefix.completions)} samples"
-            return exchange.refuse(request, f"{back}, not {expected}")
+            number = len(prefix.completions)
+            return exchange.refuse(
+                request, f"group {returned.group_id} was returned with {number} samples, not {expected}"
+            )
         if fault := _fault(exchange, run, arrived, row, returned.attempt):
             return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
@@ -142,12 +145,13 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
-    """Return why a group does not have the form that the run's leases require; empty if it has."""
+    """Return how a group deviates from the form that the run's leases require; empty if it does not."""
     if run.spec.environment.is_used != (group.rows is not None):
         has, needs = ("rows", "no") if group.rows is not None else ("no rows", "an")
-        return f"has {has}, but the run has {needs} environment"
+        return f"group {group.group_id} has {has}, but the run has {needs} environment"
     if group.num_samples != expected:
-        return f"has {group.num_samples} {'completions' if group.rows is None else 'samples'}, not {expected}"
+        unit = "completions" if group.rows is None else "samples"
+        return f"group {group.group_id} has {group.num_samples} {unit}, not {expected}"
     return ""
 
 
@@ -160,7 +164,7 @@ def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Ro
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """Count an attempt that failed because of the group's data; others may still succeed, up to the limit."""
+    """Count an attempt that failed because of the group's data; other attempts may follow, up to the limit."""
     returned, reason = request.lease_return, request.lease_return.data_error_reason or "bad_prompt"
     is_final = returned.data_error_reason in FINAL_DATA_ERRORS
     allowed = 1 if is_final else run.spec.grpo.max_generation_failures
@@ -213,9 +217,8 @@ def fault_of_group(
 
 
 def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
-    """Return why one of these versions cannot exist yet; empty if all can. Any rollout worker may have sampled from
-    them, also one that left before it could acknowledge them: a version is published once the batch before it is
-    fixed."""
+    """Return why one of `versions` cannot exist yet; empty if all can. Any rollout worker may have sampled from them,
+    also one that left before it could acknowledge them: a version is published once the batch before it is fixed."""
     row, newest = exchange.ledger.run(run.run_id), max(versions)
     step = max(version.step for version in versions)
     if newest.session > row["session"] or step > row["next_batch"]:
@@ -230,9 +233,9 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     if session > row["session"] or step > row["published_step"]:
         versions = [*exchange.versions.values(), *exchange.offered.values()]
         if session > (bound := max([row["session"], *(version.session for version in versions)])):
-            return f"session {session} in spans is beyond the newest, {bound}"
+            return f"spans has session {session}, but the newest is {bound}"
         if step > (bound := max([row["published_step"], *(version.step for version in versions)])):
-            return f"step {step} in spans is beyond the newest version's, {bound}"
+            return f"spans has step {step}, but the newest version has {bound}"
     return ""
 
 
@@ -240,13 +243,13 @@ class Prefix(NamedTuple):
     """The prefix of a group that an earlier worker returned."""
 
     attempt: int
-    """Attempt that returned it."""
+    """Number of the attempt that returned the prefix."""
     prompt_ids: IntArray
     completions: tuple[Completion, ...]
 
     @property
     def newest(self) -> Version:
-        """Return the newest version of its tokens, those of earlier attempts included."""
+        """Return the newest version among the prefix's tokens, including those of earlier attempts."""
         return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
 
 
@@ -266,18 +269,18 @@ def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix |
 def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
     """Return how a group deviates from its lease's prefix; empty if it continues it."""
     if not np.array_equal(prefix.prompt_ids, group.prompt_ids):
-        return "prompt_ids are not those that the lease came with"
+        return "prompt_ids differ from those of the lease's prefix"
     for index, (before, now) in enumerate(zip(prefix.completions, group.completions, strict=True)):
         size = len(before.token_ids)
         if before.finish_reason != "abort" and len(now.token_ids) != size:
-            return f"completion {index} has {len(now.token_ids)} tokens, but was finished with {size}"
+            return f"completion {index} has {len(now.token_ids)} tokens, but the lease's prefix finished it with {size}"
         same = (
             np.array_equal(before.token_ids, now.token_ids[:size])
             and np.array_equal(before.logprobs, now.logprobs[:size])
             and np.array_equal(_versions_T(before), _versions_T(now)[:size])
         )
         if not same:
-            return f"completion {index} does not begin with the {size} tokens that the lease came with"
+            return f"completion {index} does not begin with the {size} tokens of the lease's prefix"
     return ""
 
 
@@ -325,12 +328,12 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
     if turn.life == lives.current and turn.index < next_turn:
         return exchange.duplicate(request, f"turn {turn.index} of {_name(turn)} is in the ledger already")
     if arrived.is_decided:  # it was when the turn arrived; since then its life has ended
-        return exchange.stale(request, f"{_name(turn)} goes on after turn {next_turn - 1}")
+        return exchange.stale(request, f"{_name(turn)} continues after turn {next_turn - 1}")
     uploaded = arrived.turn
     if uploaded is None or arrived.location is None:
         return exchange.refuse(request, arrived.fault)
     if row["class"] != "train" and uploaded.versions != {evaluation.pinned_version(exchange, run, row)}:
-        return exchange.stale(request, "tokens of another version than the evaluation's")
+        return exchange.stale(request, f"{_name(turn)} has tokens of another version than its evaluation")
     fault = (
         _fault_of_order(turn, lives.current, last)
         or fault_of_ids(exchange, run, uploaded.max_id)
@@ -372,7 +375,7 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """End an unfinished life of a sample: its tokens are dropped. The next life begins unless it is given up."""
+    """End an unfinished life of a sample: its tokens are dropped. A new life begins unless the sample is given up."""
     end, episodes = request.episode_end, exchange.ledger.episodes
     row = exchange.group(run, end.group_id)
     if (refusal := _refusal(exchange, run, request, row, end)) is not None:
@@ -381,16 +384,16 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
     if end.reason not in REASONS or (end.give_up and end.reason != FAILED):
         return exchange.refuse(
             request,
-            f"reason {end.reason[:64]!r} with give_up {str(end.give_up).lower()}: a life ends as {' or '.join(REASONS)}, and a "
-            f"sample is given up as {FAILED}",
+            f"reason is {end.reason[:64]!r} with give_up {str(end.give_up).lower()}, but must be "
+            f"{' or '.join(REASONS)}, and with give_up {FAILED}",
         )
     lives = episodes.lives(run.run_id, end.group_id, end.sample)
     if end.life < lives.current:
         return exchange.duplicate(request, f"life {end.life} of {_name(end)} has ended already")
     last = episodes.last_turn(run.run_id, end.group_id, end.sample, lives.current)
     if end.life != lives.current or (last is not None and last["last"]):
-        what = "is finished" if end.life == lives.current else f"is in life {lives.current}"
-        return exchange.refuse(request, f"life {end.life} of {_name(end)} cannot end: the sample {what}")
+        why = "the sample is finished" if end.life == lives.current else f"the sample is in life {lives.current}"
+        return exchange.refuse(request, f"life {end.life} of {_name(end)} cannot end: {why}")
     end_life(exchange, run, row, end.sample, end.reason, cut(end.error), give_up=end.give_up)
     if end.reason == FAILED:
         _note_failure(exchange, run, row, end, lives.failures + 1)
@@ -424,8 +427,8 @@ def _refusal(
     row: sqlite3.Row | None,
     of: pb.EpisodeTurn | pb.EpisodeEnd,
 ) -> Outcome | None:
-    """Refuse a sender that does not hold the group, or that names a sample outside of it. A lease that was revoked from
-    a silent holder is still its holder's until another worker gets it."""
+    """Refuse a sender that does not hold the group, or that names a sample outside the group. A silent worker whose
+    lease was revoked still counts as the holder until another worker gets the group."""
     is_open = row is not None and row["state"] in (State.ADMITTED, State.LEASED)
     if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
         attempt = f"attempt {of.attempt} of group {of.group_id}"
@@ -439,7 +442,7 @@ def _refusal(
 def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -> str:
     """Return why a turn does not follow the newest one in the ledger; empty if it does."""
     if turn.life != life:
-        return f"life {turn.life} has not begun, the sample is in life {life}"
+        return f"life {turn.life} has not begun; the sample is in life {life}"
     if last is not None and last["last"]:
         return f"the sample was finished with turn {last['turn']}"
     next_turn = 0 if last is None else last["turn"] + 1
@@ -451,10 +454,10 @@ def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens:
     if turn.row_index > num_rows:
         return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
     if turn.row_index == num_rows and not turn.num_context:
-        return f"context_ids is empty, but turn begins row {num_rows}, whose prompt has at least one token"
+        return f"context_ids is empty, but the turn begins row {num_rows}, whose prompt must have at least one token"
     longest = run.spec.policy.max_total_sequence_length
     if row_tokens > longest:
-        return f"its row has {row_tokens} tokens, more than policy.max_total_sequence_length {longest}"
+        return f"row {turn.row_index} has {row_tokens} tokens, more than policy.max_total_sequence_length {longest}"
     return ""
 
 

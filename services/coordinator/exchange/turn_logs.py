@@ -32,7 +32,7 @@ class SampleTurns(NamedTuple):
 
     lives: Lives
     turns: list[sqlite3.Row]
-    """Turns of its current life, in order."""
+    """Turns of the sample's current life, in order."""
 
     @property
     def is_finished(self) -> bool:
@@ -106,32 +106,31 @@ def fault_of_result(turn_log: dict[int, SampleTurns], group: Group, turns: Itera
     for turn in turns:
         by_sample.setdefault(turn.sample, []).append(turn)
     for sample in range(group.rows.num_samples):
-        fault = _fault_of_sample(turn_log.get(sample), by_sample.get(sample, []))
-        if fault:
-            return f"sample {sample} {fault}"
+        if fault := _fault_of_sample(f"sample {sample}", turn_log.get(sample), by_sample.get(sample, [])):
+            return fault
     return ""
 
 
-def _fault_of_sample(sample: SampleTurns | None, turns: list[GroupTurn]) -> str:
+def _fault_of_sample(name: str, sample: SampleTurns | None, turns: list[GroupTurn]) -> str:
     if sample is None or not (sample.is_finished or sample.lives.given_up):
-        return "is not finished: its last turn is not in the ledger"
+        return f"{name} is not finished: its last turn is not in the ledger"
     if sample.lives.given_up:
-        return f"was given up, but has {len(turns)} turns" if turns else ""
+        return f"{name} was given up, but has {len(turns)} turns" if turns else ""
     expected = sample.trained_turns
     if len(turns) != len(expected):
-        return f"has {len(turns)} turns, but {len(expected)} in the ledger"
+        return f"{name} has {len(turns)} turns, but {len(expected)} in the ledger"
     rows = {row: index for index, row in enumerate(sorted({turn["row_index"] for turn in expected}))}
     after_left_out = _turns_after_left_out(sample)
     for turn, record in zip(turns, expected, strict=True):
         if (turn.row_index, turn.digest) != (rows[record["row_index"]], record["digest"]):
-            return f"has other tokens in turn {record['turn']} than the ledger"
+            return f"{name} has other tokens in turn {record['turn']} than the ledger"
         if record["turn"] not in after_left_out and turn.context_digest != record["context_digest"]:
-            return f"has other tokens before turn {record['turn']} than the ledger"
+            return f"{name} has other tokens before turn {record['turn']} than the ledger"
     return ""
 
 
 def _turns_after_left_out(sample: SampleTurns) -> set[int]:
-    """Return the turns that follow left-out turns of their row, whose tokens are context there."""
+    """Return the turns that follow left-out turns of their row: the left-out tokens are part of their context."""
     after, left_out = set(), {turn["turn"] for turn in sample.left_out_turns}
     for row in {turn["row_index"] for turn in sample.left_out_turns}:
         before_is_left_out = False
@@ -143,7 +142,7 @@ def _turns_after_left_out(sample: SampleTurns) -> set[int]:
 
 
 def end_left_out(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, turn_log: dict[int, SampleTurns]) -> None:
-    """Account the tokens of turns that a committed group does not train as dropped(left_out)."""
+    """Count as dropped(left_out) the tokens of turns that a committed group does not train."""
     lives = [
         EndedLife(
             run.run_id,

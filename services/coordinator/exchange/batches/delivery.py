@@ -1,5 +1,6 @@
-"""Delivers batches and takes receipts: from scored to trained. selection.py makes the batches, spot_check.py chooses
-and judges the groups whose log-probabilities the learner compares."""
+"""Delivers batches to the learner's ranks and takes their receipts, which change groups from scored to trained.
+`selection.py` makes the batches; `spot_check.py` chooses and judges the groups whose log-probabilities the learner
+compares."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from paceline.v1 import exchange_pb2 as pb
 
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:
-    """Return one rank's part of a step's batch, also if it was served before; fix the batch when it is due."""
+    """Return one rank's part of a step's batch, even if it was served before. Fix the batch first if it is due."""
     body, row = request.batch, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
+        return exchange.stale(request, f"session {request.session} has ended; the newest is {row['session']}")
     if body.world_size == 0 or body.rank >= body.world_size:
         return exchange.refuse(
-            request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks count from 0"
+            request, f"rank {body.rank} of {body.world_size} ranks is not possible; ranks begin at 0"
         )
     session_faults.note_session(exchange, run, request.session)
     if 0 < exchange.end_step <= body.step <= row["next_step"]:
@@ -56,7 +57,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 
 
 def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
-    """Fix the batch if it is due; return whether the waiting ranks may get one. Called once for all of them."""
+    """Fix the batch if it is due. Return whether the waiting ranks may get their parts. Called once for all."""
     if (run := exchange.active) is None:
         return True
     row = exchange.ledger.run(run.run_id)
@@ -77,16 +78,16 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     batch. A receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
-        return exchange.stale(request, f"session {request.session} has passed, the newest is {row['session']}")
+        return exchange.stale(request, f"session {request.session} has ended; the newest is {row['session']}")
     if receipt.rank >= receipt.world_size:
         return exchange.refuse(
-            request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks count from 0"
+            request, f"rank {receipt.rank} of {receipt.world_size} ranks is not possible; ranks begin at 0"
         )
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
     if wrong := _disagreement(receipt, parts[receipt.rank] if parts else None):
-        message = f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}"
+        message = f"the receipt of step {receipt.step} does not agree with the batch: {wrong}"
         session_faults.record(
             exchange, run, request.session, receipt.step, session_faults.REFUSED, message, rank=receipt.rank
         )
@@ -107,27 +108,28 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return how a receipt differs from its rank's part, None in runs without batches; empty if they agree."""
+    """Return how a receipt differs from `part`, the rank's part of the batch (None in a run without batches); empty if
+    they agree."""
+    rank, consumed = f"rank {receipt.rank}", [group.group_id for group in receipt.groups]
     if part is None:
-        return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
+        return f"{rank} trained groups {consumed}, but the run has no batches" if consumed else ""
     expected = [row["group_id"] for row in part]
-    consumed = [group.group_id for group in receipt.groups]
     if consumed != expected:
-        return f"trained groups {consumed[:5]}, its part has {expected[:5]}"
+        return f"{rank} trained groups {consumed[:5]}, but its part has {expected[:5]}"
     for row, group in zip(part, receipt.groups, strict=True):
         if group.digest != row["digest"]:
-            return f"trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
+            return f"{rank} trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
         if group.scores_digest != row["scores_digest"]:
             return (
-                f"trained group {group.group_id} with scores whose digest is {group.scores_digest!r}, "
+                f"{rank} trained group {group.group_id} with scores whose digest is {group.scores_digest!r}, "
                 f"not {row['scores_digest']!r}"
             )
     tokens = sum(row["tokens"] for row in part)
-    return "" if receipt.tokens == tokens else f"trained {receipt.tokens} tokens, its part has {tokens}"
+    return "" if receipt.tokens == tokens else f"{rank} trained {receipt.tokens} tokens, but its part has {tokens}"
 
 
 def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, part: Outcome) -> Outcome:
-    """Add the groups of a rank's part to its answer. Raises DamagedRecord, UnopenedSegment."""
+    """Add the groups of a rank's part of the batch to its reply. Raises DamagedRecord, UnopenedSegment."""
     body = request.batch
     batch = exchange.ledger.batches.get(run.run_id, body.step)
     assert batch is not None
@@ -137,7 +139,9 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     for group in exchange.splits.get(run.run_id, body.step, body.world_size)[body.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
-            return exchange.refuse(request, f"step {body.step} is before the oldest checkpoint, its samples are gone")
+            return exchange.refuse(
+                request, f"step {body.step} is before the oldest checkpoint, so its samples were removed"
+            )
         reply.batch.groups.add(
             group_id=group["group_id"],
             digest=group["digest"],
@@ -149,7 +153,7 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     if run.spec.pool_serves_reference:
         for entry in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, entry.group_id, "reference", last=True)
-            assert reference is not None, "scores.submit_scores commits it with the rewards"
+            assert reference is not None, "`submit_scores` commits the reference with the rewards"
             payloads.append(reference.arrays)
             entry.reference_frame = len(payloads)
     return part

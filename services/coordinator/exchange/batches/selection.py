@@ -1,12 +1,12 @@
-"""Selects the scored groups of a step's batch, computes its metrics, and takes batches apart.
+"""Selects the scored groups of a step's batch, computes the batch's metrics, and takes batches apart.
 
 A fixed batch does not change while a session may train it. Before that it can be taken apart because of some of its
-groups (damaged ones, or those that a person drops). The next batch of the step is its next revision, under a further
-link of the chain, and the replaced one stays on record.
+groups (damaged ones, or those that a person drops). The next batch of the step is its next revision, with a further
+link of the chain, and the ledger keeps the replaced batch.
 
-A group whose bytes are lost before a session trained it goes back to admitted. A lost prefix is removed. A sample with
-a lost turn begins again. Bytes that a session has trained cannot be replaced: the run is paused, because another
-session would have to train them again.
+If the bytes of a group are lost before a session trained it, the group returns to `admitted`. A lost prefix is removed.
+A sample with a lost turn begins again. Lost bytes that a session has trained cannot be replaced: the run is paused,
+because another session would have to train the same bytes.
 
 Suffixes: G groups, C completions of a group, F reward functions.
 """
@@ -39,7 +39,7 @@ from paceline.v1 import exchange_pb2 as pb
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the next batch, if it was requested and is complete; return whether it was fixed.
 
-    However many ranks ask in a transaction, it is checked once, and again only after a group was scored.
+    In one transaction the check runs once for all ranks that ask, and again only after a group was scored.
     """
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
@@ -79,8 +79,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 
 
 def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str) -> None:
-    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores. The
-    next batch of the step is its next revision, without the groups in `taken_out`."""
+    """Take apart the batch of `step`, which no session has trained: its groups return to `scored` with their scores.
+    The step's next batch is the next revision, without the groups in `taken_out`."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     assert batch is not None
@@ -94,7 +94,8 @@ def take_apart(exchange: Exchange, run: ActiveRun, step: int, taken_out: Collect
 
 
 def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) -> list[sqlite3.Row] | None:
-    """Return the oldest scored groups; None if there are too few, or a live group has to be waited for."""
+    """Return the oldest scored groups for a batch; None if there are too few, or if the batch must wait for a live
+    group."""
     spec = run.spec.async_grpo
     if exchange.group_queries.num_scored(run.run_id) < run.batch_size:
         return None
@@ -112,14 +113,14 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
-    """Return the oldest version that the tokens of each live group can have. Live groups are leased, or wait for
-    scores; those leased to suspected workers are left out."""
+    """Return, for each live group, the step of the oldest version that its tokens can have. A group is live while it is
+    leased or waits for scores. Groups that are leased to suspected workers are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
 
 
 PERCENTILES = (10, 50, 90)
-"""Percentiles of each function's rewards, as metrics."""
+"""Percentiles of each reward function's rewards that are reported as metrics."""
 
 
 def batch_metrics(
@@ -128,8 +129,8 @@ def batch_metrics(
     step: int,
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of the batch of `step`; NaN if no function gave a reward. `sources_G` are the values of
-    `data.source_key`, None without one.
+    """Return the metrics of the batch of `step` by name; `reward` is NaN if no function gave a reward. `sources_G` are
+    the values of `data.source_key`, None without one.
 
     `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
     """
@@ -157,7 +158,8 @@ def batch_metrics(
 
 
 def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
-    """Return the metrics of each function: its rewards before weight and gates, and the effect of both."""
+    """Return the metrics of each reward function: its rewards before weight and gates, its weight, and how often its
+    gate was closed."""
     metrics: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
     for index, function in enumerate(functions):
@@ -182,7 +184,7 @@ def _mean(values: Any) -> float:
 
 
 def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN below two of them."""
+    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN below two."""
     numbers = _numbers(values)
     if len(numbers) < 2:
         return float("nan")
@@ -195,16 +197,16 @@ def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 MAX_SOURCES = 32
-"""Most sources with separate metrics; the rarest ones beyond it are counted as `other`."""
+"""Largest number of sources with separate metrics. If there are more, the rarest are counted together as `other`."""
 MAX_NAME = 40
 OTHER = "other"
 
 
 def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
-    """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`,
-    their number.
+    """Return two metrics for each source: `reward_of/<source>`, the mean of its groups' mean rewards, and
+    `groups_of/<source>`, the number of its groups.
 
-    A group without any reward counts only as a group; a source without any reward has no mean.
+    A group without any reward counts only in the number; a source without any reward has no mean.
     """
     names_G = source_names(sources_G)
     metrics: dict[str, float] = {}
@@ -228,7 +230,7 @@ def source_names(sources: Sequence[object]) -> list[str]:
 
 
 def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:
-    """Return the source of each group; None if the run names no source column."""
+    """Return the source of each group; None if the run has no `data.source_key`."""
     key = run.spec.data.source_key
     if key is None:
         return None
@@ -240,11 +242,11 @@ REASON = "by_request"
 
 
 def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
-    """Drop groups of the fixed, untrained batch as `by_request`. The next revision is fixed as soon as enough scored
-    groups are there. Runs inside a transaction. Raises Conflict, InvalidInput."""
+    """Drop groups of the fixed, untrained batch for the reason `by_request`. The next revision is fixed as soon as
+    there are enough scored groups. Runs inside a transaction. Raises Conflict, InvalidInput."""
     if len(group_ids) > run.batch_size:
         raise InvalidInput(
-            f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
+            f"{len(group_ids)} groups are named, but a batch has only {run.batch_size} (grpo.num_prompts_per_step)"
         )
     row = exchange.ledger.run(run.run_id)
     step, dropped = row["next_step"], sorted(set(group_ids))
@@ -271,7 +273,8 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
-    """Handle a damaged record; do nothing if the ledger no longer refers to it."""
+    """Handle a damaged record: restart its sample, remove its prefix, generate or drop its group, or pause the run. Do
+    nothing if the ledger no longer refers to the record."""
     if _end_damaged_life(exchange, run, damaged):
         return
     payload = exchange.ledger.damaged_payload(run.run_id, damaged)
@@ -284,7 +287,7 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
         _count(
             exchange,
             run,
-            f"the returned prefix of group {row['group_id']} is lost, its next attempt starts from the prompt: {damaged}",
+            f"the prefix of group {row['group_id']} is lost; the next attempt starts from the prompt: {damaged}",
         )
         return
     if row["state"] == State.TRAINED or (
@@ -308,8 +311,8 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
 
 
 def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
-    """End the life of the sample whose turn cannot be read; return whether the record is a turn. The holder gets an
-    answer that says so with its next turn."""
+    """End the life of the sample whose turn cannot be read; return whether the damaged record is a turn. The lease's
+    holder learns of it from the answer to its next turn."""
     turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
     row = exchange.group(run, turn["group_id"]) if turn is not None else None
     if turn is None or row is None:
@@ -329,7 +332,7 @@ def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, 
 
 
 def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
-    """Return a group to admitted; its tokens are wasted."""
+    """Return a group to `admitted`; its tokens are counted as wasted."""
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
         exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])

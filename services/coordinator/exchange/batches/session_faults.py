@@ -1,11 +1,11 @@
-"""Counts learner sessions that ended at a step. Several in a row at the same step, without the step being trained,
-pause the run, because the batch has something that the learner cannot train and every further session would end
-there too.
+"""Counts learner sessions that ended at a step. If several in a row end at the same step before it is trained, the run
+is paused, because the batch has something that the learner cannot train and every further session would end at it
+too.
 
 A reported fault is recorded at once. A session that ended without a report (by a signal, or by the kernel when memory
-is short) is detected when the next session asks for its first part: the step that a session trains is in the ledger, so
-that this also works after a crash of the coordinator. Sessions that left normally, ended at other steps, or were
-followed by a trained step are not counted; `paceline resume` resets the count.
+is short) is detected when the next session asks for its first part. The step that a session trains is in the ledger, so
+this also works after a crash of the coordinator. Sessions that left normally, ended at other steps, or were followed by
+a trained step are not counted; `paceline resume` resets the count.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
-"""Sessions in a row that may end at a step in the same way; then the run is paused."""
+"""Number of sessions that end in a row at one step, with the same kind of fault, after which the run is paused."""
 
 ANY_FAULTS = 5
-"""Likewise in different ways, because the rank that reports first can vary."""
+"""Number of sessions that end in a row at one step, with any kinds of faults, after which the run is paused. The kinds
+can differ, because the rank that reports first can vary."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are not exception types."""
@@ -29,11 +30,12 @@ MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 MAX_SHOWN_GROUPS = 8
 """Most groups that a message lists as possible causes."""
 
-ENDED_SILENTLY = "its process ended without a report, as when the kernel kills it for lack of memory"
+ENDED_SILENTLY = "its process ended without a report; the kernel may have killed it for lack of memory"
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for a part; at its first request the previous one has ended at its step."""
+    """Note that a session asks for its part of a batch. Its first request shows that the previous session has ended at
+    the step that it was training."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
@@ -52,7 +54,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
-    """Note that all ranks of a session trained the step, so that it did not cause earlier ends."""
+    """Note that all ranks of a session trained the step, so the step was not the cause of earlier sessions' ends."""
     if exchange.training is not None and exchange.training[:2] == (session, step):
         exchange.training = None
     exchange.ledger.session_faults.remove_step(run.run_id, step)
@@ -66,7 +68,7 @@ def note_left(exchange: Exchange, run: ActiveRun, session: int) -> None:
 
 
 def reset(exchange: Exchange, run_id: str) -> None:
-    """Reset the count, because a person resumes the run or has changed the batch."""
+    """Reset the count of ended sessions, because a person resumes the run or has changed the batch."""
     exchange.training = None
     exchange.ledger.session_faults.remove_run(run_id)
 
@@ -87,8 +89,8 @@ def record(
     rank: int | None = None,
     world_size: int = 0,
 ) -> None:
-    """Record that a session ended at `step`; pause the run when too many sessions ended there. Only its first report
-    counts, because the other ranks fail as a consequence, but lack of memory counts from any rank."""
+    """Record that a session ended at `step`, and pause the run if too many sessions ended at it. Only the session's
+    first report counts, because other ranks fail as a consequence; but lack of memory counts from any rank."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
@@ -105,7 +107,7 @@ def record(
 
 
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
-    """Return the newest faults that are at the same step; newest first."""
+    """Return the newest faults in a row that have the same step; newest first."""
     faults = exchange.ledger.session_faults.newest(run.run_id, ANY_FAULTS)
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
@@ -113,7 +115,8 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Return the groups of the reporting rank's part, or of the batch; for lack of memory the longest first."""
+    """Return the ids of the groups in the reporting rank's part, or in the batch if no rank reported. The longest
+    groups are first if memory may be the cause."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

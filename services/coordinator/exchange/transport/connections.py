@@ -9,8 +9,9 @@ refused messages, are closed: strangers use up neither memory nor the limit of o
 costs ZeroMQ some 64, so the memory of this process is checked too: if it grows by far more than the unread bytes, the
 connections with unread bytes are closed. Honest senders connect and send again.
 
-Descriptors belong to ZeroMQ's thread, whose monitor reports when they open and close. Between a closing and its report
-a number may stand for another file, so a descriptor that is no connection of this port is ignored.
+Descriptors belong to ZeroMQ's thread, whose monitor reports when they open and close. Between the close of a descriptor
+and the report of it, its number may belong to another file, so a descriptor that is no connection of this port is
+ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_STRANGERS_SHARE = 0.25
 """Largest number of connections on which no member has sent a message, as a share of the files that may be open."""
 
 HARMLESS_BYTES = 64 << 10
-"""Unread bytes on a connection that cannot cause memory growth; it is not closed for that."""
+"""Number of unread bytes up to which a connection is not closed because of memory growth."""
 
 TRIM_S = 1.0
 """Seconds after which ZeroMQ has freed the memory of a closed connection."""
@@ -63,7 +64,7 @@ class ConnectionLimits:
     growth_bytes: int = 256 << 20
     """Most bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
     discarded_at_once: int = 10_000
-    """Frames of a message with too many that are discarded in one turn of the event loop."""
+    """Most frames that are discarded in one turn of the event loop, from a message with too many frames."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -75,13 +76,13 @@ class Connection:
 
     opened_s: float
     mark: int = 0
-    """Bytes received when all messages that had arrived were last read."""
+    """Number of bytes that had arrived on the connection when all arrived messages were last read."""
     read: int = 0
-    """Bytes of its messages read since."""
+    """Bytes of the connection's messages that were read since `mark` was set."""
     refused: int = 0
-    """Messages on it that were refused."""
+    """Number of refused messages on the connection."""
     memory: int = 0
-    """Memory of this process, in bytes, when the connection last had next to no unread bytes."""
+    """Memory of this process, in bytes, when the connection last had almost no unread bytes."""
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
@@ -129,7 +130,7 @@ class Connections:
 
     def check(self, *, all_read: bool = True) -> list[str]:
         """Close connections with too many unread bytes, and those that no member uses; return the reasons. Unless every
-        whole message was read, no connection is closed for what a waiting message may explain."""
+        whole message was read, no connection is closed for bytes that a waiting message may explain."""
         reasons, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         under_way = {
@@ -143,7 +144,7 @@ class Connections:
             reason = self._fault(connection, size, strangers_bytes, strangers, all_read)
             may_be_cause = size > HARMLESS_BYTES and (all_read or not connection.of_member)
             if not reason and may_be_cause and connection.memory < limit:
-                reason = f"this process has grown by {(memory - connection.memory) >> 20} MB while {size} bytes arrived on it"
+                reason = f"this process grew by {(memory - connection.memory) >> 20} MB while {size} bytes arrived"
             if reason:
                 strangers -= not connection.of_member
                 strangers_bytes -= 0 if connection.of_member else size
@@ -165,23 +166,23 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Return why a connection must be closed; empty if it may stay. Called for the oldest first."""
+        """Return why a connection must be closed; empty if it may stay. Called for the oldest connection first."""
         limits = self._limits
         if all_read and under_way > limits.message_bytes:
-            return f"{under_way} bytes arrived on it without the end of a message, {limits.message_bytes} are allowed"
+            return f"{under_way} bytes arrived without the end of a message, but {limits.message_bytes} are allowed"
         if under_way > limits.unread_bytes:
-            return f"{under_way} bytes arrived on it that are not read yet, {limits.unread_bytes} are allowed"
+            return f"{under_way} bytes arrived that are not read yet, but {limits.unread_bytes} are allowed"
         if connection.of_member:
             return ""
         silent_s = self._clock() - connection.opened_s
         if connection.refused > limits.refused:
-            return f"{connection.refused} messages on it were refused, and no member has used it"
+            return f"{connection.refused} of its messages were refused, and no member has used the connection"
         if strangers_bytes > limits.strangers_bytes:
             return f"connections that no member has used have {strangers_bytes} unread bytes"
         if all_read and silent_s > STRANGER_S:
-            return f"no member has used it for {silent_s:.0f} s"
+            return f"no member has used the connection for {silent_s:.0f} s"
         if all_read and strangers > self._max_strangers:
-            return f"{strangers} connections are open that no member has used, {self._max_strangers} are allowed"
+            return f"{strangers} connections are open that no member has used, but {self._max_strangers} are allowed"
         return ""
 
     def address_of(self, descriptor: int) -> str:

@@ -26,7 +26,7 @@ OF_LEASES = ("lease", "group", "lease_return")
 """Kinds of requests by workers that hold the run's leases."""
 
 ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""Role that may send each other kind of request."""
+"""Role that may send a request, for each other kind."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
@@ -75,13 +75,13 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
 
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
-    """Refuse a sender that is not (or no longer) a member of this term; also outside of a transaction."""
+    """Refuse a sender that is not (or no longer) a member of this term. Needs no transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
             request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
-        return exchange.stale(request, f"term {request.term} has passed, the coordinator is in {exchange.ledger.term}")
+        return exchange.stale(request, f"term {request.term} is not the coordinator's term {exchange.ledger.term}")
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:
         return exchange.refuse(
@@ -130,19 +130,19 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
     """Refuse a member's request that belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
-    assert member is not None, "refusal_of_sender comes before"
+    assert member is not None, "`refusal_of_sender` is called before"
     role = ROLES.get(kind, member.role)
     if kind in OF_LEASES:
         # A rollout worker's lease request in a run with an environment is answered without leases.
         is_asking = kind == "lease" and member.role == common_pb2.ROLE_ROLLOUT
         role = member.role if is_asking else holds_leases(run)
     elif role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
-        return exchange.refuse(request, f"a {kind} request, but run {run.run_id} has no environment")
+        return exchange.refuse(request, f"a {kind} request is refused, because run {run.run_id} has no environment")
     if member.role != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
         return exchange.refuse(
             request,
-            f"a {kind} request is for a {name} worker to send; {member.member_id} is a {member.role_name}",
+            f"only a {name} worker may send a {kind} request; {member.member_id} is a {member.role_name}",
         )
     if role != common_pb2.ROLE_LEARNER or kind not in ROLES:
         return None
@@ -152,14 +152,16 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
     if is_newest and exchange.ranks and body.world_size != exchange.ranks:
         return exchange.refuse(
             request,
-            f"rank {rank} of {body.world_size} is none of the learner that trains, which has {exchange.ranks} ranks",
+            f"rank {rank} of {body.world_size} is not a rank of the current learner, which has {exchange.ranks} ranks",
         )
     if rank != member.rank:
         return exchange.refuse(
-            request, f"rank {rank} is not {member.member_id}, which said Hello as rank {member.rank}"
+            request, f"the request has rank {rank}, but {member.member_id} said Hello as rank {member.rank}"
         )
     if rank == 0 and request.session != member.session:
-        return exchange.stale(request, f"session {request.session} is not one of {member.member_id} (any more)")
+        return exchange.stale(
+            request, f"session {request.session} is not (or no longer) a session of {member.member_id}"
+        )
     return None
 
 
@@ -175,7 +177,7 @@ def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> O
         raise  # the ledger itself failed: nothing may be acknowledged any more
     except Exception as error:
         logged = unforeseen.note(f"a {waiting.kind} request", error)
-        return exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
+        return exchange.refuse(waiting.request, f"the coordinator failed on this request: {logged}")
 
 
 @contextmanager
@@ -189,7 +191,7 @@ def handled_together(exchange: Exchange) -> Iterator[list[Outcome]]:
     except (sqlite3.Error, LedgerFault):
         raise
     except Exception as error:  # `handle_alone` logs it when that request runs by itself
-        seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
+        seldom.warning("together", "requests failed together and are tried one by one: %r", error)
         outcomes.clear()
 
 

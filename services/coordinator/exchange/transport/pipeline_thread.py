@@ -16,7 +16,8 @@ ItemT = TypeVar("ItemT")
 
 
 class PipelineThread(Generic[ItemT]):
-    """A thread that calls `work` with one portion after another; the event loop then calls `then` with it.
+    """A thread that calls `work` with one portion of items after another. After each, the event loop calls `then` with
+    the same portion.
 
     A portion is all waiting items, cut off once its items together have `portion_size`.
     """
@@ -34,10 +35,10 @@ class PipelineThread(Generic[ItemT]):
         self._size, self._portion_size = size, portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
-        """Set when the thread has to end: `work` that waits must give up."""
+        """Set when the thread must end: a `work` that waits must then give up."""
 
     def put(self, item: ItemT) -> None:
-        """Add an item; from any thread, also before `run`."""
+        """Add an item. May be called from any thread, also before `run`."""
         self._items.put(item)
 
     async def run(self) -> None:

@@ -40,16 +40,17 @@ class ServerLimits:
     """Limits and intervals of the exchange's server."""
 
     pending_bytes: int = 128 << 20
-    """Most bytes of uncommitted groups in memory; beyond it no groups are read from ZeroMQ. It is less than a segment, so
-    the segment of a record that no transaction refers to yet is among the two newest, which are never removed."""
+    """Most bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ. It is less than
+    a segment, so the segment of a record that no transaction refers to yet is among the two newest, which are never
+    removed."""
     unanswered: int = 4096
-    """Most unanswered requests of one member, without parked ones: a member has one of a kind."""
+    """Most unanswered requests of one member. Parked ones do not count, because a member has only one of a kind."""
     wait_s: float = 30.0
     """Longest time for which a request is parked, whatever wait it asks for."""
     tick_s: float = 0.2
     """Seconds between two checks of parked requests without an event, because some answers change with time alone."""
     store_again_s: tuple[float, float] = (0.2, 10.0)
-    """First and longest back-off before groups are stored again after no segment could be created."""
+    """First and longest back-off, in seconds, before groups are stored again after no segment could be created."""
 
 
 DEFAULT_LIMITS = ServerLimits()
@@ -164,7 +165,7 @@ class Receiver:
 
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Most payload frames by kind of request; other kinds have none."""
+"""Most payload frames of a request, by kind; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -175,13 +176,14 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Most bytes of the first frame, by kind: requests that are parked, or in no budget, must be small."""
+"""Most bytes of a request's first frame, for kinds that must be small because they may be parked or are in no budget.
+"""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Most header bytes of a lease returned with samples: it has their texts, and counts as bytes that wait for the disk.
-"""
+"""Most header bytes of a lease that is returned with samples. The header has their texts, and counts as bytes that wait
+for the disk."""
 
 MAX_HELD = 10_000
 """Most groups that a worker may report as held."""
@@ -192,13 +194,13 @@ Key = tuple[str, str, str, int, int, Hashable]
 
 
 class RequestFilter:
-    """Refuses and joins requests; counts the accepted ones that are not answered."""
+    """Refuses requests, joins repeated ones, and counts accepted ones until they are answered."""
 
     def __init__(self, exchange: Exchange, max_unanswered: int):
         self._exchange, self._max_unanswered = exchange, max_unanswered
         self.unanswered: Counter[str] = Counter()
         self.under_way: dict[Key, PendingRequest] = {}
-        """Results with arrays that are checked, stored or wait for their transaction."""
+        """Requests with arrays, by key, that are being checked or stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty if it is accepted."""
@@ -223,7 +225,8 @@ class RequestFilter:
         return ""
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
-        """Return whether a repeated result is still being processed; the first one's answer goes to the new sender."""
+        """Return whether the same result is still being processed for an earlier request. Its answer then goes to the
+        new sender."""
         first = self.under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False

@@ -4,7 +4,7 @@ or fails to read.
 With CURVE, connections are encrypted and identified by their public keys. The socket's key is new for each
 coordinator's life and reaches workers by Welcome; a worker's key reaches the coordinator by Hello. Both come over the
 control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq (ZAP) whether a key is a member's before the
-first message of its connection is read: a stranger's connection ends there and uses no further resources.
+first message of its connection is read: a stranger's connection is closed then and uses no further resources.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, parse_message
 
 DOMAIN = "exchange"
 MAX_CACHED = 4096
-"""Keys whose decoded bytes are cached."""
+"""Most keys whose decoded bytes are cached."""
 KnowsKey = Callable[[bytes], bool]
 
 quiet = logging.getLogger(f"{__name__}.pyzmq")
@@ -68,10 +68,10 @@ class PendingRequest:
     arrived: Arrived
     deadline_s: float
     size: int = 0
-    """Bytes of all its frames."""
+    """Size of the request's frames together, in bytes."""
     header_size: int = 0
     is_counted: bool = False
-    """True while it counts as an unanswered request of its member."""
+    """True while the request counts as an unanswered one of its member."""
 
     @property
     def request(self) -> pb.ExchangeRequest:
@@ -83,22 +83,22 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind of the request. The connection is no part, because a worker that reconnects has
-        nothing on the old one."""
+        """Return member and kind of the request. The connection is no part of the key, because a worker that reconnects
+        waits for nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
 @dataclass
 class Message:
-    """A message. Header bytes are copied; payloads, which may be large, are views."""
+    """A received message. Header bytes are copied; payloads, which may be large, are views."""
 
     identity: bytes
     header: bytes
     payloads: list[Buffer]
     descriptor: int = -1
-    """Descriptor of its connection."""
+    """File descriptor of the message's connection."""
     key: bytes = b""
-    """Public key of its connection; empty if it is not encrypted."""
+    """Public key of the message's connection; empty if the connection is not encrypted."""
 
     @property
     def size(self) -> int:
@@ -135,10 +135,10 @@ class ExchangeSocket:
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarded_at_once = limits.discarded_at_once
         self._discarding = False
-        """True while the rest of a message is discarded."""
+        """True while the rest of a message with too many frames is discarded."""
         self._to_cut: int | None = None
-        """Connection of that message, to be closed if the rest is long; only once, because the descriptor may soon be
-        another connection's."""
+        """Descriptor of the connection whose message is discarded, to be closed if the rest is long. It is closed only
+        once, because the number may soon belong to another connection."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port, limits, clock)
         """Open connections."""
@@ -168,7 +168,7 @@ class ExchangeSocket:
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:
-        """Return the next message; None if none has arrived or `discard` is not done."""
+        """Return the next message; None if none has arrived or a message is still being discarded."""
         socket = self._socket
         if not self.discard():
             return None
@@ -189,8 +189,8 @@ class ExchangeSocket:
         return Message(identity, header, payloads, descriptor, key)
 
     def discard(self) -> bool:
-        """Discard the rest of a message with too many frames; return whether it is gone. Reads some frames at a time,
-        because there may be millions; then its connection is closed."""
+        """Discard the rest of a message with too many frames; return whether all of it is discarded. One call discards
+        a limited number of frames, because there may be millions. If some are left, the connection is closed."""
         if not self._discarding:
             return True
         for _ in range(self._discarded_at_once):
@@ -204,8 +204,8 @@ class ExchangeSocket:
         return False
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
-        """Note that a message was received; `first`: the first one of its connection. The monitor is read before,
-        because ZeroMQ reports a connection before its first message, and descriptors are reused."""
+        """Note that a message was received; `first`: it is the first of its connection. The monitor is read before
+        that, because ZeroMQ reports a connection before its first message, and descriptors are reused."""
         if first or not self.connections.is_of_member(message.descriptor):
             self.read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
@@ -217,7 +217,8 @@ class ExchangeSocket:
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
-        """Send a reply without blocking. If its peer is gone or does not read, drop it; the peer asks again."""
+        """Send a reply without blocking. If the peer has disconnected or does not read, drop the reply; the peer asks
+        again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
@@ -233,7 +234,8 @@ class ExchangeSocket:
             elif event["event"] & FAILED:
                 seldom.warning(
                     "handshake",
-                    "refused a connection to the exchange: its handshake failed, the peer does not use CURVE, or repeats another connection's bytes",
+                    "refused a connection to the exchange: its handshake failed, because the peer does not use CURVE "
+                    "or repeats another connection's bytes",
                 )
             else:
                 self.connections.closed(event["value"])
@@ -258,7 +260,7 @@ class ExchangeSocket:
         except zmq.ZMQError as error:
             self.close()
             raise Conflict(
-                f"the exchange cannot listen on {host}:{port} ({error}); is another process there? "
+                f"the exchange cannot listen on {host}:{port} ({error}); does another process use the port? "
                 "Choose another --exchange-port"
             ) from None
 

@@ -65,10 +65,10 @@ MAX_TRANSACTIONS = 1024
 """Most transactions that share a sync: in practice all waiting ones."""
 
 PARKED_AT_ONCE = 64
-"""Most parked lease requests, the longest unchecked first, that are checked at a tick; there may be thousands."""
+"""Most parked lease requests that are checked at a tick, the longest unchecked first; there may be thousands."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
-"""Kinds of parked requests whose answers an arriving request can change, by its kind."""
+"""Kinds of parked requests whose answers can change when a request arrives, by the kind of the arriving request."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -81,7 +81,7 @@ class Committed:
     answers: list[tuple[PendingRequest, Outcome]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     bulk_bytes: int = 0
-    """Bytes of the groups in it."""
+    """Size of the transaction's groups, in bytes."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class ToRead:
     outcome: Outcome
     frames: list[Buffer] = field(default_factory=list)
     damaged: list[DamagedRecord] = field(default_factory=list)
-    """Its unreadable records; with any, the answer is not sent."""
+    """Unreadable records of the answer; if there are any, the answer is not sent."""
 
 
 class ExchangeServer:
@@ -138,7 +138,7 @@ class ExchangeServer:
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
         """Notices of synced transactions, to be handled."""
         self._unopened: UnopenedSegment | None = None
-        """Segment that storing waits for; a warning in the run's events names it."""
+        """Segment that cannot be opened and that storing waits for; a warning in the run's events names it."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
             "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )

@@ -59,22 +59,22 @@ class Arrived:
     max_id: int = 0
     """Largest token id of the group or turn."""
     reference: FloatArray | None = None
-    """[ΣT] log-probabilities of the reference that came with a score, if its bytes are valid."""
+    """[ΣT] log-probabilities of the reference that came with a score, if their bytes are valid."""
     record: Record | None = None
-    """Its bytes as a segment record."""
+    """The request's arrays as a segment record."""
     location: Location | None = None
-    """Its location on the disk."""
+    """Location of the stored record."""
     fault: str = ""
-    """Reason why it is invalid in every state of the ledger; empty if it is not."""
+    """Reason why the request is invalid in every state of the ledger; empty if it is not."""
     is_decided: bool = False
-    """True if it was sent again and the ledger has decided it; then its frames are not kept."""
+    """True if the request was sent again and the ledger has decided it; then its frames are not kept."""
 
     def __post_init__(self) -> None:
         self.kind = self.request.WhichOneof("body") or ""
 
     @property
     def has_bulk(self) -> bool:
-        """Return whether it has arrays to be stored before its transaction."""
+        """Return whether the request has arrays to be stored before its transaction."""
         if self.is_decided:
             return False
         return self.kind in ("group", "turn") or (self.kind in ("score", "lease_return") and bool(self.frames))
@@ -109,7 +109,7 @@ def validate_upload(arrived: Arrived) -> None:
         arrived.fault = str(error)
     except Exception as error:  # whatever arrives, the other groups are stored
         logged = unforeseen.note(f"the check of a {arrived.kind}", error)
-        arrived.fault = f"the coordinator failed on it: {logged}"
+        arrived.fault = f"the coordinator failed on this request: {logged}"
 
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
@@ -162,17 +162,17 @@ FINISHED, ABORTED = ("stop", "length"), ("abort",)
 """Finish reasons of a completion; an aborted one is continued later."""
 
 MAX_LOGPROB = 1e-3
-"""Largest log-probability: 0, but for rounding."""
+"""Largest accepted log-probability: 0, with an allowance for rounding."""
 
 MIN_LOGPROB = -1e5
-"""Smallest log-probability, far below that of any sampled token: float32 holds no probability below 1e-45."""
+"""Smallest accepted log-probability, far below that of any sampled token: float32 holds no probability below 1e-45."""
 
 MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
 
 MAX_ID = 2**31 - 1
 
 MAX_TEXT_BYTES = 1024
-"""Most bytes of a token's text; the longest in known vocabularies have some hundred."""
+"""Most bytes of a token's text; the longest in known vocabularies have a few hundred."""
 
 
 class Limits(NamedTuple):
@@ -180,7 +180,7 @@ class Limits(NamedTuple):
 
     max_new_tokens: int
     max_total_tokens: int
-    """Tokens of prompt and completion together."""
+    """Most tokens of prompt and completion together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Limits:
@@ -229,8 +229,8 @@ def check_logprobs(name: str, values: FloatArray) -> None:
 
 
 def _are_logprobs(values: FloatArray) -> bool:
-    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, because every token passes
-    here.
+    """Return whether all values are numbers from MIN_LOGPROB to MAX_LOGPROB. It mostly needs one pass, because it
+    checks every token.
 
     The bits of IEEE 754 floats of one sign are ordered as integers by magnitude, followed by infinity and NaN. As
     signed integers, negative floats are below positive ones, and the greatest negative one has the largest magnitude.
@@ -252,14 +252,14 @@ def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allo
 
 
 def check_text_size(size_bytes: int, num_tokens: int, num_texts: int) -> None:
-    """Raise WireError if the texts are longer than those of so many tokens can be."""
+    """Raise WireError if the texts have more bytes than `num_tokens` tokens can have."""
     most = MAX_TEXT_BYTES * (num_tokens + num_texts + 1)
     if size_bytes > most:
         raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are allowed")
 
 
 ENDINGS = ("done", "truncated")
-"""Endings of a finished sample. One that is given up has no last turn."""
+"""Endings of a finished sample. A sample that was given up has no last turn."""
 
 MAX_SAMPLE_BYTES = 1 << 20
 """Most bytes of a sample's texts besides those of its tokens: tool schemas and text of programs in its messages."""
@@ -277,7 +277,7 @@ class UploadedTurn(NamedTuple):
     digest: str
     context_digest: str
     left_out: tuple[int, ...]
-    """Left-out turns, only in the last turn of a sample."""
+    """Indices of left-out turns; only in the last turn of a sample."""
 
     @property
     def oldest_step(self) -> int:
@@ -285,11 +285,11 @@ class UploadedTurn(NamedTuple):
 
 
 class GroupTurn(NamedTuple):
-    """A turn of a whole group, taken from its rows."""
+    """A turn of a whole group, taken from the group's rows."""
 
     sample: int
     row_index: int
-    """Index of its row within the sample."""
+    """Index of the turn's row within the sample."""
     digest: str
     context_digest: str
 
@@ -344,7 +344,7 @@ def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:
             f"left_out is {list(note.left_out[:16])}, but must name turns from 0 to {turn.index}, each once"
         )
     if len(note.left_out) > turn.index:
-        raise WireError(f"left_out names all {turn.index + 1} turns, but a finished sample has one that trains")
+        raise WireError(f"left_out names all {turn.index + 1} turns, but at least one must be trained")
 
 
 def _check_number(name: str, value: float) -> None:
@@ -373,7 +373,7 @@ def check_rows(rows: RowArrays, lengths: Sequence[int], num_prompt: int, limits:
 def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes: int) -> None:
     """Check the texts of a group's samples. Raises WireError."""
     if len(texts.samples) != num_samples:
-        raise WireError(f"{len(texts.samples)} texts of samples for {num_samples} samples")
+        raise WireError(f"the header has texts of {len(texts.samples)} samples, but the arrays have {num_samples}")
     check_text_size(size_bytes - num_samples * MAX_SAMPLE_BYTES, num_tokens, len(texts.finish_reasons))
     for sample in texts.samples:
         if sample.ending not in (*ENDINGS, "failed"):
@@ -389,7 +389,7 @@ def turns_of(group: Group) -> list[GroupTurn]:
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
     ends = [0] * len(samples)
-    """End of the last turn of each row until now."""
+    """Token index at which the last turn of each row ends until now."""
     for row, start, end, _ in group.rows.turns:
         completion = group.completions[row]
         context_ids = completion.token_ids[ends[row] : start]
@@ -408,12 +408,15 @@ def turns_of(group: Group) -> list[GroupTurn]:
         ends[row] = end
     for row, completion in enumerate(group.completions):
         if ends[row] != len(completion.token_ids):
-            raise WireError(f"row {row} ends at token {len(completion.token_ids)}, its last turn at {ends[row]}")
+            raise WireError(
+                f"row {row} ends at token {len(completion.token_ids)}, but its last turn ends at {ends[row]}"
+            )
     return turns
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over sampled tokens; equal for spans that name the same version of each token."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans that name the same
+    version of each token."""
     lengths: list[list[int]] = []
     for session, step, start, end in spans:
         if lengths and lengths[-1][:2] == [session, step]:

@@ -37,10 +37,10 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
 LOAD_S = 60.0
-"""Time-out for loading a tokenizer; groups that arrive meanwhile wait for it."""
+"""Time-out for loading a tokenizer, in seconds; groups that arrive meanwhile wait for it."""
 
 ANSWER_S = 10.0
-"""Time-out for the child's answer."""
+"""Time-out for the child's answer, in seconds."""
 
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"
@@ -61,7 +61,7 @@ class PromptCheck:
         """Reason why prompts are not compared; empty while they are."""
         self._path, self._key = ledger, key
         self._reader: sqlite3.Connection | None = None
-        """Connection of the check thread."""
+        """The check thread's connection to the ledger."""
         self.encoder: Encoder | None = None
         """Encoder of the run; None if prompts are not compared."""
         self._warnings: list[str] = []
@@ -72,19 +72,20 @@ class PromptCheck:
         if before is not None:
             before.end()
         if spec.environment.is_used:  # its prompts contain tools and the messages of `reset`
-            self.unavailable = "its prompts are made by its environment"
+            self.unavailable = "the run's environment makes its prompts"
             return
         if not _is_here(spec.policy):
-            self.unavailable = "its tokenizer is not on the coordinator's disk"
-            log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)
+            self.unavailable = "the run's tokenizer is not on the coordinator's disk"
+            log.info("prompts of run %s are not compared with those of their leases: %s", run_id, self.unavailable)
             return
         try:
             self.encoder = Encoder(run_id, spec)
         except OSError as error:
-            self._give_up(f"its process cannot be started: {error}")
+            self._give_up(f"the process that encodes prompts cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
-        """Return why these are not the tokens of the group's prompt; empty if they are, or cannot be compared."""
+        """Return why `prompt_ids` are not the tokens of the group's prompt; empty if they are, or if they cannot be
+        compared."""
         encoder = self.encoder
         if encoder is None or encoder.run_id != run_id or not (recorded := self._prompt_of(run_id, group_id)):
             return ""
@@ -95,7 +96,7 @@ class PromptCheck:
             if self.encoder is encoder:  # else another run has begun
                 self.encoder = None
                 refused = isinstance(error, Refused)
-                self._give_up(str(error) if refused else f"its process does not answer: {error}")
+                self._give_up(str(error) if refused else f"the process that encodes prompts does not answer: {error}")
             encoder.end()
             return ""
         if "refused" in answer:
@@ -108,8 +109,8 @@ class PromptCheck:
         return ""
 
     def validate_upload(self, arrived: Arrived) -> None:
-        """Set the fault of an upload whose prompt is not its lease's. An unforeseen error is logged and the prompt
-        accepted uncompared, because every other group waits for this thread."""
+        """Set the fault of an upload whose prompt differs from its lease's. An unexpected error is logged, and the
+        prompt is accepted without a comparison, because every other group waits for this thread."""
         if arrived.group is None:
             return
         try:
@@ -144,7 +145,7 @@ class PromptCheck:
 
     def _give_up(self, reason: str) -> None:
         self.unavailable = reason
-        self._warnings = [f"prompts of groups are not compared with their leases': {reason}"]
+        self._warnings = [f"prompts of groups are not compared with those of their leases: {reason}"]
 
 
 class Encoder:
@@ -188,7 +189,7 @@ class Encoder:
         return self._hear(ANSWER_S)
 
     def end(self) -> None:
-        """Kill the child; a thread that waits for its answer continues. From any thread."""
+        """Kill the child, so that a thread that waits for its answer continues. May be called from any thread."""
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):  # already ended
@@ -200,12 +201,13 @@ class Encoder:
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
-        """Return the next line. Raises OSError if the child is gone or silent, ValueError if the answer is malformed."""
+        """Return the next line. Raises OSError if the child has ended or is silent, ValueError if the answer is
+        malformed."""
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
             content = self._socket.recv(1 << 16)
             if not content:
-                raise ConnectionError("it has ended, its log may have the reason")
+                raise ConnectionError("the process has ended; its log may have the reason")
             self._buffer += content
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

@@ -42,7 +42,8 @@ def load_encoder(request: dict[str, Any]) -> Callable[[Any, Any], IntArray]:
 
 
 class WithoutTorch(PathFinder):
-    """Finder of modules that hides torch: tokenizers do not need it, and its import takes longer than all else here."""
+    """Finder of modules that hides torch, because tokenizers do not need it and its import takes longer than all other
+    work of this process."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -50,7 +51,7 @@ class WithoutTorch(PathFinder):
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     sys.meta_path[:] = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers

@@ -187,6 +187,6 @@ def test_the_exchange_permits_what_the_table_says(make_world: Any) -> None:
                 getattr(request, kind).SetInParent()
                 arrived = world.send(request)
                 message = arrived.reply.message
-                if "worker to send" not in message and "has no environment" not in message:
+                if "worker may send" not in message and "has no environment" not in message:
                     permitted[kind].add(role)
     assert permitted == {kind: set(roles) for kind, roles in EXCHANGE.items()}

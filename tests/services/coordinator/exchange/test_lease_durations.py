@@ -272,7 +272,10 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
     found = leases.find_overdue(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert [member_id for member_id, _ in found] == ["idle"]
     take_overdue(world, "idle")
-    assert "idle gets no task before it submits scores, and others get the 2" in world.kinds("warning")[-1]["message"]
+    assert (
+        "idle gets no task before it submits scores, and other workers get the 2"
+        in world.kinds("warning")[-1]["message"]
+    )
     assert idle.tasks() == []
     again = busy.tasks()
     assert [(task.group_id, task.attempt) for task in again] == [(0, 2), (1, 2)]
@@ -298,7 +301,7 @@ class Idle(LeaseDurations):
     """Always reports one overdue worker."""
 
     def check(self, now_s: float, held: object, able: object = ()) -> list[tuple[str, str]]:
-        return [("idle", "it has submitted nothing for 99 s")]
+        return [("idle", "the worker has submitted nothing for 99 s")]
 
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path) -> None:
@@ -313,8 +316,8 @@ async def test_the_pool_takes_them_and_says_so(tmp_path: Path) -> None:
         await plane.watch_until(
             run.run_id,
             "warning",
-            message="idle gets no lease before it submits a group, and others get the 0 that it holds: "
-            "it has submitted nothing for 99 s",
+            message="idle gets no lease before it submits a group, and other workers get the 0 groups that it holds: "
+            "the worker has submitted nothing for 99 s",
         )
         assert plane.coordinator.exchange.overdue == {"idle"}
     finally:

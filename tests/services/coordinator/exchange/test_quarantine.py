@@ -48,7 +48,7 @@ def test_quarantined_groups_are_leased_alone_and_the_innocent_one_is_trained(wor
     assert world.group(0)["state"] == "dropped"
     assert world.group(0)["reason"] == "poison"
     assert world.counters["groups:dropped:poison"] == 1
-    assert "4 workers died with it" in warnings(world)[-1]
+    assert "4 workers died while they held it" in warnings(world)[-1]
     assert ids(Rollout(world, "fourth").lease(8)) == [4]  # another prompt takes its place
 
 

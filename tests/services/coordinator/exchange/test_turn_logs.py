@@ -180,7 +180,7 @@ def test_tokens_behind_the_last_turn_of_a_row_are_refused(world: World) -> None:
     request.group.digest = group.digest()
     frames = encode_result(group.prompt_ids, group.completions, group.rows, samples)
     reply = world.send(request, frames).reply
-    assert (reply.status, "its last turn at" in reply.message) == (INVALID, True), reply.message
+    assert (reply.status, "its last turn ends at" in reply.message) == (INVALID, True), reply.message
 
 
 def test_a_lease_comes_back_without_samples(world: World) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_dropped(world: World) -> None:
     before = world.dump()
     with pytest.raises(InvalidInput, match=r"groups \[0, 77\] are not in the batch of step 1, which has \[2, 3\]"):
         drop(world, 0, 77)
-    with pytest.raises(InvalidInput, match="100000 groups are named, and a batch has 2"):
+    with pytest.raises(InvalidInput, match="100000 groups are named, but a batch has only 2"):
         drop(world, *range(100_000))
     with pytest.raises(InvalidInput, match="at least one group"):
         drop(world)

@@ -175,7 +175,7 @@ async def test_a_request_that_breaks_its_handler_undoes_nothing_else(
     assert (await rollout.receive()).lease.leases[0].attempt == 1
     reply = await vandal.receive()
     assert reply.status == INVALID
-    assert "the coordinator failed on it" in reply.message
+    assert "the coordinator failed on this request" in reply.message
     assert service.world.states()[0] == "leased"
     assert service.notices == []
 
@@ -217,7 +217,7 @@ async def test_of_workers_that_ask_at_the_same_time_only_the_one_that_breaks_it_
         assert (await line.receive()).status == INVALID  # so all earlier messages have arrived
     first, broken, last = sorted([await line.receive() for _ in range(3)], key=lambda reply: reply.request_id)
     assert broken.status == INVALID
-    assert "the coordinator failed on it" in broken.message
+    assert "the coordinator failed on this request" in broken.message
     given = [group.group_id for reply in (first, last) for group in reply.lease.leases]
     assert sorted(given) == [0, 1]
     assert [service.world.group(group_id)["state"] for group_id in (0, 1, 2)] == [
