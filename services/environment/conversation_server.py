@@ -43,7 +43,7 @@ from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Limits the connections of programs on this host, each of which may open several."""
+"""Most connections from programs on this host, each of which may open several."""
 
 MAX_BODIES = 64
 MAX_STOP_IDS = 16
@@ -222,7 +222,7 @@ OVER = "this episode is over: the program may end"
 
 
 def _newest(answer: AgentAnswer) -> Version:
-    """Return the newest version of a turn, which has at least one token."""
+    """Return the newest version among the tokens of a turn, which has at least one."""
     return max(Version(span.session, span.step) for span in answer.turn.spans)
 
 
@@ -264,7 +264,7 @@ def choice_of(answer: AgentAnswer) -> Choice:
 
 
 def events_of(frame: Frame, choice: Choice) -> list[Event]:
-    """Return all events of a stream of the choice."""
+    """Return all events of the stream that sends the choice."""
     whole = Delta(0, choice.parts, list(choice.token_ids), list(choice.logprobs), 0, 0, choice.spans)
     return [*frame.begin(1), *frame.add(whole), *frame.end(choice), *frame.finish([choice])]
 

@@ -51,7 +51,7 @@ from paceline.wire import TurnArrays, encode_result, parse_message
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 2.0
-"""Part of a drain's grace period for returning leases, at most half of it."""
+"""Seconds of a drain's grace period that are reserved for returning leases, at most half of the period."""
 
 RunGroup = Callable[[EpisodeLease, TokenSource, TurnLog], Awaitable[FinishedGroup]]
 """Runs the episodes of a leased group (`paceline.environment.episodes.run_episodes`)."""
@@ -80,7 +80,7 @@ class EnvironmentRun:
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
-        """Number of samples of each of these groups."""
+        """Number of samples of each leased group."""
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,7 +122,7 @@ class EnvironmentRun:
             await self._lease_forever(tasks)
 
     async def drain(self, grace_s: float) -> int:
-        """Lease nothing more, let episodes end, then return the other leases, whose finished turns are all in the
+        """Lease nothing more, let episodes end, then return the remaining leases; their finished turns are in the
         ledger. Return the number of returned leases. Takes at most `grace_s` seconds."""
         self._draining.set()
         self._room.set()
@@ -172,7 +172,8 @@ class EnvironmentRun:
                 await self._draining.wait()
 
     async def _end_earlier(self, group_id: int) -> None:
-        """End the earlier attempt at a group that is leased here again, because the turn log belongs to the new one."""
+        """End this worker's earlier attempt at a group that it leases again, because the turn log belongs to the new
+        attempt."""
         if (task := self._groups.get(group_id)) is not None:
             log.warning(
                 "group %d is leased to this worker again: its episodes continue from the recorded turns", group_id
@@ -224,7 +225,7 @@ class EnvironmentRun:
             tokens.close()
 
     async def _on_lost(self, lease: pb.Lease, lost: LeaseLost) -> None:
-        """Return a lease that cannot continue here. If another worker holds it, do nothing."""
+        """Return a lease that cannot continue on this worker. If another worker holds it, do nothing."""
         match lost:
             case PinLost():
                 log.warning("returning group %d: %s", lease.group_id, lost)
@@ -263,8 +264,8 @@ class EnvironmentRun:
         )
 
     async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
-        """Return a lease; its recorded turns stay in the ledger. With an error the attempt counts as a failure, a final
-        one if no other attempt could succeed according to `reason`."""
+        """Return a lease; its recorded turns stay in the ledger. With an error the attempt counts as a failure, which
+        is final if `reason` means that no other attempt could succeed."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -329,7 +330,7 @@ def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:
     except ValueError as error:
         raise WireError(f"prompt or columns of group {lease.group_id} are not JSON: {error}") from None
     if not isinstance(columns, dict):
-        raise WireError(f"columns of group {lease.group_id} are {type(columns).__name__}; they must be an object")
+        raise WireError(f"columns of group {lease.group_id} are {type(columns).__name__}, but must be an object")
     return EpisodeLease(
         group_id=lease.group_id,
         attempt=lease.attempt,
@@ -353,13 +354,13 @@ def required_by(lease: pb.Lease, max_age: int) -> RequiredWeights:
 def _read_recorded(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> RecordedSample:
     if len(record.arrays_frames) != len(record.note_frames):
         raise WireError(
-            f"sample {record.sample} has {len(record.arrays_frames)} turns and {len(record.note_frames)} notes"
+            f"sample {record.sample} has {len(record.arrays_frames)} turns, but {len(record.note_frames)} notes"
         )
     turns = []
     for arrays, note in zip(record.arrays_frames, record.note_frames, strict=True):
         if not (0 < arrays <= len(payloads) and 0 < note <= len(payloads)):
             raise WireError(
-                f"sample {record.sample} has frames {arrays} and {note}, but the message has {len(payloads)}"
+                f"sample {record.sample} names frames {arrays} and {note}, but the message has {len(payloads)} frames"
             )
         turns.append((TurnArrays.decode(payloads[arrays - 1]), parse_message(pb.TurnNote, payloads[note - 1])))
     return RecordedSample(record.life, record.failures, record.finished, record.given_up, tuple(turns))

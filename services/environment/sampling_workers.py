@@ -73,7 +73,7 @@ class WorkerList:
         self._num_conversations: Counter[str] = Counter()
         self._failed_until_s: dict[str, float] = {}
         self.num_moved = 0
-        """Conversations that have moved to another worker."""
+        """Number of conversations that have moved to another worker."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -130,7 +130,7 @@ class WorkerList:
 
 
 class Pauses(NamedTuple):
-    """Waits in seconds."""
+    """Durations of waits, in seconds."""
 
     refused_s: float = 0.5
     """Back-off for a worker that has other weights than the list says."""
@@ -145,20 +145,21 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""Broken answers of a turn after which only one such turn is sampled at a time, because it may be what ends workers."""
+"""Number of broken answers of a turn after which it may be the cause of ended workers. Only one such turn is sampled at
+a time."""
 
 MAX_BREAKS = 4
-"""Broken answers after which the turn counts as the cause."""
+"""Number of broken answers after which the turn counts as the cause."""
 
 TROUBLE_LOG_S = 60.0
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]
-"""A rollout worker has a worker's certificate on any host."""
+"""Options of channels to rollout workers: a worker's certificate has the same name on any host."""
 
 log = logging.getLogger(__name__)
 
 
 class PinLost(LeaseLost):
-    """The rollout worker that is pinned for an evaluation is gone or has other weights."""
+    """The rollout worker that is pinned for an evaluation has left or has other weights."""
 
 
 class WorkersEnd(LeaseLost):
@@ -187,13 +188,13 @@ class SamplingWorkers:
         self._changed = asyncio.Event()
         self._channels: dict[str, Any] = {}
         self._num_calls: Counter[str] = Counter()
-        """Unanswered calls by address."""
+        """Number of unanswered calls, by address."""
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
-        """Held while a turn is sampled that may be what ends workers."""
+        """Held while a turn is sampled that may be the cause of ended workers."""
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self.num_broken = 0
-        """Answers that broke; each lost at most the tokens of one turn."""
+        """Number of broken answers; each lost at most the tokens of one turn."""
 
     def update(self, listed: worker_pb2.Engines) -> None:
         if listed.run_id == self.run_id:
@@ -214,7 +215,7 @@ class SamplingWorkers:
             began_s = loop.time()
             pause_s = self.list.seconds_until_retry(required)
             if not len(self.list):
-                self._trouble.warning("none", "there is no rollout worker to sample turns; they wait for one")
+                self._trouble.warning("none", "no rollout worker can sample turns yet; turns wait")
             elif pause_s is None and required.pinned is None:
                 self._trouble.warning(
                     "old", "no rollout worker has weights of step %d yet; turns wait", required.oldest_step
@@ -232,7 +233,7 @@ class SamplingWorkers:
         return self._suspects if is_suspect else contextlib.nullcontext()
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
-        """Return a worker's answer. A fault of the worker raises nothing."""
+        """Return a worker's answer. A fault of the worker does not raise."""
         call: Any = self._stub(worker.address).Generate(request, metadata=metadata(read_token(token_path())))
         self._num_calls[worker.address] += 1
         began = False
@@ -357,19 +358,19 @@ class LeasedTokens:
 def _read(response: rollout_pb2.GenerateResponse) -> Answer:
     """Return the answer in a response. Raises ValueError if it is invalid."""
     if len(response.completions) != 1:
-        raise ValueError(f"it has {len(response.completions)} completions")
+        raise ValueError(f"the answer has {len(response.completions)} completions, not 1")
     completion = response.completions[0]
     number, position = len(completion.token_ids), 0
     if len(completion.logprobs) != number:
-        raise ValueError(f"it has {number} tokens and {len(completion.logprobs)} log-probabilities")
+        raise ValueError(f"the answer has {number} tokens, but {len(completion.logprobs)} log-probabilities")
     spans = []
     for span in completion.spans:
         if span.start != position or span.end <= span.start:
-            raise ValueError(f"its span from {span.start} to {span.end} does not follow token {position}")
+            raise ValueError(f"the answer's span from {span.start} to {span.end} does not follow token {position}")
         position = span.end
         spans.append(VersionSpan(span.version.session, span.version.step, span.start, span.end))
     if position != number:
-        raise ValueError(f"its spans end at {position}, its tokens at {number}")
+        raise ValueError(f"the answer's spans end at {position}, but its tokens at {number}")
     return Answer(
         tuple(completion.token_ids),
         tuple(completion.logprobs),

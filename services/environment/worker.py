@@ -60,7 +60,7 @@ class EnvironmentWorker:
         self._set_up_pause = pause or ExponentialBackoff()
         self._run: EnvironmentRun | None = None
         self._worker_list: worker_pb2.Engines | None = None
-        """The newest list, which may arrive before the run is set up."""
+        """The newest list of rollout workers, which may arrive before the run is set up."""
         self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:

@@ -1,1 +1,1 @@
-"""The reward service: score tasks in, rewards out."""
+"""The reward service: takes score tasks and returns rewards."""

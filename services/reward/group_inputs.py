@@ -1,4 +1,4 @@
-"""Prepares a group's inputs of reward functions: one entry for each completion or (with an environment) episode.
+"""Prepares the inputs of reward functions for a group: one entry for each completion or (with an environment) episode.
 
 An episode that was given up is not scored: it has no reward, and functions do not see it.
 
@@ -24,17 +24,17 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Arguments of reward functions, and their samples."""
+    """Arguments of reward functions for a group, and the sample of each entry."""
 
     prompts: list[Any]
     completions: list[Any]
-    """Texts, or lists of messages if the prompt is one; for episodes always messages."""
+    """Texts, or lists of messages if the prompt is a list of messages; for episodes always lists of messages."""
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     samples: list[int]
-    """Index of the sample of each entry."""
+    """Index in the group of each entry's sample."""
     num_samples: int
-    """C."""
+    """Number of samples in the group (C)."""
 
     def all_rewards(self, rewards_EF: FloatArray) -> FloatArray:
         """Return [C, F] rewards of all samples; NaN for samples that were given up."""
@@ -49,8 +49,8 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return a group's inputs without an environment. If the prompt begins the answer, the completion has all, as in
-    TRL."""
+    """Return the inputs of a group without an environment. If the prompt has the beginning of the answer, the
+    completion has the whole answer, as in TRL."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):
@@ -78,14 +78,14 @@ def inputs_of_episodes(
     sums_turns: bool,
 ) -> GroupInputs:
     """Return the inputs of a group with an environment: each conversation as messages, and its sampled tokens. Further
-    columns: `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
+    columns: `environment_reward`, `environment_turn_rewards` (sum over the turns) and `environment_ending`.
 
     sums_turns: an episode without its own reward gets the sum of its turns' rewards. Raises WireError if texts and
     transcripts differ.
     """
     if any(not 0 <= sample < len(samples) for sample in row_samples):
         raise WireError(
-            f"there are rows of samples {sorted(set(row_samples))[:8]}, but texts of {len(samples)} samples"
+            f"the arrays have rows of samples {sorted(set(row_samples))[:8]}, but the header has {len(samples)} samples"
         )
     entries = [index for index, sample in enumerate(samples) if sample.ending != FAILED]
     texts = [samples[index] for index in entries]

@@ -125,7 +125,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, worker: RewardWorker):
         self._worker = worker
         self._calls = 0
-        """Running calls, each with a process."""
+        """Number of running calls; each has a process."""
 
     @with_status
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
@@ -140,10 +140,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
         if not isinstance(columns, dict):
-            raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
+            raise InvalidInput(f"columns_json is {type(columns).__name__}, but must be an object of lists")
         if self._calls >= MAX_CALLS:
             raise Busy(
-                f"{self._calls} calls are running here, at most {MAX_CALLS} can; try again later, or use another worker"
+                f"{self._calls} calls are running, but a worker allows {MAX_CALLS}; try again later, or use another worker"
             )
         self._calls += 1
         try:
@@ -175,10 +175,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return response
 
     def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
-        """Return the requested functions: the current run's by name, else built-ins. A client cannot name a file."""
+        """Return the requested functions: those of the current run by name, else built-in ones. A client cannot name a
+        file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
-            raise Conflict("no run is set up here; name the functions to score with")
+            raise Conflict("this worker has no run; name the functions to score with")
         if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
             raise Conflict(
                 f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
@@ -200,7 +201,7 @@ def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
     )
     for name, number, most in bounds:
         if number > most:
-            raise InvalidInput(f"the request has {number} {name}, at most {most} are scored in one call")
+            raise InvalidInput(f"the request has {number} {name}, but at most {most} are scored in one call")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from paceline.wire import PROTOCOL, CompletionArrays, decode_result, encode_refe
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
-"""Tasks that are prefetched for each process, so that no process waits for a round trip to the exchange."""
+"""Number of tasks that are prefetched for each process, so that no process waits for a round trip to the exchange."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
@@ -82,7 +82,7 @@ class RewardWorker:
         """Free processes. Tasks that wait for a process are returned to the exchange when the worker stops."""
         self._spec: RunSpec | None = None
         self._code: tuple[Stamp, ...] = ()
-        """Stamps of the functions' files and those beside them when they were loaded."""
+        """Stamps of the functions' files, and of the files beside them, at the time of loading."""
         self._runner: RewardRunner | None = None
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
@@ -94,7 +94,7 @@ class RewardWorker:
         self._functions = FunctionSums()
         """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
-        """Consecutive tasks that were returned through no fault of theirs."""
+        """Number of tasks in a row that were returned because a service was unavailable or a process was killed."""
         self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
@@ -113,7 +113,7 @@ class RewardWorker:
                     await asyncio.to_thread(check_requirements, spec.bundle.requirements)
                     self._code = _code_of(spec)
                     if spec.cluster.reward_gpus and not usable_gpus():
-                        refuse_cpu(spec.cluster, "reward", "this host shows none that torch can use")
+                        refuse_cpu(spec.cluster, "reward", "this host shows no GPU that torch can use")
                     runner = RewardRunner(spec.rewards, self._num_processes)
                     with bundled.original_paths():
                         await opened.enter_async_context(runner)
@@ -130,8 +130,8 @@ class RewardWorker:
                 await self._score_forever(assignment.run_id, spec, runner)
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
-        """Return the spec with the functions' files of the run's bundle, fetched. Raises Unreadable for files that this
-        worker does not allow but another one may; errors of the transfer."""
+        """Fetch the run's bundle; return the spec with the functions' files in it. Raises Unreadable for files that
+        this worker does not allow but another one may; errors of the transfer."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:
@@ -268,7 +268,7 @@ class RewardWorker:
         )
 
     async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
-        """Submit a score; if the exchange refuses it, submit the reason."""
+        """Submit the scores of a group; if the exchange refuses them, submit the reason."""
         reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
         if reply.status == pb.REPLY_STATUS_INVALID:
             log.error("the score of group %d was refused: %s", score.group_id, reply.message)
@@ -293,7 +293,7 @@ class RewardWorker:
         return False
 
     async def _pause(self, failures: int) -> None:
-        """Wait before such a task is returned, so that an unavailable service does not get the next one at once."""
+        """Wait before a task is returned, so that an unavailable service does not get the next task at once."""
         pause_s = pause_after(failures + 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):

@@ -27,7 +27,7 @@ from paceline.services.coordinator.ledger.segment_cipher import MAGIC
 from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
-"""Number of attempts, because pruning may remove a segment between the copies of the tables and of the segment."""
+"""Number of attempts at a copy, because pruning may remove a segment after the tables were copied."""
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:
@@ -90,19 +90,19 @@ def copy_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
 
 
 PRAGMAS = ("user_version", "application_id")
-"""Numbers in SQLite's header that belong to the ledger."""
+"""Pragmas of the numbers in SQLite's header that belong to the ledger."""
 OLD_KEY_REMEDY = (
     "name the file with the ledger's current key by --old-key-file, or leave the option out for a plain ledger"
 )
 READERS_S = 1.0
-"""Most seconds to wait for a reader of another process before the log can be emptied."""
+"""Most seconds to wait until no other process reads the ledger, so that the log can be emptied."""
 
 
 def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Callable[[str], None]) -> None:
-    """Encrypt the ledger at `path` with `new`; `old` is its current key, None for a plain one. `say` is called with
-    what was done, and with each file beside it that is still plain.
+    """Encrypt the ledger at `path` with `new`; `old` is its current key, None for a plain one. `say` is called with a
+    line about each action, and about each file beside the ledger that is still plain.
 
-    Raises NotFound, WrongKey, Conflict if a coordinator has it or another process reads it, LedgerFault if it is
+    Raises NotFound, WrongKey, Conflict if a coordinator or another reader has the ledger open, LedgerFault if it is
     damaged.
     """
     if not path.is_file():

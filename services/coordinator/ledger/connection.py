@@ -32,14 +32,14 @@ from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
-"""Most values in a cache."""
+"""Most values in the cache."""
 
 REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """First byte that SQLite locks (its PENDING_BYTE)."""
 
 LOG_READERS_S = 0.1
-"""Most seconds to wait for readers of other processes before the log is emptied; it is tried again."""
+"""Most seconds that one attempt to empty the log waits for readers of other processes."""
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +54,24 @@ class LedgerFile(database.Queries):
         """Key of the ledger's encrypted files; None for plain ones."""
         self.payloads = PayloadStore(path, self.key)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
-        """Called for each transaction that the disk refused; the ledger's owner must stop."""
+        """Called with the fault when the disk refuses a transaction; the ledger's owner must then stop."""
         self.set_aside: Path | None = None
         """Folder with files of another ledger that were beside a backup; None without any."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening; 0 before it is assigned."""
         self._cache: dict[str, Any] | None = None if read_only else {}
-        """Values that were read and have not changed since. None for a reader, because another process writes."""
+        """Values that were read and have not changed since, by key. None for a reader, because another process writes.
+        """
         self._decisions: dict[str, Any] = {}
-        """Decisions of the current transaction."""
+        """Results of `decided` in the current transaction, by key."""
         self._uncounted: dict[tuple[str, str], int] = {}
         """Amounts that the current transaction adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
         self._log_fd: int | None = None
         """File descriptor of SQLite's write-ahead log, which stays the same file while the ledger is open."""
         self._commits = self._synced_commits = 0
-        """Transactions of this opening, and how many of them are synced."""
+        """Numbers of transactions since the opening: all, and those that are synced."""
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
@@ -145,7 +146,7 @@ class LedgerFile(database.Queries):
                 sync_folder(self.path.parent)  # for the log's name, which SQLite makes durable only when it syncs
             os.fdatasync(self._log_fd)
         except OSError as error:
-            raise self._fault(f"cannot be written: {error}; {REMEDY}") from error
+            raise self._fault(f"the ledger {self.path} cannot be written: {error}; {REMEDY}") from error
         self._synced_commits = max(self._synced_commits, commits)
 
     async def sync_off_loop(self) -> None:
@@ -154,7 +155,7 @@ class LedgerFile(database.Queries):
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Run the body as a part of a transaction. An exception rolls back this part alone."""
+        """Run the body as a part of a transaction. An exception rolls back only this part."""
         self.db.execute("SAVEPOINT part")
         uncounted = dict(self._uncounted)
         try:
@@ -183,7 +184,7 @@ class LedgerFile(database.Queries):
         return read() if self._cache is None else _once(self._cache, key, read)
 
     def decided(self, key: str, decide: Callable[[], ValueT]) -> ValueT:
-        """Return the result of `decide`, which is called once per transaction."""
+        """Return the result of `decide` for `key`, which is called once in a transaction."""
         return _once(self._decisions, key, decide) if self.db.in_transaction else decide()
 
     def invalidate(self, key: str) -> None:
@@ -201,7 +202,8 @@ class LedgerFile(database.Queries):
         self.db.execute("BEGIN IMMEDIATE")
         if self.term and (newer := self._meta("term")) != self.term:
             raise self._fault(
-                f"belongs to another coordinator now, in term {newer}; the term of this one was {self.term}"
+                f"the ledger {self.path} belongs to another coordinator now, in term {newer}; "
+                f"this coordinator's term was {self.term}"
             )
         self._uncounted = {}
         self._decisions.clear()
@@ -217,7 +219,7 @@ class LedgerFile(database.Queries):
 
     def _write_counters(self) -> None:
         """Add the transaction's amounts to the counters. Seals are computed here, because a trigger for each counter
-        would take the interpreter from the other threads."""
+        would take the interpreter lock from other threads."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -246,11 +248,12 @@ class LedgerFile(database.Queries):
         try:
             yield
         except sqlite3.Error as error:
-            damaged = f"is damaged: {error}; {RESTORE}"
-            raise self._fault(damaged if is_damage(error) else f"cannot be written: {error}; {REMEDY}") from error
+            damaged = f"the ledger {self.path} is damaged: {error}; {RESTORE}"
+            unwritable = f"the ledger {self.path} cannot be written: {error}; {REMEDY}"
+            raise self._fault(damaged if is_damage(error) else unwritable) from error
 
-    def _fault(self, why: str) -> LedgerFault:
-        fault = LedgerFault(f"the ledger {self.path} {why}")
+    def _fault(self, message: str) -> LedgerFault:
+        fault = LedgerFault(message)
         self.on_fault(fault)
         return fault
 
@@ -279,15 +282,18 @@ class LedgerFile(database.Queries):
         if version == SCHEMA_VERSION or (not read_only and (version == 0 or version in UPGRADES)):
             return
         if version > SCHEMA_VERSION:
-            remedy = "a newer Paceline wrote it: use that one, or restore an older backup"
+            remedy = "a newer Paceline wrote this ledger: use that version, or restore an older backup"
         elif version in UPGRADES:
-            remedy = "start its coordinator once, which upgrades it"
+            remedy = "start its coordinator once, which upgrades the ledger"
         else:
-            remedy = "use the Paceline that wrote it"
-        raise Conflict(f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}")
+            remedy = "use the Paceline that wrote this ledger"
+        raise Conflict(
+            f"the ledger {self.path} has format {version}, but this Paceline reads {SCHEMA_VERSION}; {remedy}"
+        )
 
     def _copy_before_upgrade(self, version: int) -> None:
-        """Copy the tables beside the ledger: an older Paceline can continue from them and the same segments."""
+        """Copy the tables to a file beside the ledger. An older Paceline can continue from this copy and the same
+        segments."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -298,7 +304,7 @@ class LedgerFile(database.Queries):
 
     @property
     def was_restored(self) -> bool:
-        """Return whether this is a backup that was restored at any time: folders and workers may be ahead of it."""
+        """Return whether this ledger was ever restored from a backup: folders and workers may be ahead of it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:
@@ -377,7 +383,8 @@ class WalCheckpointer:
             self._db.close()
 
     def move(self, how: str) -> int:
-        """Move pages; return the log's length in pages. The next transaction reports a disk error."""
+        """Move pages of the log into the file; return the log's length in pages. The next transaction reports a disk
+        error."""
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:

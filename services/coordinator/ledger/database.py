@@ -128,7 +128,7 @@ def is_plain(path: Path) -> bool:
 
 
 def application_id(path: Path, key: StorageKey) -> int:
-    """Return the application_id in an encrypted file itself, without its log; 0 if the file cannot be read.
+    """Return the application_id in an encrypted file itself, regardless of its log; 0 if the file cannot be read.
 
     If its coordinator is writing the first page at the same time, the file is no marked backup, so 0 is right.
     """
@@ -187,7 +187,7 @@ def set_aside(ledger: Path) -> Path | None:
 
 
 def remove_mark(db: sqlite3.Connection) -> None:
-    """Remove the mark before the first transaction, while there is no log: the file is never a backup again."""
+    """Remove a backup's mark before the first transaction, while there is no log: the file is never a backup again."""
     db.execute("PRAGMA application_id = 0")
 
 

@@ -53,11 +53,11 @@ class Problem:
 
 @dataclass
 class VerifyReport:
-    """Problems found by `verify`. None: the promise holds as far as records can show it."""
+    """Problems that `verify` found. If there are none, the promise holds as far as records can show it."""
 
     found: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Names and numbers of compared facts."""
+    """Compared facts, by name."""
 
     @property
     def problems(self) -> list[str]:
@@ -110,7 +110,7 @@ def _check_rows(db: sqlite3.Connection, report: VerifyReport, name: str) -> int:
                 pass  # reads every row; in a backup the table has the texts and arrays of all groups
             return 0
         for damaged in damaged_rows(db, name):
-            report.problem(damaged.name, f"it does not match its checksum; {REMEDY}")
+            report.problem(damaged.name, f"the row does not match its checksum; {REMEDY}")
         return int(db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0])
     return 0
 
@@ -185,7 +185,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def damage_in(error: BaseException) -> BaseException | None:
-    """Return the first error due to damage: this one, or one of its group."""
+    """Return the first error that is due to damage: `error` itself or one in its exception group; None without one."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := damage_in(each)) is not None), None)
     return error if is_damage(error) else None
@@ -198,7 +198,7 @@ def sentence(path: Path, detail: object) -> str:
 
 
 def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
-    """Raise Conflict if the row of a run that is not over is damaged, because its spec would be followed."""
+    """Raise Conflict if the row of an unfinished run is damaged, because the coordinator would follow its spec."""
     with tolerant(db):
         for damaged in damaged_rows(db, "runs"):
             if damaged.values["state"] not in ("succeeded", "failed", "cancelled"):
@@ -220,7 +220,7 @@ def explained(db: sqlite3.Connection, path: Path) -> Iterator[None]:
         raise LedgerFault(sentence(path, report.problems[0])) from error
 
 
-LOST = "its row with the spec is lost, and no command finds the run; only a backup has it"
+LOST = "the run's row with the spec is lost, so no command finds the run; only a backup has the row"
 TABLES = ("groups", "batches", "events")
 
 

@@ -17,7 +17,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-"""Columns that batches need. Not all, because thousands of rows are read at a time."""
+"""Columns that batches need, not all, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
 OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
@@ -39,12 +39,12 @@ class GroupQueries(Queries):
         return prompt
 
     def columns(self, run_id: str, group_id: int) -> str:
-        """Return the other columns of a group's data set row, as a JSON object."""
+        """Return the columns of a group's data set row besides the prompt, as a JSON object."""
         query = "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?"
         return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
-        """Return one column of the data set, by group; None for a group without it."""
+        """Return the values of the data set's column `name`, by group id; None for a group without the column."""
         path = f"$.{json.dumps(name)}"
         rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"
@@ -54,14 +54,14 @@ class GroupQueries(Queries):
         return {row["group_id"]: row["value"] for row in rows}
 
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
-        """Return the groups of a step's batch, in order; none for a run without batches."""
+        """Return the groups of a step's batch, in the batch's order; none for a run without batches."""
         return self.rows(
             f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
             (run_id, step),
         )
 
     def samplers_of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
-        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in order."""
+        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in the batch's order."""
         return self.rows(
             "SELECT group_id, attempt, holders, oldest_step FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step = ? ORDER BY rank_order",
@@ -69,7 +69,7 @@ class GroupQueries(Queries):
         )
 
     def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
-        """Return the first step in [start, end) with a group whose result is gone."""
+        """Return the first step in [start, end) with a group whose result is no longer stored."""
         row = self.row(
             "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
             " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
@@ -181,7 +181,7 @@ class GroupQueries(Queries):
         return int(self.value(query, (run_id, start, end)))
 
     def in_progress(self, run_id: str) -> list[sqlite3.Row]:
-        """Return the groups between lease and scores: oldest version that the tokens can have, state and holder."""
+        """Return the leased and generated groups, with state, holder and oldest version that the tokens can have."""
         return self.rows(
             f"SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id {TO_TRAIN}"
             " AND state IN ('leased', 'generated')",
@@ -203,7 +203,7 @@ class GroupQueries(Queries):
         return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the first group in scoring (reason `reward_failed`) or generation (other reasons); None without one."""
+        """Return the id of the first group in scoring (reason `reward_failed`) or generation; None without one."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"
@@ -218,11 +218,11 @@ class GroupQueries(Queries):
         }
 
     def open_tokens(self, run_id: str) -> int:
-        """Return the committed tokens of groups that have not ended."""
+        """Return the number of committed tokens of groups that have not ended."""
         return int(self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,)))
 
     def completions_per_group(self, run_id: str) -> int:
-        """Return the completions per trained group, equal for all groups of a run; 0 if none is trained."""
+        """Return the number of completions in a trained group, equal for all groups of a run; 0 if none is trained."""
         query = (
             "SELECT LENGTH(rewards) / 4 / json_array_length(functions) FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step >= 0 LIMIT 1"
@@ -231,7 +231,7 @@ class GroupQueries(Queries):
 
 
 DEATHS = "deaths"
-"""Key of the cached counts."""
+"""Cache key of the number of crashes by group."""
 
 
 class Deaths:

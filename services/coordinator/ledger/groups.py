@@ -26,7 +26,7 @@ from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.database import Queries
 
 INSERTED_AT_ONCE = 64
-"""Most groups in one statement."""
+"""Most groups that one statement inserts."""
 
 MAX_INSERTED_CHARS = 16 << 20
 """Characters of prompts and columns after which a statement takes no further group: SQLite accepts 1 GB at most."""
@@ -56,7 +56,8 @@ class NewLease(NamedTuple):
     member_id: str
     attempt: int
     lease_step: int
-    """Oldest version that its tokens can have. `Lease.step` on the wire is the step that the group is for."""
+    """Step of the oldest version that the group's tokens can have. `Lease.step` on the wire is the step that the group
+    is for."""
     holders: str
     """All holders of the group's leases, this one included."""
 
@@ -65,11 +66,11 @@ class Generated(NamedTuple):
     """Columns of a committed result."""
 
     tokens: int
-    """Completion tokens."""
+    """Number of completion tokens."""
     sequence_tokens: int
-    """Prompt and completion tokens."""
+    """Number of prompt and completion tokens."""
     oldest_step: int
-    """Oldest version among the tokens."""
+    """Step of the oldest version among the tokens."""
     digest: str
 
 
@@ -77,12 +78,12 @@ class Scored(NamedTuple):
     """Columns of committed scores."""
 
     rewards: bytes
-    """[C, F] float32, little endian."""
+    """[C, F] rewards as float32, little endian."""
     scores_digest: str
     functions: str
-    """Names of the F functions, JSON."""
+    """Names of the F functions, as a JSON list."""
     reward: float | None
-    """Mean weighted reward."""
+    """Mean weighted reward of the group; None without a reward."""
 
 
 class Groups(Queries):
@@ -303,7 +304,7 @@ class Groups(Queries):
         _check(changed, group_ids, State.SCORED)
 
     def unbatch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
-        """Take the batch of a step with these groups apart: they return to `scored`, with their scores."""
+        """Take apart the batch of a step that has these groups: they return to `scored`, with their scores."""
         changed = self.db.execute(
             "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
             " WHERE run_id = ? AND step = ? AND state = 'batched'",

@@ -169,7 +169,7 @@ class Ledger(LedgerFile):
         return resolved(self.path.parent, self.run(run_id)["export_path"])
 
     def run_of_submission(self, submission: str) -> str | None:
-        """Return the run queued under this submission name, from the run's first event; None without one."""
+        """Return the id of the run with this submission name, from the run's first event; None without one."""
         row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
@@ -183,7 +183,7 @@ class Ledger(LedgerFile):
         self.invalidate(f"run {run_id}")
 
     def session_holder(self, run_id: str) -> str:
-        """Return the learner with the newest session; empty if it is not recorded."""
+        """Return the id of the learner with the newest session; empty if it is not recorded."""
         return str(self._newest_event(run_id, "session").get("member_id", ""))
 
     def newest_of_member(self, run_id: str, member_id: str) -> str:
@@ -278,11 +278,12 @@ class Ledger(LedgerFile):
         return self._newest_fact(run_id, "functions")
 
     def bundle(self, run_id: str) -> str:
-        """Return the digest of the bundle of the run's submission or last resume with one; empty for a run without one."""
+        """Return the digest of the newest bundle that the run was submitted or resumed with; empty without one."""
         return self._newest_fact(run_id, "bundle")
 
     def end_step(self, run_id: str) -> int:
-        """Return the number of steps after which the run ends early because its hours were over; else 0."""
+        """Return the number of steps after which the run ends early, because its hours were over; 0 without an early
+        end."""
         return int(self._newest_fact(run_id, "end_step") or 0)
 
     def bundles(self) -> list[str]:
@@ -305,8 +306,8 @@ class Ledger(LedgerFile):
     # Payloads
 
     def payload(self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False) -> Payload | None:
-        """Return a group's texts and arrays, or the `prefix` that an earlier attempt returned; None if they are gone. After the
-        `last` call they are read from the disk."""
+        """Return a group's texts and arrays, or the `prefix` that an earlier attempt returned; None if they were
+        removed. After the `last` call they are read from the disk."""
         row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         )
@@ -402,7 +403,7 @@ class Ledger(LedgerFile):
 
     def token_books(self, run_id: str) -> dict[str, int]:
         """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took,
-        or whose stored bytes were lost. Drops also by reason."""
+        or whose stored bytes were lost. Dropped tokens are given by reason too."""
         counters = self.counters(run_id)
         books = {name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")}
         dropped = sum(n for name, n in books.items() if name.startswith("dropped:"))

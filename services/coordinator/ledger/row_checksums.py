@@ -37,10 +37,10 @@ SEALED = {
     "models": "",
     "model_changes": "",
 }
-"""Tables with seals, and the condition for a row to have one; empty: always."""
+"""Condition for a row to have a seal, by table; empty if every row has one."""
 
 UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
-"""Columns without seals. In `runs` they change with every lease, and verify compares them with the groups; in
+"""Columns without seals, by table. In `runs` they change with every lease, and verify compares them with the groups; in
 `episodes` a backup changes them, and they have separate checksums."""
 
 
@@ -51,7 +51,7 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     """Sealed columns, ordered by name, because an upgrade appends columns."""
     key: tuple[str, ...]
-    """Columns of its primary key."""
+    """Columns of the table's primary key."""
 
 
 @functools.cache
@@ -70,12 +70,13 @@ def tables() -> dict[str, Table]:
 
 
 def checksum(*values: object) -> int:
-    """Return the checksum of a row's values in column order. Escaped to ASCII, so all versions of Python agree."""
+    """Return the checksum of a row's values in column order. They are escaped to ASCII, so all versions of Python
+    agree."""
     return crc32(ascii(values).encode())
 
 
 def of(name: str, row: Mapping[str, object]) -> int:
-    """Return the seal for a row to be inserted; cheaper than the trigger."""
+    """Return the seal for a row to be inserted; this is cheaper than the trigger."""
     return checksum(*(row[column] for column in tables()[name].columns))
 
 

@@ -1,7 +1,7 @@
 """The ledger's tables: one SQLite file in WAL mode. Texts and arrays are in segments beside it (segments.py)."""
 
 SCHEMA_VERSION = 9
-"""Version of the format; 9 is that of Paceline 0.1.0. Each change of the tables increments it, so that a ledger of
+"""Version of the ledger's format; Paceline 0.1.0 has 9. Each change of the tables increments it, so that a ledger of
 another format is refused when it is opened, not in the middle of a run."""
 
 UPGRADES: dict[int, str] = {}

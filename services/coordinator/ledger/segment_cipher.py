@@ -14,14 +14,14 @@ from paceline.encryption.storage_key import NAME_BYTES, StorageKey
 
 MAGIC = b"PLCSEG\x001"
 START_BYTES = len(MAGIC) + NAME_BYTES + SALT_BYTES
-"""Bytes of a segment that `SegmentCipher.of_start` needs."""
+"""Number of a segment's first bytes that `SegmentCipher.of_start` needs."""
 
 
 class SegmentCipher:
     """Seals and opens the parts of one segment."""
 
     overhead_bytes = OVERHEAD_BYTES
-    """Bytes that sealing adds to a part."""
+    """Number of bytes that sealing adds to a part."""
 
     def __init__(self, key: StorageKey, salt: bytes):
         self.start = MAGIC + key.name + salt
@@ -36,7 +36,7 @@ class SegmentCipher:
     def of_start(cls, start: bytes, key: StorageKey) -> SegmentCipher:
         """Return the cipher of the segment with these first bytes. Raises WrongKey if the key is another one."""
         if len(start) != START_BYTES or not start.startswith(MAGIC + key.name):
-            raise WrongKey(f"its start is not that of a segment encrypted with the key {key.name.hex()}")
+            raise WrongKey(f"the file's start is not that of a segment encrypted with the key {key.name.hex()}")
         return cls(key, start[-SALT_BYTES:])
 
     def seal(self, part: bytes | memoryview, position: int) -> bytes:

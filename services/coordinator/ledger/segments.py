@@ -45,22 +45,22 @@ except ImportError:  # not available on this kind of machine
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 20
-"""Size at which the next segment is begun; pruning removes whole segments."""
+"""Size in bytes at which the next segment is begun; pruning removes whole segments."""
 
 MAX_OPEN_SEGMENTS = 64
 
 MAX_CANDIDATES = 64
-"""Most marked segments in one check for unused ones."""
+"""Most marked segments that one check for unused segments reads."""
 
 IN_TURN = 8
-"""Further segments in each check, in turn, in case a removal was not marked."""
+"""Number of further segments in each check, in turn, because a removal may not have been marked."""
 
 MAX_RECENT_BYTES = 256 << 20
-"""Bytes of records that are kept in memory: the newest that no batch was served with."""
+"""Most bytes of records that are kept in memory: the newest ones that were in no served batch."""
 
 
 class Location(NamedTuple):
-    """Location of a record: columns of the table `payloads`, in its order."""
+    """Location of a record: columns of the table `payloads`, in the table's order."""
 
     segment: int
     start: int
@@ -88,15 +88,15 @@ class Record(NamedTuple):
 
 
 class SegmentFile:
-    """A segment open for reading, while there is a reference to it, also after its removal."""
+    """A segment that is open for reading while there is a reference to it, also after its removal."""
 
     def __init__(self, path: Path, key: StorageKey | None):
-        """Open it. Raises OSError."""
+        """Open the segment. Raises OSError."""
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._key = key
         self._cipher: SegmentCipher | None = None
-        """Cipher; created with the first read, because files are opened where nothing may wait for the disk."""
+        """Cipher, created at the first read, because files are opened where nothing may wait for the disk."""
 
     def read(self, position: int, size: int) -> bytes:
         """Return the `size` bytes of the part at `position`, fewer at the end of the file. Raises OSError; WrongKey if
@@ -119,9 +119,9 @@ class StoredFrame:
 
     file: SegmentFile
     position: int
-    """Position in the file."""
+    """Position in the file, in bytes."""
     start: int
-    """Start as the ledger counts it, without encryption: of the record, or of its arrays after the header."""
+    """Start of the record, or of its arrays after the header, as the ledger counts it without encryption."""
     size: int
     crc: int
 
@@ -143,20 +143,20 @@ class StoredFrame:
 
 
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
-"""Errors on creating a segment that do not come from the disk."""
+"""Numbers of errors in creating a segment that do not come from the disk."""
 
 Frame = Buffer | StoredFrame
 
 
 class DamagedRecord(LedgerFault):
-    """A record whose bytes are damaged or gone. It can be generated again unless a session has trained it."""
+    """A record whose bytes are damaged or missing. It can be generated again unless a session has trained it."""
 
     def __init__(self, message: str, segment: int, start: int):
         super().__init__(message)
         self.segment = segment
-        """Number of its file."""
+        """Number of the record's segment."""
         self.start = start
-        """Start of its header or of its arrays."""
+        """Start of the record's header or of its arrays, in bytes."""
 
 
 class UnopenedSegment(LedgerFault):
@@ -168,7 +168,7 @@ class Payload(NamedTuple):
     """Texts and arrays of a group."""
 
     header: Frame
-    """Texts or LeaseReturn: texts and finish reasons."""
+    """Message `Texts` or `LeaseReturn`: texts and finish reasons."""
     arrays: Frame
     """The safetensors frame as it arrived."""
 
@@ -196,14 +196,14 @@ class PayloadStore:
         self.max_segment_bytes, self.max_recent_bytes = MAX_SEGMENT_BYTES, MAX_RECENT_BYTES
         self.max_open = MAX_OPEN_SEGMENTS
         self._overhead = 0 if key is None else SegmentCipher.overhead_bytes
-        """Bytes that a part has more in an encrypted segment than in the ledger's count."""
+        """Number of bytes by which a part is longer in an encrypted segment than in the ledger's count."""
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
-        """Segments open for reading, the newest opened last."""
+        """Segments open for reading, by number, the newest opened last."""
         self._end: SegmentWriter | None = None
         """Segment that is appended to."""
         self._cipher: SegmentCipher | None = None
-        """Cipher of that segment."""
+        """Cipher of the segment that is appended to."""
         self._recent: dict[tuple[int, int], Record] = {}
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
@@ -246,7 +246,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
-        memory. Raises DamagedRecord if the segment is gone, UnopenedSegment if it cannot be opened now."""
+        memory. Raises DamagedRecord if the segment is missing, UnopenedSegment if it cannot be opened now."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -284,7 +284,7 @@ class PayloadStore:
         return sorted({*chosen, *(number for number in round_of_all if number < self._number - 1)})
 
     def remove(self, numbers: Iterable[int], after: Callable[[], None] = lambda: None) -> Future[None]:
-        """Remove segments that nothing refers to, on a thread, after it has called `after`."""
+        """Call `after` on a thread, then remove segments that nothing refers to."""
         numbers = set(numbers)
         with self._recent_lock:
             for location in [location for location in self._recent if location[0] in numbers]:
@@ -387,7 +387,7 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """Flag of a direct write; 0 on systems without it."""
 
 BUFFER_BYTES = 8 << 20
-"""Largest size of a write. Each write releases the interpreter lock and then waits for it, so writes should be few."""
+"""Most bytes of a write. Each write releases the interpreter lock and then waits for it, so writes should be few."""
 
 
 class SegmentWriter:
@@ -397,7 +397,7 @@ class SegmentWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self.size = 0
-        """Bytes written: start of the next append."""
+        """Number of bytes written: start of the next append."""
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page, as direct writes must
         self._set_direct(True)
 

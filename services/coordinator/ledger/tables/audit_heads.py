@@ -15,9 +15,9 @@ class AuditHead(NamedTuple):
     """Newest record of the audit log at some time."""
 
     sequence: int
-    """Its number; 0 without a record."""
+    """Number of the record; 0 without one."""
     hash: str
-    """SHA-256 over it and all earlier entries, in hexadecimal digits."""
+    """SHA-256 over the record and all earlier ones, in hexadecimal digits."""
 
 
 NONE = AuditHead(0, "")
@@ -27,7 +27,7 @@ class AuditHeads(Queries):
     """Keys: the number of the file. Methods that write run inside a transaction of the ledger."""
 
     def put(self, file: int, head: AuditHead) -> None:
-        """Record the newest record of a file; replaces an earlier one."""
+        """Store the newest record of a file, in place of an earlier one."""
         self.db.execute("INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head))
 
     def newest(self) -> AuditHead:

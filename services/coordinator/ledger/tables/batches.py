@@ -24,12 +24,12 @@ class NewBatch(NamedTuple):
     """Columns of a newly fixed batch."""
 
     digest: str
-    """Digest over the digests of its groups, in order."""
+    """Digest over the digests of the batch's groups, in order."""
     chain: str
     """Hash chain over this batch and all before it."""
     metrics: Mapping[str, float]
     revision: int
-    """Number of batches of the step that it replaces."""
+    """Number of earlier batches of the step that this one replaces."""
 
 
 class Batches(Queries):
@@ -40,7 +40,7 @@ class Batches(Queries):
         return self.row("SELECT * FROM batches WHERE run_id = ? AND step = ?", (run_id, step))
 
     def add(self, run_id: str, step: int, batch: NewBatch) -> None:
-        """Record the batch of a step without one."""
+        """Record the batch of a step that has none."""
         self.db.execute(
             "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
             " VALUES (?, ?, ?, ?, ?, ?, 1)",
@@ -51,7 +51,7 @@ class Batches(Queries):
         self.db.execute("UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run_id, step))
 
     def replace(self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str) -> None:
-        """Move a batch with `group_ids` to the replaced ones; its next revision lacks `dropped_ids`."""
+        """Move a batch with `group_ids` to the table of replaced batches; its next revision lacks `dropped_ids`."""
         key, of_groups = (
             (batch["run_id"], batch["step"]),
             (json.dumps(group_ids), json.dumps(sorted(dropped_ids))),
@@ -128,7 +128,7 @@ class Receipts(Queries):
     """Keys: run, session, step and rank. Methods that write run inside a transaction of the ledger."""
 
     def add(self, run_id: str, session: int, receipt: pb.Receipt) -> None:
-        """Record a receipt; replaces an earlier one of the same rank."""
+        """Record a receipt in place of an earlier one of the same rank."""
         self.db.execute(
             "INSERT OR REPLACE INTO receipts"
             " (run_id, session, step, rank, world_size, group_ids, digests, tokens, scores_digests)"
@@ -178,7 +178,8 @@ class Receipts(Queries):
 
 
 IN_HAND = "in hand"
-"""Kind of a row without a fault: the session was served its part of the step. The message is its number of ranks."""
+"""Kind of a row without a fault: the session was served its part of the step, and the message is its number of ranks.
+"""
 
 
 class SessionFault(NamedTuple):
@@ -211,7 +212,7 @@ class SessionFaults(Queries):
         return None if row is None else (row["session"], row["step"], int(row["message"]))
 
     def add(self, run_id: str, fault: SessionFault, *, outranks: str) -> bool:
-        """Record a fault; return whether it was added. An earlier one stays, unless this one's kind is `outranks`."""
+        """Record a fault; return whether it was added. An earlier one stays unless the new one's kind is `outranks`."""
         added = self.db.execute(
             "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"

@@ -42,12 +42,12 @@ class Checkpoint(NamedTuple):
     session: int
     step: int
     path: str
-    """Absolute path, or a URL."""
+    """Absolute path or URL of the checkpoint."""
     sha256: str
-    """SHA-256 of its manifest."""
+    """SHA-256 of the checkpoint's manifest."""
     chain: str
     damaged: str
-    """Reason why it cannot be loaded; empty if it can."""
+    """Reason why the checkpoint cannot be loaded; empty if it can."""
 
 
 class Checkpoints(Queries):
@@ -83,7 +83,7 @@ class Checkpoints(Queries):
         """Return the loadable checkpoint of the highest trained step whose chain agrees with the ledger's; None without
         one.
 
-        A checkpoint that is ahead of the receipts is skipped: the step before it would never get any.
+        A checkpoint that is ahead of the receipts is skipped: the step before it would never get receipts.
         """
         row = self.row(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"

@@ -3,8 +3,8 @@ trained.
 
 A sample has one life at a time. Its turns are in the table `episodes`; if the life ends without being trained, they are
 removed and a row in the table `restarts` keeps their cost. The turns of a group are removed when its result is
-committed, because that has their tokens; its rows in `restarts` stay, because the token accounting is recomputed from
-them.
+committed, because the result has their tokens; its rows in `restarts` stay, because the token accounting is recomputed
+from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FinishedTurn(NamedTuple):
     turn: int
     last: bool
     left_out: str
-    """JSON list, set in the last turn."""
+    """JSON list of left-out turns, set in the last turn."""
     row_index: int
     num_rows: int
     row_tokens: int
@@ -51,7 +51,7 @@ class FinishedTurn(NamedTuple):
 
 
 class EndedLife(NamedTuple):
-    """Columns of a life of a sample, or a part of one, that was not trained."""
+    """Columns of a sample's life, or of a part of a life, that was not trained."""
 
     run_id: str
     group_id: int
@@ -71,16 +71,16 @@ class Lives(NamedTuple):
     current: int
     """Number of the current life, from 1."""
     failures: int
-    """Lives that ended by a fault of the environment and count against the limit."""
+    """Number of lives that ended by a fault of the environment and count against the limit."""
     given_up: bool
 
 
 class Total(NamedTuple):
-    """Totals of a group's turns."""
+    """Totals over a group's turns."""
 
     tokens: int
     oldest_step: int | None
-    """None without a turn."""
+    """Step of the oldest version among the tokens; None without a turn."""
 
 
 class Episodes(Queries):
@@ -103,7 +103,8 @@ class Episodes(Queries):
         return 0 if row is None else int(row[0])
 
     def add(self, turn: FinishedTurn, location: Location) -> None:
-        """Record a turn and the location of its bytes. Sealed here, because a trigger would cost as much again."""
+        """Record a turn and the location of its bytes. The statement seals the row, because a trigger would cost as
+        much again."""
         row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
         self.db.execute(
             f"INSERT INTO episodes ({', '.join(row)}, seal) VALUES ({', '.join('?' * len(row))}, ?)",
@@ -143,7 +144,7 @@ class Episodes(Queries):
         return self.lives_of_group(run_id, group_id).get(sample, Lives(1, 0, False))
 
     def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
-        """Return the lives of each sample of a group that has ended ones."""
+        """Return a summary of the lives of each sample with ended lives, by sample."""
         rows = self.rows(
             "SELECT sample, MAX(life) + 1, SUM(counts), MAX(given_up) FROM restarts WHERE run_id = ? AND group_id = ?"
             " GROUP BY sample ORDER BY sample",
@@ -208,5 +209,5 @@ class Episodes(Queries):
 
 
 def left_out_of(row: sqlite3.Row) -> frozenset[int]:
-    """Return the turns that are not part of a sample's rows, from the row of its last turn."""
+    """Return the indices of turns that are not part of a sample's rows; `row` is that of its last turn."""
     return frozenset(json.loads(row["left_out"]))

@@ -64,7 +64,7 @@ class Evaluations(Queries):
         )
 
     def add_result(self, run_id: str, step: int, result: dict[str, Any]) -> None:
-        """Record a measurement by the learner of the version of a step."""
+        """Record the learner's evaluation of the version of `step`."""
         self.db.execute(
             "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
             (run_id, step, json.dumps(result)),
@@ -86,6 +86,6 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def finished_steps(self, run_id: str) -> set[int]:
-        """Return the steps with a result: the requested ones, and those of the versions that were measured."""
+        """Return the steps with a result: those for which it was requested, and those of the evaluated versions."""
         rows = self.rows("SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,))
         return {step for row in rows for step in row}

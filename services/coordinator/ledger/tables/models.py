@@ -25,7 +25,7 @@ class ModelVersion(NamedTuple):
     step: int
     chain: str
     path: str
-    """Absolute path, or a URL."""
+    """Absolute path or URL of the model's files."""
     export_sha256: str
     statement_sha256: str
     spec_sha256: str
@@ -40,7 +40,7 @@ class ModelVersion(NamedTuple):
 
 
 class ModelChange(NamedTuple):
-    """A change of an alias."""
+    """A change of a registered model's alias."""
 
     sequence: int
     kind: str
@@ -72,16 +72,16 @@ class RegisteredModels(Queries):
         )
 
     def get(self, name: str, version: int) -> ModelVersion | None:
-        """Return a version; None if there is none."""
+        """Return a version of a model; None if it does not exist."""
         row = self.row("SELECT * FROM models WHERE name = ? AND version = ?", (name, version))
         return None if row is None else self.from_row(row)
 
     def newest(self, name: str) -> int:
-        """Return the newest version; 0 for a model without any."""
+        """Return the number of a model's newest version; 0 without any."""
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions after one, by name and with a name's newest first; with `only`, of one model."""
+        """Return the versions after a given one, by name and with a name's newest first; `only` names the only model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",
@@ -99,7 +99,7 @@ class RegisteredModels(Queries):
     # Aliases
 
     def holder(self, name: str, alias: str) -> int:
-        """Return the version that has an alias; 0 for none."""
+        """Return the number of the version that has an alias; 0 for none."""
         row = self.row(
             "SELECT version FROM model_changes WHERE name = ? AND alias = ? ORDER BY sequence DESC LIMIT 1",
             (name, alias),
@@ -107,7 +107,7 @@ class RegisteredModels(Queries):
         return 0 if row is None else int(row["version"])
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return the version that has each alias of a model."""
+        """Return the number of the version that has each alias of a model."""
         rows = self.db.execute(
             "SELECT alias, version FROM model_changes c WHERE name = ? AND sequence ="
             " (SELECT MAX(sequence) FROM model_changes WHERE name = c.name AND alias = c.alias) ORDER BY alias",
@@ -133,7 +133,7 @@ class RegisteredModels(Queries):
         return None if row is None else ModelChange(*row)
 
     def add_change(self, name: str, change: ModelChange) -> None:
-        """Record a change; it gets the next sequence number, its own is ignored."""
+        """Record a change with the next sequence number; the number in `change` is ignored."""
         self.db.execute(
             "INSERT INTO model_changes (name, sequence, kind, alias, version, previous, reason, caller, changed_s)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM model_changes WHERE name = ?",

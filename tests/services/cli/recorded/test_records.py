@@ -54,7 +54,7 @@ def test_verify_of_all_runs_names_one_whose_row_is_lost(writer: Writer, tmp_path
         writer.ledger.db.execute("DELETE FROM runs")
     result = paceline("ledger", "verify", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
-    assert f"✗ run {RUN_ID}: its row with the spec is lost" in result.stdout
+    assert f"✗ run {RUN_ID}: the run's row with the spec is lost" in result.stdout
     assert "only a backup has it" in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
 
 

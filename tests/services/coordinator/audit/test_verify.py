@@ -335,7 +335,7 @@ def test_a_row_that_the_disk_has_changed_is_named(trained: World) -> None:
         "table prompts, row run_id 'test-1', group_id 1",
         "table groups, row run_id 'test-1', group_id 2",
     ):
-        assert f"{row}: it does not match its checksum" in problems
+        assert f"{row}: the row does not match its checksum" in problems
 
 
 def test_a_file_whose_tables_are_damaged_is_described(trained: World, tmp_path: Path) -> None:

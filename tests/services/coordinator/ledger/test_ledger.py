@@ -88,8 +88,8 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("version", "remedy"),
     [
-        (SCHEMA_VERSION - 1, "use the Paceline that wrote it"),
-        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore an older backup"),
+        (SCHEMA_VERSION - 1, "use the Paceline that wrote this ledger"),
+        (SCHEMA_VERSION + 1, "a newer Paceline wrote this ledger: use that version, or restore an older backup"),
     ],
 )
 def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int, remedy: str) -> None:
@@ -101,7 +101,7 @@ def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: in
     db.close()
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"):
+        with pytest.raises(Conflict, match=f"has format {version}, but this Paceline reads {SCHEMA_VERSION}; {remedy}"):
             Ledger(path, read_only=read_only)
     assert path.read_bytes() == before
     db = opened(path)  # the refusal released the lock
