@@ -153,7 +153,7 @@ MAX_BREAKS = 4
 
 TROUBLE_LOG_S = 60.0
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]
-"""Options of channels to rollout workers: a worker's certificate has the same name on any host."""
+"""Options of channels to rollout workers, whose certificates have one name on all hosts."""
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class SamplingWorkers:
         return self._suspects if is_suspect else contextlib.nullcontext()
 
     async def ask(self, worker: SamplingWorker, request: rollout_pb2.GenerateRequest) -> Answer:
-        """Return a worker's answer. A fault of the worker does not raise."""
+        """Return a worker's answer. A fault of the worker raises no error."""
         call: Any = self._stub(worker.address).Generate(request, metadata=metadata(read_token(token_path())))
         self._num_calls[worker.address] += 1
         began = False

@@ -24,7 +24,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Arguments of reward functions for a group, and the sample of each entry."""
+    """Arguments of reward functions, and the sample of each entry."""
 
     prompts: list[Any]
     completions: list[Any]
@@ -34,7 +34,7 @@ class GroupInputs:
     samples: list[int]
     """Index in the group of each entry's sample."""
     num_samples: int
-    """Number of samples in the group (C)."""
+    """C: number of samples."""
 
     def all_rewards(self, rewards_EF: FloatArray) -> FloatArray:
         """Return [C, F] rewards of all samples; NaN for samples that were given up."""
@@ -49,8 +49,8 @@ class GroupInputs:
 
 
 def inputs_of_completions(prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]) -> GroupInputs:
-    """Return the inputs of a group without an environment. If the prompt has the beginning of the answer, the
-    completion has the whole answer, as in TRL."""
+    """Return a group's inputs without an environment. If the prompt begins the answer, the completion has the whole
+    answer, as in TRL."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):

@@ -143,7 +143,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             raise InvalidInput(f"columns_json is {type(columns).__name__}, but must be an object of lists")
         if self._calls >= MAX_CALLS:
             raise Busy(
-                f"{self._calls} calls are running, but a worker allows {MAX_CALLS}; try again later, or use another worker"
+                f"{self._calls} calls are running, and a worker allows no more; try again later, or use another worker"
             )
         self._calls += 1
         try:
@@ -179,7 +179,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         file."""
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
-            raise Conflict("this worker has no run; name the functions to score with")
+            raise Conflict("this worker has set up no run; name the functions to score with")
         if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
             raise Conflict(
                 f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "

@@ -1,8 +1,8 @@
-"""Evaluates versions of the weights on validation prompts. Their groups have a separate class, are sampled from one
-pinned version, and are outside of batches and token accounting.
+"""Evaluates versions on validation prompts, whose groups are a separate class, pinned to one version, and outside of
+batches and token accounting.
 
 One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of
-the evaluation is generated, while other workers continue. Scoring needs no pin. With an environment, the holders of the
+the evaluation is generated, while others continue. Scoring needs no pin. With an environment, the holders of the
 evaluation's leases sample from the pinned worker. Tokens of another version are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 
@@ -60,13 +60,13 @@ def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
-    """Return the rollout worker that is pinned for an evaluation and must keep its version; None if none is pinned."""
+    """Return the rollout worker that is pinned for an evaluation; None without one."""
     row = pending(exchange, run)
     return row["member_id"] if row else None
 
 
 def to_lease(exchange: Exchange, run: ActiveRun, member_id: str, version: Version, room: int) -> list[sqlite3.Row]:
-    """Return up to `room` groups of the pending evaluation for this worker, and pin the worker to its version."""
+    """Return up to `room` groups of an evaluation for this worker, and pin it to its version."""
     if run.validation is None:
         return []
     row = pending(exchange, run)
@@ -215,8 +215,7 @@ def evaluation_result(
 
 
 def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
-    """Return the mean of the prompts' means and its standard error; None for a value that needs more prompts with a
-    number."""
+    """Return the mean of the prompts' means and its standard error; None for too few prompts with a number."""
     scored_GC = ~np.isnan(values_GC)
     counts_G = scored_GC.sum(axis=1)
     sums_G = np.where(scored_GC, values_GC, 0.0).astype(np.float64).sum(axis=1)
@@ -229,8 +228,8 @@ def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
 
 
 def _pass_at(values_GC: FloatArray) -> float | None:
-    """Return the share of prompts with at least one 1, among those whose completions all have a number. None unless a
-    prompt has several completions and all numbers are 0 or 1."""
+    """Return the share with at least one 1 among the prompts whose completions all have a number; None unless there are
+    several completions and all numbers are 0 or 1."""
     scored_GC = ~np.isnan(values_GC)
     whole_GC = values_GC[scored_GC.all(axis=1)]
     if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[scored_GC], (0.0, 1.0)).all():

@@ -16,7 +16,7 @@ BATCHES_OF_ONE_CAUSE = 2
 """Number of batches of groups, dropped in a row for one cause, after which the run is paused."""
 
 MIN_OF_ONE_CAUSE = 4
-"""Smallest number of groups, dropped in a row for one cause, that pauses the run."""
+"""Smallest number of groups in a row for one cause that pauses the run."""
 
 NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
 """Drop reasons of groups that could not be generated."""
@@ -111,7 +111,7 @@ class DropsInARow:
 
     def explain_limit(self, in_a_row: int, last_reason: str, run_id: str) -> str:
         text = (
-            f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could train "
+            f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could be trained "
             "(grpo.max_generation_batches)"
         )
         if self.reason == "no_variance" and self.number == in_a_row:

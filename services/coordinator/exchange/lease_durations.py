@@ -24,7 +24,7 @@ MIN_RESULTS = 8
 """Smallest number of other workers' results whose median is used."""
 
 NO_MEDIAN_S = 600.0
-"""Limit on a worker's time without results, in seconds, while the others have fewer than MIN_RESULTS results."""
+"""Limit, in seconds, while other workers have fewer than MIN_RESULTS results."""
 
 WINDOW = 256
 """Number of newest results in the median."""

@@ -7,8 +7,8 @@ A group that was present at SHARED_CRASHES crashes is quarantined: it is leased 
 its other work. It is dropped(poison) after ALONE_CRASHES further crashes of workers that held nothing else.
 
 Promise: no group is dropped because of a network or host fault. A worker that falls silent on an open connection
-(because it is stopped or cut off, or its host is down) or that leaves normally has not crashed, and the count of a
-worker that returns is removed. Generating and scoring are counted apart.
+(stopped, cut off, its host down) or that leaves normally has not crashed, and the count of a worker that returns is
+removed. Generating and scoring are counted apart.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ whole step's groups at once would delay other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
-    """Answer lease requests of different workers, each with groups for its room: first groups of an evaluation, then
-    groups to train, lowest slot first. Data that the requests share is read once and written once."""
+    """Answer lease requests of different workers, each up to its room: groups of an evaluation first, then groups to
+    train, lowest slot first. Shared data is read once and written once."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
@@ -212,8 +212,7 @@ class _NewLeases:
         return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
-        """Return the prefix of a group from an earlier attempt; None if there is none or it is damaged. Raises
-        UnopenedSegment."""
+        """Return a group's prefix from an earlier attempt; None without an intact one. Raises UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -456,7 +455,7 @@ def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: st
 
 
 def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
-    """Reset the crash count of a group that a worker has generated or scored, so that scoring counts from 0."""
+    """Reset the crash count of a generated or scored group, so that scoring counts from 0."""
     if group_id in exchange.ledger.deaths.of_run(run.run_id):
         exchange.ledger.deaths.remove_group(run.run_id, group_id)
     exchange.reserved.pop(group_id, None)

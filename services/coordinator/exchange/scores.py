@@ -1,5 +1,5 @@
 """Assigns score tasks and takes rewards, which change groups from generated to scored. A failed score never becomes a
-reward of 0."""
+zero."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     if functions != [reward.label for reward in run.spec.rewards]:
         return exchange.refuse(
             request,
-            f"scores of {functions}, but the run's functions are {[reward.label for reward in run.spec.rewards]}",
+            f"scores are of functions {functions}, but the run has {[reward.label for reward in run.spec.rewards]}",
         )
     size = run.group_size(row["class"])
     rewards_CF = decode_rewards(score.rewards, size)

@@ -137,8 +137,8 @@ class DriftTest:
         """Number of groups observed."""
 
     def observe(self, member_id: str, observation: Observation) -> Finding | None:
-        """Add the observation of one group of a worker; return a finding if it leads to naming the worker. Numbers that
-        are not finite are ignored."""
+        """Add the observation of a worker's group; return a finding if this names the worker. Ignores numbers that are
+        not finite."""
         if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
             return None
         worker = self._workers.setdefault(member_id, _Worker())
@@ -204,8 +204,8 @@ MAX_CHECKS = 16
 """Most groups of a batch that are compared."""
 
 KEPT_CHOICES = 8
-"""Number of batches whose choice of groups is kept, because every rank and every later session may request the same
-batch again."""
+"""Number of batches whose chosen groups are kept, because every rank and every later session may request the batch
+again."""
 
 
 class SpotCheck:
@@ -243,7 +243,7 @@ class SpotCheck:
         return chosen
 
     def observe(self, worker: str, observation: Observation) -> Finding | None:
-        """Add the comparison of one group of a worker. Return a finding if it leads to naming the worker."""
+        """Add the comparison of a worker's group; return a finding if this names the worker."""
         finding = self.test.observe(worker, observation)
         if self.test.is_suspected(worker):
             self._until_due[worker] = 0
@@ -260,7 +260,7 @@ class SpotCheck:
         }
 
     def chosen(self, chain: str) -> dict[int, str]:
-        """Return the groups that were already chosen for a batch, with their workers; empty if none were."""
+        """Return the groups already chosen for a batch, with their workers; empty without any."""
         return self._choices.get(chain, {})
 
     def _trim(self, chain: str, chosen: dict[int, str]) -> None:

@@ -36,7 +36,7 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
 MAX_GROUP_ID = 2**63 - 1
-"""Largest group id: the largest integer of SQLite."""
+"""Largest group id: SQLite's largest integer."""
 
 UNOPENED_PERIOD_S = 60.0
 """Seconds between two warnings about segments that cannot be opened."""
@@ -46,7 +46,7 @@ BATCH_DUE = "whether the next batch can be fixed"
 
 
 class Training(NamedTuple):
-    """Session, step and number of ranks of the part that was served last, until the step is trained."""
+    """Session, step and number of ranks that were served last, until the step is trained."""
 
     session: int
     step: int
@@ -117,7 +117,7 @@ class RunState:
 
     active: ActiveRun | None = None
     offered: dict[str, Version] = field(default_factory=dict)
-    """Newest version that was offered to each rollout worker, by member id. The worker may sample from it before it
+    """Newest version offered to each rollout worker, by member id. It may sample from the version before it
     acknowledges it."""
     overdue: set[str] = field(default_factory=set)
     """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
@@ -133,8 +133,7 @@ class RunState:
     end_step: int = 0
     """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before they are over."""
     yields_to: str = ""
-    """Id of a run of higher priority that waits for the active run: nothing new is leased, and no batch is fixed. Empty
-    without one."""
+    """Id of a run of higher priority that waits for the active run: nothing new is leased, and no batch is fixed."""
     unreadable_data: str = ""
     """Reason why the next prompt cannot be read; empty while it can."""
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
@@ -213,7 +212,7 @@ class Exchange(RunState):
     # Shared by the handlers
 
     def takes_no_work(self, run: ActiveRun) -> bool:
-        """Return whether nothing is leased, because the run is paused, yields to another, or has all its batches."""
+        """Return whether nothing is leased, because the run is paused, yields to another run, or has all batches."""
         row = self.ledger.run(run.run_id)
         return bool(
             row["state"] != "running"

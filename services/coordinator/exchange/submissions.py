@@ -385,7 +385,7 @@ def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest)
         return exchange.refuse(
             request,
             f"reason is {end.reason[:64]!r} with give_up {str(end.give_up).lower()}, but must be "
-            f"{' or '.join(REASONS)}, and with give_up {FAILED}",
+            f"{' or '.join(REASONS)}, and {FAILED} with give_up",
         )
     lives = episodes.lives(run.run_id, end.group_id, end.sample)
     if end.life < lives.current:
@@ -446,7 +446,7 @@ def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -
     if last is not None and last["last"]:
         return f"the sample was finished with turn {last['turn']}"
     next_turn = 0 if last is None else last["turn"] + 1
-    return "" if turn.index == next_turn else f"turn {next_turn} comes next"
+    return "" if turn.index == next_turn else f"the next turn must be {next_turn}"
 
 
 def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens: int) -> str:

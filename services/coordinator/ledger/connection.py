@@ -64,7 +64,7 @@ class LedgerFile(database.Queries):
         """Values that were read and have not changed since, by key. None for a reader, because another process writes.
         """
         self._decisions: dict[str, Any] = {}
-        """Results of `decided` in the current transaction, by key."""
+        """Results of `decided` in this transaction, by key."""
         self._uncounted: dict[tuple[str, str], int] = {}
         """Amounts that the current transaction adds to counters, by run and name; written before its commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
@@ -383,8 +383,7 @@ class WalCheckpointer:
             self._db.close()
 
     def move(self, how: str) -> int:
-        """Move pages of the log into the file; return the log's length in pages. The next transaction reports a disk
-        error."""
+        """Move pages into the file; return the log's length in pages. The next transaction reports a disk error."""
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:

@@ -185,7 +185,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def damage_in(error: BaseException) -> BaseException | None:
-    """Return the first error that is due to damage: `error` itself or one in its exception group; None without one."""
+    """Return the first error that is due to damage: `error` itself or one in its group."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := damage_in(each)) is not None), None)
     return error if is_damage(error) else None

@@ -83,7 +83,7 @@ class Scored(NamedTuple):
     functions: str
     """Names of the F functions, as a JSON list."""
     reward: float | None
-    """Mean weighted reward of the group; None without a reward."""
+    """Mean weighted reward; None without a reward."""
 
 
 class Groups(Queries):

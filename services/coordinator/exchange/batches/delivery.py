@@ -1,6 +1,5 @@
-"""Delivers batches to the learner's ranks and takes their receipts, which change groups from scored to trained.
-`selection.py` makes the batches; `spot_check.py` chooses and judges the groups whose log-probabilities the learner
-compares."""
+"""Delivers batches to ranks and takes their receipts, which change groups from scored to trained. `selection.py` makes
+the batches; `spot_check.py` chooses and judges the groups whose log-probabilities the learner compares."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
 
 
 def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
-    """Fix the batch if it is due. Return whether the waiting ranks may get their parts. Called once for all."""
+    """Fix the batch if it is due. Return whether the waiting ranks may get their parts. Called once for all ranks."""
     if (run := exchange.active) is None:
         return True
     row = exchange.ledger.run(run.run_id)

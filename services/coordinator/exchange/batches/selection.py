@@ -113,8 +113,8 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
-    """Return, for each live group, the step of the oldest version that its tokens can have. A group is live while it is
-    leased or waits for scores. Groups that are leased to suspected workers are left out."""
+    """Return, for each live group, the step of the oldest version that its tokens can have. Live groups are leased, or
+    wait for scores; those leased to suspected workers are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected]
 
@@ -158,8 +158,7 @@ def batch_metrics(
 
 
 def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
-    """Return the metrics of each reward function: its rewards before weight and gates, its weight, and how often its
-    gate was closed."""
+    """Return the metrics of each reward function: rewards before weight and gates, weight, and share of closed gates."""
     metrics: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
     for index, function in enumerate(functions):
@@ -267,14 +266,15 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
     session_faults.reset(exchange, run.run_id)
     fixed = fix(exchange, run, now_s)
     when = (
-        "the batch is fixed again without them" if fixed else "the batch is fixed again when enough groups are scored"
+        "the batch is fixed again without these groups"
+        if fixed
+        else "the batch is fixed again when enough groups are scored"
     )
     exchange.warn(f"groups {dropped} of step {step} were dropped by request; {when}")
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
-    """Handle a damaged record: restart its sample, remove its prefix, generate or drop its group, or pause the run. Do
-    nothing if the ledger no longer refers to the record."""
+    """Handle a damaged record, or do nothing if the ledger no longer refers to it."""
     if _end_damaged_life(exchange, run, damaged):
         return
     payload = exchange.ledger.damaged_payload(run.run_id, damaged)

@@ -18,11 +18,11 @@ from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
-"""Number of sessions that end in a row at one step, with the same kind of fault, after which the run is paused."""
+"""Sessions that end in a row at one step with the same kind of fault, after which the run is paused."""
 
 ANY_FAULTS = 5
-"""Number of sessions that end in a row at one step, with any kinds of faults, after which the run is paused. The kinds
-can differ, because the rank that reports first can vary."""
+"""Sessions that end in a row at one step with any faults, after which the run is paused. The rank that reports first,
+and so the kind of fault, can vary."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are not exception types."""
@@ -30,12 +30,11 @@ MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 MAX_SHOWN_GROUPS = 8
 """Most groups that a message lists as possible causes."""
 
-ENDED_SILENTLY = "its process ended without a report; the kernel may have killed it for lack of memory"
+ENDED_SILENTLY = "the learner's process ended without a report; the kernel may have killed it for lack of memory"
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
-    """Note that a session asks for its part of a batch. Its first request shows that the previous session has ended at
-    the step that it was training."""
+    """Note that a session asks for its part. Its first request shows that the previous session ended at its step."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
@@ -54,7 +53,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
-    """Note that all ranks of a session trained the step, so the step was not the cause of earlier sessions' ends."""
+    """Note that all ranks of a session trained the step, so it was not the cause of earlier ends."""
     if exchange.training is not None and exchange.training[:2] == (session, step):
         exchange.training = None
     exchange.ledger.session_faults.remove_step(run.run_id, step)
@@ -115,8 +114,8 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Return the ids of the groups in the reporting rank's part, or in the batch if no rank reported. The longest
-    groups are first if memory may be the cause."""
+    """Return the ids of the groups in the reporting rank's part, else in the batch; the longest first if memory may be
+    the cause."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

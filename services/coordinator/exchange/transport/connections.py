@@ -76,9 +76,9 @@ class Connection:
 
     opened_s: float
     mark: int = 0
-    """Number of bytes that had arrived on the connection when all arrived messages were last read."""
+    """Bytes that had arrived on the connection when all arrived messages were last read."""
     read: int = 0
-    """Bytes of the connection's messages that were read since `mark` was set."""
+    """Bytes of the connection's messages read since `mark` was set."""
     refused: int = 0
     """Number of refused messages on the connection."""
     memory: int = 0
@@ -176,7 +176,7 @@ class Connections:
             return ""
         silent_s = self._clock() - connection.opened_s
         if connection.refused > limits.refused:
-            return f"{connection.refused} of its messages were refused, and no member has used the connection"
+            return f"{connection.refused} messages were refused, and no member has used the connection"
         if strangers_bytes > limits.strangers_bytes:
             return f"connections that no member has used have {strangers_bytes} unread bytes"
         if all_read and silent_s > STRANGER_S:

@@ -26,7 +26,7 @@ OF_LEASES = ("lease", "group", "lease_return")
 """Kinds of requests by workers that hold the run's leases."""
 
 ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""Role that may send a request, for each other kind."""
+"""Role that may send a request, by kind, without the kinds in OF_LEASES."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:

@@ -44,7 +44,7 @@ class ServerLimits:
     a segment, so the segment of a record that no transaction refers to yet is among the two newest, which are never
     removed."""
     unanswered: int = 4096
-    """Most unanswered requests of one member. Parked ones do not count, because a member has only one of a kind."""
+    """Most unanswered requests of one member. Parked ones do not count, because a member parks only one of a kind."""
     wait_s: float = 30.0
     """Longest time for which a request is parked, whatever wait it asks for."""
     tick_s: float = 0.2
@@ -78,7 +78,7 @@ class Receiver:
         """Bytes of unanswered results with arrays."""
 
     async def run(self) -> None:
-        """Read whenever the socket signals. Its descriptor signals changes only, so it is read until empty."""
+        """Read the socket whenever it signals. Only changes are signaled, so the socket is read until empty."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.descriptor, self._readable.set)
         try:
@@ -101,7 +101,7 @@ class Receiver:
         self._readable.set()
 
     def release(self, size_bytes: int) -> None:
-        """Free the room of results of this size, because they are answered."""
+        """Subtract `size` from the pending bytes, because results of this size are answered."""
         self.pending_bytes -= size_bytes
         self._room.set()
 
@@ -176,8 +176,7 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Most bytes of a request's first frame, for kinds that must be small because they may be parked or are in no budget.
-"""
+"""Most bytes of a request's first frame, for kinds that must be small because they are parked or in no budget."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
@@ -200,7 +199,7 @@ class RequestFilter:
         self._exchange, self._max_unanswered = exchange, max_unanswered
         self.unanswered: Counter[str] = Counter()
         self.under_way: dict[Key, PendingRequest] = {}
-        """Requests with arrays, by key, that are being checked or stored or wait for their transaction."""
+        """Requests with arrays, by key, that are checked, stored or wait for their transaction."""
 
     def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty if it is accepted."""

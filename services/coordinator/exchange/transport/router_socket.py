@@ -83,8 +83,8 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind of the request. The connection is no part of the key, because a worker that reconnects
-        waits for nothing on the old one."""
+        """Return member and kind of the request. The connection is not part of the key, because a worker that reconnects
+        has nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
@@ -137,8 +137,8 @@ class ExchangeSocket:
         self._discarding = False
         """True while the rest of a message with too many frames is discarded."""
         self._to_cut: int | None = None
-        """Descriptor of the connection whose message is discarded, to be closed if the rest is long. It is closed only
-        once, because the number may soon belong to another connection."""
+        """Descriptor of that message's connection, to be closed if the rest is long; only once, because the number may
+        soon be another connection's."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port, limits, clock)
         """Open connections."""
@@ -189,8 +189,8 @@ class ExchangeSocket:
         return Message(identity, header, payloads, descriptor, key)
 
     def discard(self) -> bool:
-        """Discard the rest of a message with too many frames; return whether all of it is discarded. One call discards
-        a limited number of frames, because there may be millions. If some are left, the connection is closed."""
+        """Discard the rest of a message with too many frames; return whether all is discarded. Reads some frames at a
+        time, because there may be millions; if some are left, the connection is closed."""
         if not self._discarding:
             return True
         for _ in range(self._discarded_at_once):

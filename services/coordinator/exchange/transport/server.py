@@ -68,7 +68,7 @@ PARKED_AT_ONCE = 64
 """Most parked lease requests that are checked at a tick, the longest unchecked first; there may be thousands."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
-"""Kinds of parked requests whose answers can change when a request arrives, by the kind of the arriving request."""
+"""Kinds of parked requests whose answers an arriving request can change, by the arriving request's kind."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -138,7 +138,7 @@ class ExchangeServer:
         self._notices: asyncio.Queue[list[Notice]] = asyncio.Queue()
         """Notices of synced transactions, to be handled."""
         self._unopened: UnopenedSegment | None = None
-        """Segment that cannot be opened and that storing waits for; a warning in the run's events names it."""
+        """Unopened segment that storing waits for; a warning in the run's events names it."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
             "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )

@@ -255,7 +255,7 @@ def check_text_size(size_bytes: int, num_tokens: int, num_texts: int) -> None:
     """Raise WireError if the texts have more bytes than `num_tokens` tokens can have."""
     most = MAX_TEXT_BYTES * (num_tokens + num_texts + 1)
     if size_bytes > most:
-        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are allowed")
+        raise WireError(f"texts have {size_bytes} bytes for {num_tokens} tokens, but {most} bytes are allowed")
 
 
 ENDINGS = ("done", "truncated")
@@ -300,8 +300,8 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
         raise WireError(f"a turn has two payload frames, not {len(frames)}")
     if len(frames[1]) > MAX_NOTE_BYTES:
         raise WireError(
-            f"the note of a turn has {len(frames[1])} bytes, {MAX_NOTE_BYTES} are allowed; a large part of it may be the "
-            "state that the environment's `save` returns"
+            f"the note of a turn has {len(frames[1])} bytes, but {MAX_NOTE_BYTES} are allowed; a large part may "
+            "be the state that the environment's `save` returns"
         )
     arrays, note = TurnArrays.decode(frames[0]), parse_message(pb.TurnNote, frames[1])
     max_id = max(check_ids("context_ids", arrays.context_ids), check_ids("token_ids", arrays.token_ids))
@@ -389,7 +389,7 @@ def turns_of(group: Group) -> list[GroupTurn]:
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
     ends = [0] * len(samples)
-    """Token index at which the last turn of each row ends until now."""
+    """Token index at which the last turn so far of each row ends."""
     for row, start, end, _ in group.rows.turns:
         completion = group.completions[row]
         context_ids = completion.token_ids[ends[row] : start]
@@ -415,8 +415,8 @@ def turns_of(group: Group) -> list[GroupTurn]:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans that name the same
-    version of each token."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans with the same
+    versions."""
     lengths: list[list[int]] = []
     for session, step, start, end in spans:
         if lengths and lengths[-1][:2] == [session, step]:

@@ -189,7 +189,7 @@ class Encoder:
         return self._hear(ANSWER_S)
 
     def end(self) -> None:
-        """Kill the child, so that a thread that waits for its answer continues. May be called from any thread."""
+        """Kill the child; a thread that waits for its answer continues. Callable from any thread."""
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):  # already ended

@@ -42,8 +42,8 @@ def load_encoder(request: dict[str, Any]) -> Callable[[Any, Any], IntArray]:
 
 
 class WithoutTorch(PathFinder):
-    """Finder of modules that hides torch, because tokenizers do not need it and its import takes longer than all other
-    work of this process."""
+    """Finder of modules that hides torch: tokenizers do not need it, and its import takes longer than everything else
+    here."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -80,7 +80,7 @@ class Total(NamedTuple):
 
     tokens: int
     oldest_step: int | None
-    """Step of the oldest version among the tokens; None without a turn."""
+    """Oldest step among the tokens' versions; None without a turn."""
 
 
 class Episodes(Queries):

@@ -81,7 +81,7 @@ class RegisteredModels(Queries):
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions after a given one, by name and with a name's newest first; `only` names the only model."""
+        """Return the versions after a given one, by name and then newest first; with `only`, those of one model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",

@@ -186,7 +186,7 @@ def test_a_holder_that_was_silent_goes_on(world: World) -> None:
 
 
 BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
-    "gap": ({"index": 1}, "turn 0 comes next"),
+    "gap": ({"index": 1}, "the next turn must be 0"),
     "later life": ({"life": 2}, "life 2 has not begun"),
     "no sample": ({"sample": 2}, "has samples 0 to 1"),
     "row": ({"arrays": make_turn(VERSION, 1, row=1)}, "row 1 is neither"),

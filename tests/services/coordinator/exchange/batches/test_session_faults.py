@@ -95,7 +95,7 @@ def test_three_sessions_that_end_without_a_word_pause_the_run(ready: World) -> N
     fourth = Learner(ready)
     assert fourth.part(0) is None
     assert ready.row["state"] == "paused"
-    assert "its process ended without a report" in ready.row["message"]
+    assert "the learner's process ended without a report" in ready.row["message"]
     resume(ready)
     assert fourth.part(0) is not None
 
@@ -106,7 +106,7 @@ def test_sessions_that_die_together_with_the_coordinator_pause_the_run(ready: Wo
         ready.restart()
     fourth = Learner(ready)
     assert fourth.part(0) is None
-    assert "its process ended without a report" in ready.row["message"]
+    assert "the learner's process ended without a report" in ready.row["message"]
     resume(ready)
     assert fourth.part(0) is not None
     ready.restart()
