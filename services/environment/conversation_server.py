@@ -149,7 +149,7 @@ class ConversationServer:
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _chat_request(self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]) -> AgentRequest:
-        """Return the request of a chat for its conversation. Raises Unsupported."""
+        """Return a chat request in the form that the conversation takes. Raises Unsupported."""
         self._check(ask)
         self._note_parameters(ask)
         effort = self._template.effort_kwargs(ask.reasoning_effort)

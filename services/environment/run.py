@@ -80,7 +80,7 @@ class EnvironmentRun:
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
-        """Number of samples of each leased group."""
+        """Number of samples of each leased group, by group id."""
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()

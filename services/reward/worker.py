@@ -131,7 +131,7 @@ class RewardWorker:
 
     async def _bundled_spec(self, assignment: worker_pb2.RunAssignment) -> BundledSpec:
         """Fetch the run's bundle; return the spec with the functions' files in it. Raises Unreadable for files that
-        this worker does not allow but another one may; errors of the transfer."""
+        this worker does not allow but another one may, and any error of the transfer."""
         spec, bundle = spec_of(assignment), assignment.bundle
         others = [reward.function for reward in spec.rewards if reward.function not in self.only]
         if self.only and others:

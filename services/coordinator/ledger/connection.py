@@ -59,7 +59,7 @@ class LedgerFile(database.Queries):
         """Folder with files of another ledger that were beside a backup; None without any."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
-        """Number of this opening; 0 before it is assigned."""
+        """Number of this opening of the ledger; 0 before it is assigned."""
         self._cache: dict[str, Any] | None = None if read_only else {}
         """Values that were read and have not changed since, by key. None for a reader, because another process writes.
         """

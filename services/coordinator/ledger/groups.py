@@ -93,7 +93,7 @@ class Groups(Queries):
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
         """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them,
-        because another thread may take the interpreter between two statements."""
+        because another thread may run between two statements."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -202,7 +202,7 @@ class Groups(Queries):
         self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
-        """Set the oldest version among the tokens of the returned prefix; None: there is no prefix. A group with a
+        """Set the oldest version among the tokens of the returned prefix; None without a prefix. A group with a
         result keeps the result's version."""
         self.db.execute(
             "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",

@@ -47,7 +47,7 @@ RECENT_RESULTS = 64
 
 
 class Ledger(LedgerFile):
-    """All tables: those of runs, events, counters and payloads here, the others in the folder `tables`."""
+    """All tables: those of runs, events, counters and payloads in this file, the others in the folder `tables`."""
 
     def __init__(self, path: Path, *, read_only: bool = False, store: str = ""):
         """`store` is the deployment's root for large files: a URL, an absolute path, or empty for the ledger's folder."""
@@ -142,7 +142,7 @@ class Ledger(LedgerFile):
         max_num_steps: int = 0,
         warnings: Sequence[str] = (),
     ) -> None:
-        """Add a run at the end of the queue; `directory` is stored relative to the ledger's folder if it is below it."""
+        """Add a run at the end of the queue; a `directory` in the ledger's folder is stored relative to it."""
         self.db.execute(
             "INSERT INTO runs (run_id, sequence, spec_yaml, state, directory, submitted_s, max_num_steps, warnings_json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, 'queued', ?, ?, ?, ? FROM runs",

@@ -158,7 +158,7 @@ def batch_metrics(
 
 
 def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int) -> dict[str, float]:
-    """Return the metrics of each reward function: rewards before weight and gates, weight, and share of closed gates."""
+    """Return each reward function's metrics: rewards before weight and gates, weight, and share of closed gates."""
     metrics: dict[str, float] = {}
     closed_SF = closed_gates(rewards_SF, functions)
     for index, function in enumerate(functions):

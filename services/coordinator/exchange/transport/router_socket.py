@@ -83,8 +83,8 @@ class PendingRequest:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return member and kind of the request. The connection is not part of the key, because a worker that reconnects
-        has nothing on the old one."""
+        """Return member and kind of the request. The connection is not part of the key, because a worker that
+        reconnects has nothing on the old one."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 

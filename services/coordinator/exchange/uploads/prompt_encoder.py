@@ -42,8 +42,7 @@ def load_encoder(request: dict[str, Any]) -> Callable[[Any, Any], IntArray]:
 
 
 class WithoutTorch(PathFinder):
-    """Finder of modules that hides torch: tokenizers do not need it, and its import takes longer than everything else
-    here."""
+    """Module finder that hides torch: tokenizers do not need it, and its import takes longer than all other work."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
