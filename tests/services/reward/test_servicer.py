@@ -38,10 +38,10 @@ async def score(servicer: RewardServicer, **request: Any) -> reward_pb2.ScoreRes
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"completions": ["a"] * 5000}, "5000 completions, at most 4096"),
+        ({"completions": ["a"] * 5000}, "5000 completions, but at most 4096"),
         ({"completions": ["a"], "prompts": ["p"] * 2}, "prompts has 2 values for 1 completions"),
         ({"completions": ["a"], "functions": ["length"] * 100}, "100 functions"),
-        ({"completions": ["a" * (17 << 20)]}, "bytes, at most"),
+        ({"completions": ["a" * (17 << 20)]}, "bytes, but at most"),
         ({"completions": ["a"], "functions": ["/etc/passwd:f"]}, "no reward function"),
     ],
 )

@@ -55,7 +55,7 @@ def test_verify_of_all_runs_names_one_whose_row_is_lost(writer: Writer, tmp_path
     result = paceline("ledger", "verify", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
     assert f"✗ run {RUN_ID}: the run's row with the spec is lost" in result.stdout
-    assert "only a backup has it" in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
+    assert "only a backup has the row" in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
 
 
 def test_verify_of_all_runs_goes_on_where_a_table_cannot_be_read(tmp_path: Path) -> None:

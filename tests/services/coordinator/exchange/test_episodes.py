@@ -193,8 +193,8 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"arrays": make_turn(VERSION, 1, context=0)}, "context_ids is empty"),
     "long": ({"arrays": make_turn(VERSION, 1, length=17)}, "max_new_tokens 16"),
     "long row": ({"arrays": make_turn(VERSION, 1, context=2040, length=16)}, "max_total_sequence_length"),
-    "version": ({"arrays": make_turn(Version(1, 9), 1)}, "step 9 in spans is beyond"),
-    "session": ({"arrays": make_turn(Version(7, 0), 1)}, "session 7 in spans is beyond"),
+    "version": ({"arrays": make_turn(Version(1, 9), 1)}, "spans has step 9, but the newest version has"),
+    "session": ({"arrays": make_turn(Version(7, 0), 1)}, "spans has session 7, but the newest is"),
     "negative id": (
         {"arrays": make_turn(VERSION, 1)._replace(context_ids=np.array([-1], np.int32))},
         "ids begin",
@@ -247,7 +247,7 @@ def test_only_the_workers_of_a_run_s_leases_journal(world: World, make_world: Ma
     request, frames = worker.turn_message(held, 0, make_turn(VERSION, 1))
     request.member_id = rollout.member_id
     reply = world.send(request, frames).reply
-    assert (reply.status, "is for a environment worker" in reply.message) == (INVALID, True)
+    assert (reply.status, "only a environment worker may send" in reply.message) == (INVALID, True)
 
 
 def test_a_run_without_an_environment_has_no_episodes(make_world: MakeWorld) -> None:
