@@ -385,8 +385,8 @@ def note_submission(
     ages.note_submission(member_id, result.group_id, result.attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
-        result, work = ("scores", "tasks") if _scores(exchange, member_id) else ("a group", "leases")
-        exchange.warn(f"{member_id} has submitted {result} and gets {work} again")
+        submitted, work = ("scores", "tasks") if _scores(exchange, member_id) else ("a group", "leases")
+        exchange.warn(f"{member_id} has submitted {submitted} and gets {work} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
