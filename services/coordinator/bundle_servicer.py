@@ -16,7 +16,7 @@ from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
-"""Seconds to wait for the next part of a file; the received parts stay."""
+"""Seconds to wait for the next part of a file; the received parts are kept."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -83,7 +83,8 @@ async def _shielded(call: Any, *arguments: Any) -> Any:
 
 
 class Upload:
-    """One client's stream; `close` ends it, complete or not. The methods block, so call them on a thread."""
+    """One client's stream of files. `close` ends it, whether or not the last file is complete. The methods block, so
+    call them on a thread."""
 
     def __init__(self, store: BlobStore):
         self._store = store
@@ -141,7 +142,7 @@ class Upload:
     def close(self) -> None:
         """Keep the received part of an incomplete file, so that a later stream can continue it."""
         if self._sha256:
-            with contextlib.suppress(OSError):  # if the disk refuses the last bytes, the file continues before them
+            with contextlib.suppress(OSError):  # if the disk refuses the last bytes, a later stream sends them again
                 if self._file is not None:
                     self._file.close()
             self._store.end(self._sha256)

@@ -76,7 +76,7 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
 
 
 def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
-    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if not passed, without `override`."""
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if it has not passed, without `override`."""
     check_alias(alias)
     _check_reason(override, "override")
     with ledger.transaction():
@@ -128,7 +128,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
 
 
 def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
-    """Return the reason for the newest promotion of a version past its gate; empty without one."""
+    """Return the reason for which a version was last promoted without having passed its gate; empty without one."""
     promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
     return promotions[-1].reason if promotions else ""
 
@@ -144,7 +144,7 @@ def _check_evidence(model: ModelVersion) -> None:
 
 
 def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
-    """Raise Conflict if the run's records disagree, NotFound for an unknown run."""
+    """Raise Conflict if a model contradicts the records of its run, NotFound for an unknown run."""
     if not model.run_id:
         for field in ("session", "step", "chain", "spec_sha256", "data", "code"):
             if getattr(model, field):
@@ -199,7 +199,7 @@ PAGE_SIZE = 100
 MAX_PATH = 4096
 """Most characters of the path or URL of a model's files."""
 MAX_DOCUMENT = 1 << 20
-"""Most characters of an evaluation's result or of a verdict."""
+"""Most characters of the result of one evaluation, or of one verdict."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 COPIED = (
     *("name", "version", "run_id", "chain", "path", "export_sha256", "statement_sha256", "spec_sha256"),
@@ -249,7 +249,7 @@ class RegistryCalls:
 
 
 class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
-    """The registered models of one coordinator. `lock` serialises transactions with the exchange's."""
+    """The registered models of one coordinator. `lock` serialises its transactions with those of the exchange."""
 
     def __init__(self, ledger: Ledger, committed: Ledger, lock: asyncio.Lock):
         self._calls = RegistryCalls(ledger, committed, _caller_name)
@@ -300,7 +300,7 @@ def message(ledger: Ledger, model: ModelVersion, *, with_evidence: bool = True) 
 
 
 def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
-    """Return the model of a message that is to be registered. Raises InvalidInput."""
+    """Return the model that a message describes. Raises InvalidInput."""
     for field in ("export_sha256", "statement_sha256"):
         if not SHA256.fullmatch(getattr(model, field)):
             raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits")

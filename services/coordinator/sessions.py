@@ -33,7 +33,8 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Start(NamedTuple):
-    """Start of a session. At step 0 there is no checkpoint: the weights are the model's."""
+    """Step and checkpoint from which a session begins. At step 0 there is no checkpoint, and the weights are the
+    model's."""
 
     step: int = 0
     path: str = ""
@@ -42,7 +43,7 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of the steps after it are gone."""
+    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of later steps were not kept."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     if run.spec.logger.keep_samples:
@@ -60,15 +61,16 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
-    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not one
-    of the run's. Inside a transaction."""
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if the run does
+    not have it. Inside a transaction."""
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the path in it."""
+    """Return why a report of a checkpoint is refused; empty if it is accepted. The path must be right, because the next
+    session opens it."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
@@ -84,7 +86,7 @@ def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
-    """Return the session of the folder that a learner found at its checkpoint's path; None for another path."""
+    """Return the session of the folder that a learner found at its new checkpoint's path; None for another path."""
     path, _, name = report.checkpoint_path.rpartition("/")
     session = session_of(name)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
@@ -94,7 +96,7 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000
-"""Most sessions that a ledger may be behind; a name with a later session is ignored."""
+"""Most sessions by which a ledger may be behind; larger session numbers are ignored."""
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class OnDisk(NamedTuple):
     """Content of the folder of a run's checkpoints."""
 
     session: int = 0
-    """Largest session in the names of its folders."""
+    """Largest session in the names of the checkpoints."""
     moved: tuple[str, ...] = ()
     """Checkpoints ahead of the ledger that were set aside."""
     place: str = ""
@@ -111,13 +113,14 @@ class OnDisk(NamedTuple):
 
 
 class SessionNumbers:
-    """Largest sessions that were reported from outside the ledger, by run."""
+    """For each run, the largest session number that workers or folders of checkpoints have reported."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
 
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
-        """Note a session of the run, whose newest in the ledger is `newest`; return False for an impossible number."""
+        """Note that a session number of the run is used; `newest` is the ledger's newest. Return False for an
+        impossible one."""
         if not 0 <= session <= newest + MOST_LOST:
             log.warning("ignoring session %d of run %s, because the newest is %d", session, run_id, newest)
             return False
@@ -171,13 +174,13 @@ class Candidate(NamedTuple):
 
     path: str
     value: float | None
-    """Value of the metric; None if there is none."""
+    """Value of the metric; None if the step has none."""
     pending: bool = False
     """True until the evaluation that gives the value has ended."""
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
-    """Return the paths to keep, of `candidates` from oldest to newest.
+    """Return the paths of the checkpoints to keep. `candidates` are in order, the oldest first.
 
     Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
     (the newer of equal ones), and those whose value is pending.
@@ -212,7 +215,8 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the kept checkpoints, oldest first, with unloadable ones, because a person may repair them."""
+    """Return the paths of the kept checkpoints, oldest first, including those that cannot be loaded, because a person
+    may repair them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 

@@ -35,12 +35,12 @@ class RunRows:
     spec: RunSpec
     counters: dict[str, int]
     groups: list[sqlite3.Row]
-    """Training groups, without their texts, by id."""
+    """Training groups in the order of their ids, without texts."""
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
-    """Groups with a step, in the order of its batch."""
+    """Groups of each step in the order of its batch, by step."""
     deep: bool
-    """True if the contents of every checkpoint are read, not only of the newest."""
+    """True if the files of every checkpoint are read, not only those of the newest."""
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """Return the rows of a query whose first parameter is the run's id."""
@@ -61,9 +61,9 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
 def receipts(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
-    of one session, and no group was trained in two steps. A session that died in a step, or replays it, has only
-    some."""
+    """Compare receipts with batches: every session's receipts match the batch, every trained step has receipts of all
+    ranks of one session, and no group was trained in two steps. A session that died in a step, or replays it, has
+    receipts of only some ranks."""
     rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
@@ -104,7 +104,7 @@ def payloads(of_run: RunRows, report: VerifyReport) -> None:
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
-            continue  # a prefix, the reference's, or of a running evaluation
+            continue  # arrays of a prefix, of the reference, or of a running evaluation
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
             _compare_arrays(of_run, report, subject, row, stored)
@@ -136,8 +136,8 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are stored (in a backup: within the row). Raises LedgerFault."""
+    """Return header and arrays of a row of the table `payloads`, verified by their checksums, whether they are in a
+    segment or (in a backup) in the row. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -147,7 +147,7 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
 
 
 def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
-    """Yield the rows of stored arrays one by one, because those of a backup contain the arrays."""
+    """Yield the rows of the table `payloads` one by one, because in a backup they contain the arrays."""
     yield from of_run.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (of_run.run_id,))
 
 
@@ -175,7 +175,7 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compare rewards and reference of a group with the digest in its batch and its receipts."""
+    """Compare the digest of a group's rewards and reference with that in the ledger."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
@@ -186,7 +186,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 def _compare_with_batch(
     of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Compare a session's receipts with the groups of the step's batch: all of them, each once, by their digests."""
+    """Check that a session's receipts have each group of the step's batch exactly once, with its digests."""
     groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -217,7 +217,7 @@ def _compare_with_batch(
 
 
 Life = tuple[int, int, int]
-"""Group, sample and number of a life."""
+"""Group id, sample and number of a life."""
 
 WAITING = (State.ADMITTED, State.LEASED)
 """States of groups whose turns are kept one by one."""

@@ -49,8 +49,8 @@ def events(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def evaluations(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, and that each group outside training belongs to an evaluation;
-    after the evaluation's end only as a scored or dropped group."""
+    """Check that results of evaluations can be read, that each group outside training belongs to an evaluation, and
+    that it is scored or dropped when its evaluation has ended."""
     rows = of_run.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
@@ -68,7 +68,7 @@ def evaluations(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def models(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare registered models with batches and spec; a promoted one has passed its gates or has a recorded reason."""
+    """Compare registered models with batches and spec. A promoted one must have passed its gates or have a reason."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches}
     spec_sha256 = hashlib.sha256(of_run.run["spec_yaml"].encode()).hexdigest()
     found = of_run.ledger.models.of_run(of_run.run_id)
@@ -106,8 +106,8 @@ def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, and their manifests with the registered ones; of the newest (with `deep`: of
-    each) also the files of its manifest."""
+    """Compare checkpoints with the chain, their manifests with the registered digests, and their files with the
+    manifests: all by size, those of the newest checkpoint (with `deep`: of each) also by SHA-256."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     rows = of_run.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
@@ -132,7 +132,8 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's folder with the registered manifest and its files; return whether it has a manifest."""
+    """Compare a checkpoint's manifest with the registered digest, and its files with the manifest. Return whether its
+    folder has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")

@@ -49,9 +49,9 @@ STATES_WITH_STEP = ("batched", "trained")
 
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
-    """Compare all records of a run; with `deep`, the contents of every checkpoint and not only of the newest.
+    """Compare all records of a run. With `deep`, the files of every checkpoint are read, not only those of the newest.
 
-    `ledger` should be opened read-only. Raises NotFound for a run that an undamaged file does not have.
+    `ledger` should be opened read-only. Raises NotFound if an undamaged file does not have the run.
     """
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
@@ -88,7 +88,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 
 
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunRows | None:
-    """Return the run's rows; None, and a problem in the report, if they cannot be read. Raises NotFound."""
+    """Return the run's rows. If they cannot be read, add a problem to the report and return None. Raises NotFound."""
     if not report.found:
         try:
             ledger.run(run_id)
@@ -115,7 +115,7 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunR
 
 
 def _groups(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that no group is lost: ids without gaps, a row for every admitted group, end states as counted."""
+    """Check that no group is lost: ids have no gaps, each admitted group has a row, counters agree."""
     groups, counters = of_run.groups, of_run.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
@@ -133,9 +133,9 @@ def _groups(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _slots(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that a group has a step only if its state has one, and that each slot belongs to one group at a time.
+    """Check that exactly the groups whose state requires a step have one, and that no two groups have the same slot.
 
-    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
+    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep their step.
     """
     fixed_last = of_run.run["next_step"]
     for group in of_run.groups:
@@ -217,7 +217,8 @@ def _batches(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """Return the chain's link before a batch; the batches that it has replaced follow the step before it."""
+    """Return the chain's hash before a batch: that of the previous step, extended by the batches that this one
+    replaced."""
     rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
@@ -253,7 +254,7 @@ COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "export": side_records.export,
     "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
-"""Comparisons, by the subject of the problem if a comparison cannot continue."""
+"""Comparison functions, by the subject of the problem that is reported if one of them cannot continue."""
 
 
 NICENESS = 19

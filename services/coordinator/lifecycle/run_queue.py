@@ -39,7 +39,7 @@ MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0
 """Seconds to wait for the object store's answer; a store that does not answer in time delays no run."""
 MAX_TO_READ = 16
-"""Most specs that are being read or wait for it; the time to read a spec is bounded."""
+"""Most specs that are being read or wait to be read; the time to read a spec is bounded."""
 MAX_QUEUED = 1000
 """Most runs in the queue."""
 MAX_QUEUED_OF_ONE = 250
@@ -59,7 +59,7 @@ class RunQueue:
         self._reading = asyncio.Lock()
         """Held while a thread reads a spec, so that the event loop gets its turn between two specs."""
         self._to_read = 0
-        """Number of specs that are being read or wait for it."""
+        """Number of specs that are being read or wait to be read."""
         self._openings = Openings()
 
     async def submit(self, spec_yaml: str, submission: str = "", bundle: str = "") -> str:
@@ -146,7 +146,7 @@ class RunQueue:
             )
 
     async def _check_store(self) -> None:
-        """Raise InvalidInput if the deployment's store refuses writes (name, permissions or credentials)."""
+        """Raise InvalidInput if the deployment's store refuses writes: wrong name, permissions or credentials."""
         if not self._ledger.store:
             return
         with contextlib.suppress(TimeoutError):
@@ -187,9 +187,9 @@ class RunQueue:
         return run_id
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
-        """Make the run's folder, with its spec and links to the files that all runs share. An existing folder of that
-        name is set aside, because this ledger does not know its run. With a storage key only the ledger has the
-        spec, because people could not read it encrypted."""
+        """Make the run's folder, with its spec and links to the files that all runs share. If there is a folder of that
+        name, it is set aside, because this ledger does not know its run. With a storage key only the ledger has the
+        spec, because people could not read an encrypted file."""
         if directory.exists() and any(directory.iterdir()):
             set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
             directory.rename(set_aside)
@@ -210,7 +210,7 @@ def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
 
 PREFIX = "run:"
 NEWEST = "newest"
-"""Name that means the newest export by step at each reading of a reward model."""
+"""Name that means, each time a reward model is read, the export that is then the newest by step."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
 """Most runs that a message names."""
@@ -223,7 +223,7 @@ class Reference:
     field: str
     value: str
     final: str
-    """Final export; empty while there is none."""
+    """Folder or URL of the final export; empty while there is none."""
     exports: str
     """Parent folder of the exports by name."""
     name: str
@@ -234,8 +234,8 @@ class Reference:
 
 
 def references(spec: RunSpec, ledger: Ledger) -> list[Reference]:
-    """Return the references of a spec; reads only the ledger. Raises SpecError for data, for an unknown run, and for a
-    run that has trained a scoring head where a language model is needed."""
+    """Return the references to exports in a spec, from the ledger alone. Raises SpecError for a reference in `data`,
+    for an unknown run, and for a run that has trained another kind of model than is needed."""
     for field in ("train", "validation"):
         names = getattr(spec.data, field)
         for name in (names,) if isinstance(names, str) else names or ():
@@ -299,7 +299,7 @@ def _with_exports(ledger: Ledger) -> str:
 
 
 def located(reference: Reference) -> str:
-    """Return the folder or URL of an export, from the object store. Raises SpecError if missing or unreadable."""
+    """Find an export in the object store, and return its folder or URL. Raises SpecError if missing or unreadable."""
     try:
         for place in _places(reference):
             if Folder(place).exists("config.json"):
@@ -324,7 +324,7 @@ def _places(reference: Reference) -> Iterator[str]:
 
 
 def with_locations(spec: RunSpec, found: list[Reference]) -> RunSpec:
-    """Return the spec with folders and URLs instead of references. Raises SpecError."""
+    """Return the spec with a folder or URL instead of each reference. Raises SpecError."""
     if not found:
         return spec
     tree: dict[str, Any] = spec.model_dump(mode="json")

@@ -34,7 +34,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 
 class WorkerFaults(Protocol):
-    """Handlers of the faults of workers."""
+    """Handles the faults of workers."""
 
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Handle a member that cannot work on the active run."""
@@ -74,10 +74,10 @@ class RunEvents(Protocol):
 
 
 WARNINGS_PERIOD_S = 60.0
-"""Period in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
+"""Seconds in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
 
 MAX_HASH = 128
-"""Most characters of a digest or a chain."""
+"""Most characters of a digest or of a chain's hash."""
 MAX_PATH_BYTES = 4096
 MAX_SOURCES = 4096
 TEXTS = {

@@ -151,7 +151,7 @@ REASONS = {
     "by_request": "A person took it out of its batch with `paceline drop`.",
     "run_ended": "The run ended before it was trained.",
 }
-"""Sentences for reasons of drops."""
+"""Sentences that explain why a group was dropped, by reason."""
 MAX_HOLDERS = 100
 BATCHED = ("batched", "trained")
 SCORED = ("scored", *BATCHED)
@@ -238,7 +238,7 @@ def _names(lines: str) -> list[str]:
 
 
 GROUPS = 1000
-"""Groups of a page."""
+"""Most groups of a page."""
 MAX_CHARACTERS = 4 << 20
 """Characters of the prompts of a page; the group that exceeds them is the last one."""
 

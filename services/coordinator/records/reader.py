@@ -25,7 +25,7 @@ from paceline.v1 import records_pb2 as pb
 
 LIMIT_S = 10.0
 INSTRUCTIONS = 20_000
-"""Instructions of SQLite between two checks of the deadline."""
+"""Number of instructions of SQLite between two checks of the deadline."""
 
 SPECS = 16
 RequestT = TypeVar("RequestT")
@@ -38,7 +38,8 @@ def _limited(call: Callable[[Ledger, RequestT], ResponseT]) -> Callable[[Records
 
 
 class RecordsReader:
-    """Reads one ledger. Methods have the names of calls; raise NotFound, InvalidInput, LedgerFault, Unavailable."""
+    """Reads one ledger. Its methods have the names of RecordsService's calls, and raise NotFound, InvalidInput,
+    LedgerFault or Unavailable."""
 
     def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
         """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` there is only one

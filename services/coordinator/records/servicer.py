@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _read(method: str) -> Any:
-    """Return the servicer's method that answers by the reader's."""
+    """Return a method of the servicer that answers by the reader's method of that name."""
 
     async def call(self: RecordsServicer, request: Any, context: Context) -> Any:
         return await self.answer(method, request)
@@ -46,7 +46,7 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     """The records of one ledger, and the current members."""
 
     def __init__(self, path: Path, members: Members, committed: Ledger):
-        """`path` is the ledger's; `committed` is a read-only connection of the event loop's thread."""
+        """`path` is that of the ledger; `committed` is a read-only connection of the event loop's thread."""
         self._path = path
         self._members = members
         self._committed = committed

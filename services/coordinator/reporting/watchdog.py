@@ -1,8 +1,8 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
 The coordinator calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of
-a stall are checked in the order of a group's way; the first one that applies explains it, because it blocks all later
-ones.
+a stall are checked in the order of the stages of a group; the first one that applies explains the stall, because it
+blocks all later stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.v1 import common_pb2
 
 
 class Watchdog:
-    """Watchdog of one coordinator. It remembers since when the run has been in its state; a restart begins anew."""
+    """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart resets that."""
 
     def __init__(
         self,
@@ -37,11 +37,13 @@ class Watchdog:
         self._directory = directory
         self._min_free_bytes, self._free_bytes = min_free_bytes, free_bytes
         self._moving_s: float | None = None
-        """Last time at which a learner was connected and the run was not paused."""
+        """Last monotonic time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
-        """Last time at which the run was paused or yielded to another run. Waiting before it is not counted."""
+        """Last monotonic time at which the run was paused or yielded to another run. Waiting before that time is not
+        counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step whose batch the learner has not requested, though it has none to train, and since when."""
+        """Session and step of a batch that the learner has not requested, though it has no other to train, and since
+        when."""
         self._unreadable_data = ""
         """Last warning about the data set."""
         self._step = -1
@@ -157,7 +159,7 @@ class Facts:
     """State of run and pools while the learner waits."""
 
     waited_s: float
-    """Seconds of waiting for the batch of `step`; without a learner, seconds since a learner was connected."""
+    """Seconds of waiting for the batch of `step`; without a learner, seconds since the last one was connected."""
     step: int
     learners: int
     """Learners that work on the run."""
@@ -166,7 +168,7 @@ class Facts:
     ready_rollouts: int
     """Connected rollout workers that have set the run up."""
     versions: tuple[int, ...]
-    """Steps of the versions that they acknowledged."""
+    """Steps of the versions that the rollout workers have acknowledged."""
     rewards: int
     """Connected reward workers."""
     leases: int
@@ -177,9 +179,9 @@ class Facts:
     groups: Mapping[str, int]
     """Open groups by state."""
     batch: int
-    """B: groups in a step."""
+    """B, the number of groups in a step."""
     max_age: int
-    """η."""
+    """η, the largest age of a group in steps."""
     environments: int | None = None
     """Connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
@@ -187,13 +189,13 @@ class Facts:
     is_requested: bool = True
     """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
-    """Reason why no group is admitted; empty if groups are."""
+    """Reason why no group is admitted; empty if groups are admitted."""
     unreadable_data: str = ""
-    """Reason why the next prompt cannot be read; empty if it can."""
+    """Reason why the next prompt cannot be read; empty if it can be."""
 
 
 def explain(facts: Facts) -> str:
-    """Return one sentence with the missing part and numbers, and one with the remedy."""
+    """Return one sentence that names what is missing, with numbers, and one with the remedy."""
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (

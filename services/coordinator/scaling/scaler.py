@@ -45,29 +45,29 @@ UNUSED_S = 3600.0
 """Seconds without a request for a pool's size after which it counts as not scaled."""
 
 MAX_SHOWN = 64
-"""Characters of an unknown name in the answer."""
+"""Most characters of an unknown pool name that a message shows."""
 
 NO_RUN = "no run trains on groups now"
 
 
 @dataclass
 class Sized:
-    """A pool with the policy's state of it."""
+    """A pool with its state in the policy."""
 
     config: PoolConfig
     state: PoolState | None = None
-    """None before its first decision."""
+    """State after the newest decision; None before the first one."""
     measured: Measurement | None = None
     """The newest measurement."""
     is_declared: bool = False
-    """`--pool` names it, so it is scaled whenever a run needs it."""
+    """True if `--pool` names the pool, so that it is scaled whenever a run needs it."""
     requested_s: float | None = None
-    """Time of the newest request for its size; None for a pool that nobody scales."""
+    """Monotonic time of the newest request for the pool's size; None for a pool that nobody scales."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The limit of the run, in words and by pool."""
+    """What limits the run, in words and by pool."""
 
     text: str
     wait_fraction: float
@@ -95,7 +95,7 @@ class Scaler:
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
         self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
-        """All workers of each role."""
+        """Pool of all workers of a role, by role."""
         declared = [Sized(pool, is_declared=True) for pool in pools]
         self._whole |= {sized.config.role: sized for sized in declared if not sized.config.members}
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
@@ -187,16 +187,16 @@ MARGIN = 0.15
 
 
 class Supply(NamedTuple):
-    """The capacity of a pool, and its cost."""
+    """Capacity and cost of a pool."""
 
     rate: float
     """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
-    """Largest size."""
+    """Most workers of the pool."""
     cost: float
     """Cost of a worker for an hour, in any currency; 0: unknown."""
     is_used: bool
-    """The pool has workers, or should have some."""
+    """True if the pool has workers, or should have some."""
 
 
 def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[str, float]:
@@ -231,11 +231,11 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Share of its time that the learner may wait while it alone counts as the limit."""
+"""Share of its time that the learner may wait and still be called the only limit of the run."""
 
 
 class PoolFacts(NamedTuple):
-    """A pool with its ready workers, for advice."""
+    """A pool's workers, state and cost, for advice."""
 
     workers: int
     """Workers that take work."""
@@ -295,5 +295,5 @@ def _spare(measured: Mapping[str, PoolFacts]) -> str:
 
 
 def _supplied(facts: PoolFacts) -> float:
-    """Return the ratio of the groups that a pool completes to those that the learner demands of it."""
+    """Return the groups that a pool can complete, as a ratio to those that the learner demands of it."""
     return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)
