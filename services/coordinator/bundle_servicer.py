@@ -29,7 +29,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
     @with_status
     async def Missing(self, request: bundle_pb2.MissingRequest, context: Context) -> bundle_pb2.MissingResponse:
         if len(request.blobs) > MAX_FILES + 1:
-            raise InvalidInput(f"{len(request.blobs)} files are more than the {MAX_FILES} of a bundle")
+            raise InvalidInput(f"the request lists {len(request.blobs)} files, but a bundle has at most {MAX_FILES}")
         return await asyncio.to_thread(self._missing, request)
 
     def _missing(self, request: bundle_pb2.MissingRequest) -> bundle_pb2.MissingResponse:
@@ -101,7 +101,7 @@ class Upload:
         Busy beyond the quota; Conflict if the client has to request the list of missing files again.
         """
         if len(data) > CHUNK_BYTES:
-            raise InvalidInput(f"a part has {len(data)} bytes, at most {CHUNK_BYTES} are allowed")
+            raise InvalidInput(f"a part has {len(data)} bytes, but at most {CHUNK_BYTES} are allowed")
         if sha256 != self._sha256:
             self.finish()
             if self._store.has(sha256):  # another client has sent it in the meantime

@@ -270,35 +270,40 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--people-port",
     type=click.IntRange(0, 65535),
-    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0: a free port; without the option, neither is served.",
+    help="Second gRPC port, on which people need no client certificate under --tls-dir; 0 takes a free one; by default "
+    "there is none.",
 )
 @click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
     "--exchange-endpoint",
     default="",
-    help="tcp://HOST:PORT that workers use for the exchange, if a proxy or NAT stands before it.",
+    help="tcp://HOST:PORT by which workers reach the exchange, if a proxy or NAT is between them.",
 )
 @click.option(
     "--heartbeat-timeout",
     "timeout_s",
     default=10.0,
     show_default=True,
-    help="Seconds after which a silent worker is expired.",
+    help="Seconds of silence after which a worker is removed.",
 )
 @click.option(
     "--grace",
     "grace_s",
     default=25.0,
     show_default=True,
-    help="Seconds to wait, at SIGTERM, for workers that stop too.",
+    help="Seconds to wait, at SIGTERM, for workers that are stopping too.",
 )
 @click.option(
     "--min-free-mb",
     default=512,
     show_default=True,
-    help="Admit no new groups while the ledger's disk has less than this free.",
+    help="MB that must be free on the ledger's disk for new groups to be admitted.",
 )
-@click.option("--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens.")
+@click.option(
+    "--ready-file",
+    type=click.Path(path_type=Path),
+    help="File to which the address is written when the servers listen.",
+)
 @click.option(
     "--bundle-quota-mb",
     type=click.IntRange(min=1),
@@ -325,7 +330,8 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one; by default there is "
+    "none.",
 )
 @functions_from_option
 @token_file_option

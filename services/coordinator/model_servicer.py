@@ -113,7 +113,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
             return find(ledger, Reference(name, holder))  # the call was repeated
         if holder != version:
             raise Conflict(
-                f"{name}:{version} does not have the alias {alias!r}, {name}:{holder} has it; roll that back"
+                f"{name}:{version} does not have the alias {alias!r}, but {name}:{holder} has; roll back that version"
             )
         promotion = ledger.models.promotion(name, alias, version)
         previous = promotion.previous if promotion is not None else 0
@@ -149,13 +149,14 @@ def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
         for field in ("session", "step", "chain", "spec_sha256", "data", "code"):
             if getattr(model, field):
                 raise InvalidInput(
-                    f"{field} is {getattr(model, field)!r:.80}, and no run is named; name it, or leave the field out"
+                    f"{field} is {getattr(model, field)!r:.80}, but run_id is empty; give the run's id, or leave "
+                    f"{field} empty"
                 )
         return
     run = ledger.run(model.run_id)
     if not 0 <= model.step <= run["next_step"]:
         raise Conflict(
-            f"run {model.run_id} has trained {run['next_step']} steps, so there is no model of step {model.step}"
+            f"run {model.run_id} has trained {run['next_step']} steps, so it has no model of step {model.step}"
         )
     if not 0 <= model.session <= run["session"]:
         raise Conflict(

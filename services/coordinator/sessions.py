@@ -53,7 +53,7 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     if gone is None:
         return start
     damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
-    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "none is registered"
+    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "no checkpoint is registered"
     raise NotFound(
         f"no checkpoint can be loaded from which training could continue ({reasons}), and the samples of step {gone} were "
         f"not kept (logger.keep_samples is false). Restore a checkpoint, then `paceline resume {run.run_id}`"
@@ -75,9 +75,9 @@ def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
     if not SHA256.fullmatch(report.sha256):
-        return f"{report.sha256[:80]!r} is not a SHA-256"
+        return f"sha256 {report.sha256[:80]!r} is not a SHA-256"
     if not 0 <= report.step <= run.spec.max_num_steps:
-        return f"step {report.step} is after the run's last, {run.spec.max_num_steps}"
+        return f"step {report.step} is not from 0 to the run's last step, {run.spec.max_num_steps}"
     return ""
 
 

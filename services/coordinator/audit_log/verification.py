@@ -52,11 +52,11 @@ def check_end(ledger: Ledger, report: VerifyReport) -> None:
     with report.reading(SUBJECT, "its last record"):
         end = next((end for path in reversed(files) if (end := end_of(path)[0]).sequence), NONE)
     if files and end.sequence < newest.sequence:
-        report.problem(SUBJECT, f"it ends with record {end.sequence}, but the ledger has record {newest.sequence}")
+        report.problem(SUBJECT, f"the log ends with record {end.sequence}, but the ledger has record {newest.sequence}")
     if files:
         report.facts["audit_log"] = f"{end.sequence} records; `paceline audit verify` checks them"
     elif newest.sequence:  # a copy of a ledger has no log beside it
-        report.facts["audit_log"] = f"not here; the ledger has record {newest.sequence}"
+        report.facts["audit_log"] = f"missing beside this ledger, which has record {newest.sequence}"
 
 
 def records(folder: Path) -> Iterator[AuditRecord]:
@@ -117,9 +117,9 @@ class _Chain:
                 f"record {expected}", f"records {expected} to {record.sequence - 1} are missing in {name}"
             )
         elif record.sequence < expected:
-            self._report.problem(subject, f"it stands in {name} after record {expected - 1}")
+            self._report.problem(subject, f"it is in {name} after record {expected - 1}")
         elif previous and record.previous != previous:
-            self._report.problem(subject, f"in {name} it follows another record {expected - 1}")
+            self._report.problem(subject, f"its previous hash in {name} is not that of record {expected - 1}")
         for who, digest in self._expected.get(record.sequence, ()):
             self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, digest)
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
@@ -130,7 +130,9 @@ def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int
     for number in range(1, max([*files, *heads], default=0) + 1):
         if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)
-            report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never recorded'}")
+            report.problem(
+                f"file {number}", f"the file is missing; its last record was {head.sequence or 'never recorded'}"
+            )
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:

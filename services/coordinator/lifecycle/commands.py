@@ -109,7 +109,8 @@ class Commands:
         run, learner = self._exchange.active, self._assignments.learner()
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
             raise Conflict(
-                f"run {run_id} is {row['state']}, and no learner has it that could write a checkpoint; order it while the run trains"
+                f"run {run_id} is {row['state']}, and no learner works on it that could write a checkpoint; "
+                "order one while the run trains"
             )
         order = worker_pb2.CheckpointDirective(run_id=run_id)
         learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
@@ -119,7 +120,7 @@ class Commands:
         """Order a worker (of a learner: all ranks) to finish or return its work within `grace_s` seconds, and then to
         leave. Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
         if not 0.0 <= grace_s <= MAX_GRACE_S:
-            raise InvalidInput(f"grace_s is {grace_s:g}; it has to be from 0 to {MAX_GRACE_S:g} seconds")
+            raise InvalidInput(f"grace_s is {grace_s:g}; must be from 0 to {MAX_GRACE_S:g} seconds")
         member = self._members.get(member_id)
         if member is None:
             raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists all members")

@@ -128,7 +128,7 @@ class Preemption:
     async def _go_on(self, run: ActiveRun) -> None:
         """Stop yielding, because the run of the higher priority was cancelled or this run is about to end."""
         if self._exchange.yields_to:
-            log.info("run %s continues, %s does not wait any more", run.run_id, self._exchange.yields_to)
+            log.info("run %s continues and does not yield to run %s any more", run.run_id, self._exchange.yields_to)
             self._exchange.yields_to = ""
             self._context.server.wake("lease", "batch")
 

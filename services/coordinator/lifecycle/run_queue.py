@@ -102,7 +102,8 @@ class RunQueue:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
             notes.append(
-                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
+                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g} and the data has "
+                f"{data.num_rows} rows"
             )
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
@@ -265,7 +266,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
     try:
         row = ledger.run(run_id)
     except NotFound:
-        raise SpecError(f"{field} {value!r}: there is no run {run_id!r} here; {_with_exports(ledger)}") from None
+        raise SpecError(f"{field} {value!r}: this coordinator has no run {run_id!r}; {_with_exports(ledger)}") from None
     has_scoring_head, rewards = (
         spec_of_run(run_id, row["spec_yaml"])[0].has_scoring_head,
         field.startswith("rewards."),
@@ -280,7 +281,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
             f"{field} {value!r}: run {run_id} has trained a reward model, which generates no text; name a run that has trained "
             "a language model"
         )
-    state = f"it is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
+    state = f"the run is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
     what = f"has no export {name!r}" if name else "has exported no model"
     missing = (
         f"{field} {value!r}: run {run_id} {what} ({state}); `paceline export {run_id}` writes one from its newest checkpoint. "

@@ -220,8 +220,8 @@ def _check_models(spec: RunSpec) -> list[str]:
             config = _config_of(name, field)
         except OSError as error:
             warnings.append(
-                f"{field} {name!r} could not be checked here ({error}); the workers read it with the credentials in their "
-                "environment"
+                f"{field} {name!r} could not be checked by the coordinator ({error}); the workers read it with the "
+                "credentials in their environment"
             )
             continue
         if field == "policy.model_name" and isinstance(config, dict):
@@ -298,7 +298,8 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
     for name in (name for argument in section.command for name in PLACEHOLDER.findall(argument)):
         if name not in columns:
             raise DataError(
-                f"environment.command names {{{name}}}, which is not a column of {field}; it has {', '.join(columns)}"
+                f"environment.command names {{{name}}}, which is not a column of {field}; the columns are "
+                f"{', '.join(columns)}"
             )
 
 
@@ -315,7 +316,8 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
     value = source.draw(0)[1].get(NAME_COLUMN)
     if value not in names:
         raise DataError(
-            f"the column {NAME_COLUMN!r} of {field} has {value!r:.60}, which environment.class does not have; it has {listed}"
+            f"the column {NAME_COLUMN!r} of {field} has {value!r:.60}, which environment.class does not name; "
+            f"its names are {listed}"
         )
 
 

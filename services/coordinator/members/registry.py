@@ -142,9 +142,9 @@ class Member:
     fault: Fault | None = None
     """Reason why the worker cannot work on its run; None if it can."""
     suspected: bool = False
-    """True if it was silent for half the time-out; then it is not in the roster until it reports again."""
+    """True if the worker was silent for half the time-out; it is not in the roster until it reports again."""
     expelled: bool = False
-    """True if it missed a deadline for a version; then it is not in the roster until it reports that it is ready."""
+    """True if the worker missed a deadline for a version; it is not in the roster until it reports that it is ready."""
     named_in: int = 0
     """Number (epoch) of the roster that the worker entered last; reports on earlier rosters do not concern it."""
     draining: bool = False
@@ -162,9 +162,9 @@ class Member:
     exchange_key: bytes = b""
     """Public key of the worker's connections to the exchange; empty if they are not encrypted."""
     is_heard: bool = False
-    """True if it has reported on this stream, which shows that it got its Welcome."""
+    """True if the worker has reported on this stream, which shows that it got its Welcome."""
     is_expected: bool = False
-    """True if it held leases or a session before the coordinator's restart and has not returned yet."""
+    """True if the worker held leases or a session before the coordinator's restart and has not returned yet."""
     offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
     """Versions that the learner has offered to the worker, newest last; it may acknowledge only these."""
     warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
@@ -300,7 +300,7 @@ MAX_EARLIER = 4096
 
 
 class Standing(enum.Enum):
-    """Whether the sender of a request is a member."""
+    """Relation of a request's sender to the members."""
 
     MEMBER = "member"
     EARLIER = "earlier"

@@ -93,9 +93,7 @@ class Pool:
             self.members.ignore_silence(pause_s, now_s)
             self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
-                log.warning(
-                    "the coordinator stood still for %.1f s, which does not count as silence of members", pause_s
-                )
+                log.warning("the coordinator paused for %.1f s, which do not count as silence of members", pause_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; a process that is stopped or cut off does not.
@@ -251,7 +249,7 @@ class Pool:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
             self.assignments.update_lists()
-            await self._add_member_event(member, "heard of again")
+            await self._add_member_event(member, "reports again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
             if not reason:

@@ -147,7 +147,7 @@ def path_of(directory: Path, run_id: str, step: int) -> Path:
 def fault_of(report: worker_pb2.TokenStatistics, max_bytes: int = MAX_REPORT_BYTES) -> str:
     """Return why a report of token statistics is refused; empty if it is kept."""
     if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > max_bytes:
-        return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
+        return f"the report has {len(report.completions)} completions and {report.ByteSize()} bytes, which is too much"
     if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
         return "a completion has more log-probabilities than entropies, or fewer"
     return ""

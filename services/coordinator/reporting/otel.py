@@ -138,12 +138,12 @@ class StateMeters:
 
 SECONDS = {
     "gather_s": "Time in which the learner's ranks gathered a bucket",
-    "wait_s": "Wait of the learner's next step for the copy",
+    "wait_s": "Time in which the learner's next step waited for the copy of the weights",
     "transfer_s": "Time in which the buckets were sent",
     "answer_s": "From the last bucket to the member's acknowledgement",
     "publish_s": "From the offer to the acknowledgement",
     "host_s": "Time until a host had verified all bytes",
-    "hop_s": "Time in which a host received, without waiting for the host before",
+    "hop_s": "Time in which a host received, without its waits for the previous host",
     "swap_s": "Time in which the engine swapped its weights",
     "pause_s": "Pause of the sampler",
 }
@@ -178,7 +178,7 @@ class WeightMeters:
             name: meter.create_gauge(f"paceline.weights.{name}", description=description)
             for name, description in {
                 "version": "Newest step whose weights were published",
-                "epoch": "Number of the set of members that the version was for",
+                "epoch": "Number of the roster for which the version was published",
                 "members": "Members of the epoch",
                 "acknowledged": "Members that acknowledged the version",
             }.items()

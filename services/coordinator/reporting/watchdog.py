@@ -85,7 +85,8 @@ class Watchdog:
         before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
         if self._unreadable_data and not before:
             return [
-                f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; it is retried automatically"
+                f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; reading is "
+                "retried automatically"
             ]
         return ["prompts are read again"] if before and not self._unreadable_data else []
 
@@ -208,7 +209,7 @@ def explain(facts: Facts) -> str:
             "of its ranks hangs. Read the logs of its ranks"
         )
     reason, advice = _why(facts)
-    return f"learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"
+    return f"the learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"
 
 
 def _why(facts: Facts) -> tuple[str, str]:
@@ -225,37 +226,38 @@ def _why(facts: Facts) -> tuple[str, str]:
     if facts.unreadable_data:
         return (
             f"no prompt is admitted, {facts.unreadable_data}",
-            "It continues automatically when the data can be read",
+            "Admission continues automatically when the data can be read",
         )
     if scored >= facts.batch:
         return (
             f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older ones",
-            "It continues after async_grpo.late_wait_s, or when they are complete (order: in_order)",
+            "The run continues after async_grpo.late_wait_s, or when the older ones are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
         return (
-            f"{held}, none is connected",
+            f"{held}, but none is connected",
             "Start environment workers, or read why the last one died in its log",
         )
     if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
         return (
-            f"{facts.environments} environment workers are connected, none has set the run up",
+            f"{facts.environments} environment workers are connected, but none has set the run up",
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not facts.rollouts:
-        nobody = f"{held}, none is connected" if facts.environments is None else "no rollout worker is connected"
+        nobody = f"{held}, but none is connected" if facts.environments is None else "no rollout worker is connected"
         return nobody, "Start rollout workers, or read why the last one died in its log"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
-            f"{facts.rollouts} rollout workers are connected, none has set the run up",
+            f"{facts.rollouts} rollout workers are connected, but none has set the run up",
             "Read their logs: a model takes long to load, or cannot be loaded",
         )
     if to_score + scored < facts.batch and not facts.leases:
         newest = max(facts.versions, default=-1)
         if newest < facts.step - facts.max_age:
-            has = f"the newest weights of any are version {newest}" if facts.versions else "none has any weights"
+            has = f"the newest weights are version {newest}" if facts.versions else "no worker has weights"
             return (
-                f"0 {holder} workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
+                f"0 {holder} workers hold leases, {has}, and step {facts.step} needs version "
+                f"{facts.step - facts.max_age}",
                 "Weights do not arrive: look for 'did not reach' in the coordinator's log and check "
                 "weights.max_wait_s and the network from learner to rollout",
             )
@@ -264,7 +266,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             "The workers request none: read their logs, and check that their processes are not stopped",
         )
     if to_score and not facts.rewards:
-        return f"{to_score} groups are generated, no reward worker is connected", "Start reward workers"
+        return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
             f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",

@@ -244,12 +244,12 @@ def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
     for pool in map(read_pool, texts):
         for other in pools:
             if pool.name == other.name:
-                raise InvalidInput(f"two pools have the name {pool.name!r}; give each another")
+                raise InvalidInput(f"two pools have the name {pool.name!r}; give one another name")
             overlaps = pool.members.startswith(other.members) or other.members.startswith(pool.members)
             if pool.role == other.role and overlaps:
                 raise InvalidInput(
                     f"members {pool.members!r} of {pool.name} and {other.members!r} of {other.name} name the same {pool.role} "
-                    "workers; choose names of workers so that no pool's begins with another's"
+                    "workers; choose members so that none begins with another"
                 )
         pools.append(pool)
     return tuple(pools)
@@ -260,16 +260,16 @@ def read_pool(text: str) -> PoolConfig:
     settings = _settings(text)
     role, members = settings.get("role", ""), settings.get("members", "")
     if role not in ROLES:
-        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; it has to be one of {', '.join(ROLES)}")
+        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; must be one of {', '.join(ROLES)}")
     if len(members) > MAX_TEXT or not members.isprintable():
         raise InvalidInput(
-            f"members is {members[:MAX_TEXT]!r}; it has to be the begin of a member's name, with at most {MAX_TEXT} "
-            "printable characters"
+            f"members is {members[:MAX_TEXT]!r}; must be the first characters of member names, at most "
+            f"{MAX_TEXT} and all printable"
         )
     name = settings.get("name", role)
     if NAME.fullmatch(name) is None or (name != role and (name in ROLES or not members)):
         raise InvalidInput(
-            f"name is {name[:MAX_TEXT]!r}; it has to be that of the role, or, for a pool with members, letters, digits and ._-"
+            f"name is {name[:MAX_TEXT]!r}; must be the role, or, for a pool with members, letters, digits and ._-"
         )
     usual = Bounds()
     hold = settings.get("holdSeconds", "")
@@ -283,8 +283,8 @@ def read_pool(text: str) -> PoolConfig:
     )
     if bounds.least > bounds.most or bounds.most < 1:
         raise InvalidInput(
-            f"minWorkers is {bounds.least} and maxWorkers {bounds.most}: the largest size has to be 1 at least, and not below the "
-            "smallest"
+            f"minWorkers is {bounds.least} and maxWorkers {bounds.most}: maxWorkers must be at least 1 and "
+            "not below minWorkers"
         )
     cost = _number(settings, "costPerHour", float, 0.0, math.inf)
     return PoolConfig(role, name, members, bounds, cost)
@@ -299,7 +299,9 @@ def _settings(text: str) -> dict[str, str]:
                 f"{part[:MAX_TEXT]!r} is not a setting of a pool; the settings are {'=, '.join(KEYS)}=, with commas between them"
             )
         if key in settings:
-            raise InvalidInput(f"{key} is given twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}")
+            raise InvalidInput(
+                f"{key} is given twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}; give it once"
+            )
         settings[key] = value
     return settings
 
@@ -316,5 +318,5 @@ def _number(
         value = None
     if value is None or not math.isfinite(value) or not 0 <= value <= most:
         limit = "" if math.isinf(most) else f" to {most:g}"
-        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}; it has to be a number from 0{limit}")
+        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}; must be a number from 0{limit}")
     return value

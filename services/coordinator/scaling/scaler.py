@@ -67,7 +67,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Report:
-    """What limits the run, in words and by pool."""
+    """The limit of the run, in words and by pool."""
 
     text: str
     wait_fraction: float
@@ -125,7 +125,7 @@ class Scaler:
             wait_s = max(self._reconnected_s - now_s, 0.0)
             raise Unavailable(
                 f"the coordinator has just started, and its workers reconnect: sizes are decided in {wait_s:.0f} s; keep the "
-                "present ones"
+                "present sizes"
             )
         bounds = sized.config.bounds
         return min(max(sized.state.desired, bounds.least), bounds.most)
@@ -259,8 +259,9 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
     if wait_fraction > BALANCED and facts.state.needed > facts.workers:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
-        f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
-        f"{supply[slowest]:.1f} times as fast. More or faster ranks shorten a step, more workers do not"
+        f"the learner limits the run: it waits {wait_fraction:.0%} of its time for its batch, and the pools could "
+        f"feed one that is {supply[slowest]:.1f} times as fast. "
+        "More or faster ranks shorten a step, more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (
@@ -277,8 +278,8 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
     more = needed - facts.workers
     cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
     return (
-        f"the {name} pool limits: its {facts.workers} workers complete {supply:.0%} of what the learner can train, "
-        f"which waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
+        f"the {name} pool limits the run: its {facts.workers} workers complete {supply:.0%} of what the learner can "
+        f"train, and the learner waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
         f"{1 / gain:.0%} of its present time"
     )
 
