@@ -53,7 +53,7 @@ class BlobStore:
         self._used: int | None = None
         """Bytes of all files, those in transfer with their full size. None until they are counted."""
         self._sent: dict[str, int] = {}
-        """Full size in bytes of each file in transfer, by its SHA-256."""
+        """Full size in bytes of each file in transfer, by SHA-256."""
 
     def has(self, sha256: str) -> bool:
         """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""

@@ -83,8 +83,7 @@ async def _shielded(call: Any, *arguments: Any) -> Any:
 
 
 class Upload:
-    """One client's stream of files. `close` ends it, whether or not the last file is complete. The methods block, so
-    call them on a thread."""
+    """One client's stream of files. `close` ends it, even within a file. Methods block, so call them on a thread."""
 
     def __init__(self, store: BlobStore):
         self._store = store

@@ -270,8 +270,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--people-port",
     type=click.IntRange(0, 65535),
-    help="Second gRPC port, on which people need no client certificate under --tls-dir; 0 takes a free one; by default "
-    "there is none.",
+    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free one, default none.",
 )
 @click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
@@ -330,8 +329,7 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one; by default there is "
-    "none.",
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
 )
 @functions_from_option
 @token_file_option

@@ -250,7 +250,7 @@ class RegistryCalls:
 
 
 class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
-    """The registered models of one coordinator. `lock` serialises its transactions with those of the exchange."""
+    """The registered models of one coordinator. `lock` serialises transactions with those of the exchange."""
 
     def __init__(self, ledger: Ledger, committed: Ledger, lock: asyncio.Lock):
         self._calls = RegistryCalls(ledger, committed, _caller_name)

@@ -69,8 +69,7 @@ def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty if it is accepted. The path must be right, because the next
-    session opens it."""
+    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the reported path."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
@@ -113,7 +112,7 @@ class OnDisk(NamedTuple):
 
 
 class SessionNumbers:
-    """For each run, the largest session number that workers or folders of checkpoints have reported."""
+    """Largest session that workers or folders of checkpoints have reported, by run."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
@@ -180,7 +179,7 @@ class Candidate(NamedTuple):
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
-    """Return the paths of the checkpoints to keep. `candidates` are in order, the oldest first.
+    """Return the paths to keep; `candidates` are checkpoints, the oldest first.
 
     Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
     (the newer of equal ones), and those whose value is pending.
@@ -215,8 +214,8 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the paths of the kept checkpoints, oldest first, including those that cannot be loaded, because a person
-    may repair them."""
+    """Return the paths of the kept checkpoints, oldest first, with unloadable ones, because a person may repair
+    them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 

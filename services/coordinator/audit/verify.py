@@ -262,7 +262,7 @@ COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "export": side_records.export,
     "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
-"""Comparison functions, by the subject of the problem that is reported if one of them cannot continue."""
+"""Comparisons, by the subject of the problem that is reported if one cannot continue."""
 
 
 NICENESS = 19

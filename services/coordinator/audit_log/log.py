@@ -45,7 +45,7 @@ MOST = 60
 """Most records of all sources' refusals in a window."""
 MAX_SOURCES = 32
 OTHERS = "others"
-"""Name under which the refusals of all sources beyond MAX_SOURCES are counted together."""
+"""Name of the source that counts all refusals beyond MAX_SOURCES."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RefusalLimits:
         return False
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
-        """If the window has ended, return the records for refusals without their own record, and begin a new window.
+        """If the window has ended, return the records for refusals that were only counted, and begin a new window.
         `last` ends it now."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
@@ -132,7 +132,7 @@ class AuditLog:
         self.record(entry_of_call(call))
 
     def note_intruder(self, kind: str, member_id: str, why: str, address: str) -> None:
-        """Record a request to the exchange that was refused because of its sender. Any thread may call this."""
+        """Record a request to the exchange that was refused because of its sender. From any thread."""
         self.record(entry_of_request(kind, member_id, why, address))
 
     def note_change(self, what: str, name: str) -> None:
@@ -174,8 +174,7 @@ class AuditLog:
             self._unsynced[self._files.number] = head
 
     def _sync(self) -> dict[int, AuditHead]:
-        """Sync, and return the newest record of each file that has new ones. Any thread may call this. Raises
-        LedgerFault."""
+        """Sync, and return the newest record of each file that has new ones. From any thread. Raises LedgerFault."""
         with self._lock:
             heads, self._unsynced = self._unsynced, {}
             if not heads:

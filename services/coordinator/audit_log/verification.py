@@ -126,7 +126,7 @@ class _Chain:
 
 
 def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
-    """Check that no file is missing, except the oldest ones, which are deleted when there are too many."""
+    """Check that no file is missing, except the oldest ones of too many, which are deleted."""
     for number in range(1, max([*files, *heads], default=0) + 1):
         if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)

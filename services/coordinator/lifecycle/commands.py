@@ -36,7 +36,7 @@ MAX_GRACE_S = 86_400.0
 
 
 class Commands:
-    """Carries out people's commands on runs and workers."""
+    """Carries out commands on runs and workers."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Commands:
                 self._delays.retried = ""
         self._context.run_log.remove_summary(run_id)
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
-            self._faults.clear()  # the person has not seen the faults of a run that is not active
+            self._faults.clear()  # the person has not seen the faults of another active run
         if self._exchange.active is not None:
             await self._assignments.assign_all()  # before work is leased, so that changed functions are loaded first
         await self._context.watchers.notify("lease", "task", "batch")

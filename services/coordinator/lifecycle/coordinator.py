@@ -57,7 +57,7 @@ TICK_S = 0.5
 LAST_VERSION_S = 30.0
 """Seconds for which a trained and exported run waits until its workers have the last version."""
 DRAIN_NOTICE_S = 5.0
-"""Seconds for which a stopping coordinator waits for workers to report that they stop too; they report every second."""
+"""Seconds for which a stopping coordinator waits for workers to report their own stop; they report every second."""
 
 log = logging.getLogger(__name__)
 

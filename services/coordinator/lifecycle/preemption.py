@@ -6,7 +6,7 @@ checkpoint. If no checkpoint can be written, it continues from the one before, a
 nothing is lost.
 
 `max_hours`: the ledger counts the time for which a run trains. After that time the run ends at the newest step whose
-batch is fixed; the learner learns this when it requests the next step.
+batch is fixed; the learner is notified when it requests the next step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Lets the active run yield to one of a higher priority. Only this class sets `Exchange.yields_to`."""
+    """Lets the active run yield to another. Only this class sets `Exchange.yields_to`."""
 
     def __init__(self, context: RunContext, states: RunStates, assignments: Assignments):
         self._context, self._states, self._assignments = context, states, assignments

@@ -40,7 +40,7 @@ class RunData(NamedTuple):
     report: str = ""
     """Format of the training data, and the used and ignored columns, for people."""
     first: tuple[Any, ...] = ()
-    """Prompts of the first rows, and their completions in a run on examples. Each is a text or messages."""
+    """Prompts of the first rows, and completions if they are examples: texts or messages."""
 
 
 def open_data(spec: RunSpec) -> RunData:
@@ -152,7 +152,7 @@ class RunBundles:
 
     def changes(self, spec: RunSpec, before: str, bundle: str) -> list[str]:
         """Return the paths of the files in which two bundles of a run differ. Raises InvalidInput if examples differ,
-        because the learner has to read the same ones again."""
+        because the learner must read the same ones again."""
         new = set(self._blobs.manifest(bundle).files)
         try:
             old = set(self._blobs.manifest(before).files)

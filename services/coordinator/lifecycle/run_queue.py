@@ -188,8 +188,8 @@ class RunQueue:
         return run_id
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
-        """Make the run's folder, with its spec and links to the files that all runs share. If there is a folder of that
-        name, it is set aside, because this ledger does not know its run. With a storage key only the ledger has the
+        """Make the run's folder, with its spec and links to the files that all runs share. An existing folder of that
+        name is set aside, because this ledger does not know its run. With a storage key only the ledger has the
         spec, because people could not read an encrypted file."""
         if directory.exists() and any(directory.iterdir()):
             set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
@@ -211,7 +211,7 @@ def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
 
 PREFIX = "run:"
 NEWEST = "newest"
-"""Name that means, each time a reward model is read, the export that is then the newest by step."""
+"""Name that means, at each reading of a reward model, the newest export by step."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
 """Most runs that a message names."""

@@ -322,8 +322,7 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
 
 
 def _defined(key: str, code: str, kind: str) -> Definition | None:
-    """Return the definition of `file:name`; None if it cannot be read on this machine. Raises InvalidInput if the file
-    does not have it."""
+    """Return the definition `file:name`; None if this machine cannot read it. Raises InvalidInput if the file lacks it."""
     path, colon, name = code.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise InvalidInput(f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}")

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Decision(enum.IntEnum):
-    """Reaction to the faults of a role's workers; of several reactions, the largest is applied."""
+    """Reaction to the faults of a role; of several reactions, the largest is applied."""
 
     GO_ON = 0
     RETRY = 1

@@ -25,14 +25,14 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256
-"""Most queued directives of kinds that do not replace an earlier directive."""
+"""Most queued directives of kinds that replace no earlier one."""
 
 ACKS_AT_ONCE = 1000
 """Most acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
 REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"})
-"""Kinds of directives of which a new one replaces an earlier one in the queue."""
+"""Kinds of directives that replace a queued one of the same kind."""
 
 
 class DirectiveQueue:
@@ -174,14 +174,14 @@ class Member:
     caller: Caller | None = None
     """Caller that joined as this member; None without access control."""
     stream_error: Exception | None = None
-    """Error that ends the worker's stream; None for a normal end."""
+    """Error that ends the worker's stream."""
     gauges: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
     """Total seconds for which the worker's sampler paused for new weights."""
     logged: LoggedMetrics = field(default_factory=LoggedMetrics)
-    """Values logged by its reward functions since the last step."""
+    """Values that the worker's reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
-    """Calls of its reward functions since the last step."""
+    """Calls of the worker's reward functions since the last step."""
     host: worker_pb2.HostAgent | None = None
     """Relay of the worker's host; None without one."""
     host_plan: worker_pb2.HostPlan | None = None
@@ -263,7 +263,7 @@ class Members:
 
 BEAT_S = 0.1
 IGNORED_S = 0.05
-"""Most seconds by which a beat may be late without counting as a pause."""
+"""Seconds by which a beat may be late without counting as a pause."""
 
 
 class LoopLag:
@@ -304,7 +304,7 @@ class Standing(enum.Enum):
 
     MEMBER = "member"
     EARLIER = "earlier"
-    """The secret was this member's earlier one; the worker sends the request again after its next Welcome."""
+    """The secret is an earlier one of this member, which retries after its next Welcome."""
     STRANGER = "stranger"
 
 
@@ -344,7 +344,7 @@ class Senders:
         return self._members.get(member_id)
 
     def knows_key(self, key: bytes) -> bool:
-        """Return whether a public key belongs to a member. Any thread may call this."""
+        """Return whether a public key belongs to a member. From any thread."""
         return key in self._keys
 
     def owner_of(self, key: bytes) -> str | None:

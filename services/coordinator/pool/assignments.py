@@ -33,7 +33,7 @@ SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
 """Most sessions that end, while this coordinator runs, because a worker holds weights of a later one. After the restore
-of a backup few workers do; a worker that claims ever later sessions must not prevent training."""
+of a backup there are few such workers; a worker that claims ever later sessions must not prevent training."""
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Assignments:
     ):
         self.roster = Roster(members, exchange, self.learner)
         self._sessions: dict[tuple[str, int], str] = {}
-        """Member id of the learner, by run id and session, of the newest SESSIONS_KEPT sessions."""
+        """Member id of the learner by run id and session, for the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
         self._numbers = SessionNumbers()

@@ -90,7 +90,7 @@ class HopSpeeds:
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
         self._slow: dict[str, int] = {}
-        """Number of slow versions in a row, by relay id."""
+        """Slow versions in a row, by relay id."""
 
     def note(self, transfer: worker_pb2.HostTransfer) -> bool:
         """Add a measurement; return whether the host has just become slow."""

@@ -194,8 +194,7 @@ class Pool:
         """Suspect a member whose stream broke; it has some time to return."""
         if self.members.get(member.member_id) is member:
             member.connected = False
-            # Directives on their way to the member are lost; when it returns, it enters a new roster and gets new
-            # offers.
+            # Directives on their way are lost; when the member returns, it gets a new roster and new offers.
             await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
                 await self.assignments.assign_learner()

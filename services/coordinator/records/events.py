@@ -27,14 +27,14 @@ EVENTS_AT_ONCE = 5000
 """Number of events that a call reads first."""
 
 SAMPLED = 32
-"""Number of events at each end of a run from which the names of its metrics are collected."""
+"""Events at each end of a run from which the names of its metrics are collected."""
 
 NO_METRICS = ("step", "time")
 NAN = math.nan
 
 
 def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EVENTS_AT_ONCE) -> pb.GetMetricsResponse:
-    """Return a page of points. Raises NotFound, InvalidInput."""
+    """Return a page of a run's metrics as points. Raises NotFound, InvalidInput."""
     run, kind = ledger.run(request.run_id), request.kind or KINDS[0]
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
@@ -153,7 +153,7 @@ MAX_BYTES = 8 << 20
 """Bytes of JSON in an answer; the event that exceeds them is the last one."""
 
 READ_AT_ONCE = 20_000
-"""Most events that a call reads, including those of kinds that were not requested."""
+"""Most events that a call reads, including those of other kinds than requested."""
 MAX_KINDS = 16
 
 

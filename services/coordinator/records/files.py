@@ -23,7 +23,7 @@ MAX_POINTS, USUAL_POINTS = 2000, 300
 MAX_MEMBERS = 64
 NAN = float("nan")
 Key = tuple[str, str, str]
-"""Key of a series of readings: pool, member id (empty for the pool itself), gauge."""
+"""Key of a series: pool, member id (empty for the pool itself), gauge."""
 
 
 def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:

@@ -151,14 +151,14 @@ REASONS = {
     "by_request": "A person took the group out of its batch with `paceline drop`.",
     "run_ended": "The run ended before the group was trained.",
 }
-"""Sentences that explain why a group was dropped, by reason."""
+"""Explanations of drops, by reason."""
 MAX_HOLDERS = 100
 BATCHED = ("batched", "trained")
 SCORED = ("scored", *BATCHED)
 
 
 def get_group_life(ledger: Ledger, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
-    """Return the life of a group. Raises NotFound."""
+    """Return the history of a group. Raises NotFound."""
     ledger.run(request.run_id)
     row = ledger.group_queries.get(request.run_id, min(request.group_id, (1 << 63) - 1))
     if row is None:

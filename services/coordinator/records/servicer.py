@@ -46,7 +46,7 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     """The records of one ledger, and the current members."""
 
     def __init__(self, path: Path, members: Members, committed: Ledger):
-        """`path` is that of the ledger; `committed` is a read-only connection of the event loop's thread."""
+        """`path` is the ledger's; `committed` is a read-only connection of the event loop's thread."""
         self._path = path
         self._members = members
         self._committed = committed

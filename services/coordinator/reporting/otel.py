@@ -138,10 +138,10 @@ class StateMeters:
 
 SECONDS = {
     "gather_s": "Time in which the learner's ranks gathered a bucket",
-    "wait_s": "Time in which the learner's next step waited for the copy of the weights",
+    "wait_s": "Wait of the learner's next step for the copy of the weights",
     "transfer_s": "Time in which the buckets were sent",
-    "answer_s": "From the last bucket to the member's acknowledgement",
-    "publish_s": "From the offer to the acknowledgement",
+    "answer_s": "Time from the last bucket to the member's acknowledgement",
+    "publish_s": "Time from the offer to the acknowledgement",
     "host_s": "Time until a host had verified all bytes",
     "hop_s": "Time in which a host received, without its waits for the previous host",
     "swap_s": "Time in which the engine swapped its weights",
@@ -150,12 +150,11 @@ SECONDS = {
 """Instruments by the name in `VersionRecord.numbers`; the instrument's name has no suffix for the unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
-"""Bounds of the histograms in bytes, from 1 KiB to 256 GiB."""
+"""Bounds of histograms in bytes, from 1 KiB to 256 GiB."""
 
 
 class WeightMeters:
-    """Instruments for published versions, from `meter`; by default from the process's provider, which does nothing if
-    none is set up."""
+    """Instruments for published versions, from `meter`, by default from the process's provider."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -179,7 +178,7 @@ class WeightMeters:
             for name, description in {
                 "version": "Newest step whose weights were published",
                 "epoch": "Number of the roster for which the version was published",
-                "members": "Members of the epoch",
+                "members": "Members of the roster",
                 "acknowledged": "Members that acknowledged the version",
             }.items()
         }
@@ -207,8 +206,7 @@ MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of the newest step, from `meter`; by default from the process's provider, which does nothing if none is
-    set up."""
+    """Gauges of the newest step, from `meter`, by default from the process's provider."""
 
     def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
         self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges

@@ -42,7 +42,7 @@ class Rules:
     def __init__(self, rules: Sequence[Rule]):
         self._rules = rules
         self._held: dict[tuple[Rule, str], int] = {}
-        """Number of steps in a row at which a rule's condition has held, by rule and metric."""
+        """Steps in a row at which a rule's condition has held, by rule and metric."""
         self._before: dict[str, float] = {}
         """Newest value of each metric whose change a rule tests."""
 
@@ -71,7 +71,7 @@ class Rules:
         return broken
 
     def replay(self, steps: Iterable[Mapping[str, float | None]]) -> None:
-        """Count earlier steps, oldest first, and return nothing, because their warnings were given then."""
+        """Count earlier steps, oldest first, whose warnings were given already."""
         for metrics in steps:
             self.check(metrics)
 

@@ -41,7 +41,7 @@ TIME = "milliseconds"
 """Name of the counter of milliseconds for which a run was active."""
 
 STEP_WARNINGS = {"steps:no_signal": no_signal, "steps:out_of_scale": out_of_scale}
-"""Functions that warn of a step, each by the name of the counter of the steps that it warned of."""
+"""Functions that warn of a step, by the name of the counter of such steps."""
 
 POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
 """Names of pools in metrics that differ from the role, because `reward/` are the run's reward functions and

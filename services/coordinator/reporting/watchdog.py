@@ -120,7 +120,7 @@ class Watchdog:
         return [explain(self._facts(run, step, waited_s, len(learners), is_requested))]
 
     def _idle_since(self, session: int, step: int, now_s: float) -> float:
-        """Return when this session was first seen without a batch to train and without a request for one."""
+        """Return the time at which this session first had neither a batch to train nor a request for one."""
         if self._idle is None or self._idle[:2] != (session, step):
             self._idle = (session, step, now_s)
         return self._idle[2]
@@ -163,30 +163,30 @@ class Facts:
     """Seconds of waiting for the batch of `step`; without a learner, seconds since the last one was connected."""
     step: int
     learners: int
-    """Learners that work on the run."""
+    """Number of learners that work on the run."""
     rollouts: int
-    """Connected rollout workers."""
+    """Number of connected rollout workers."""
     ready_rollouts: int
-    """Connected rollout workers that have set the run up."""
+    """Number of connected rollout workers that have set the run up."""
     versions: tuple[int, ...]
     """Steps of the versions that the rollout workers have acknowledged."""
     rewards: int
-    """Connected reward workers."""
+    """Number of connected reward workers."""
     leases: int
     holders: int
-    """Workers that hold leases."""
+    """Number of workers that hold leases."""
     tasks: int
-    """Score tasks that reward workers hold."""
+    """Number of score tasks that reward workers hold."""
     groups: Mapping[str, int]
-    """Open groups by state."""
+    """Number of open groups, by state."""
     batch: int
     """B, the number of groups in a step."""
     max_age: int
-    """η, the largest age of a group in steps."""
+    """η, the largest age in steps."""
     environments: int | None = None
-    """Connected environment workers, which hold the leases; None for a run without an environment."""
+    """Number of connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
-    """Environment workers that have set the run up."""
+    """Number of environment workers that have set the run up."""
     is_requested: bool = True
     """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""

@@ -15,7 +15,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 MAX_HOSTS = 4096
 KEPT_OPEN = 4
-"""Number of the newest versions whose records still wait for late members."""
+"""Most versions whose records still wait for late members."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class VersionRecord:
     """Position in the chain, and seconds of receiving, by the relay id of the host."""
 
     def raise_to(self, **numbers: float) -> None:
-        """Replace each metric by the given number if that is larger."""
+        """Keep the larger number of each metric."""
         for name, value in numbers.items():
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
 

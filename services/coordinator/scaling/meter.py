@@ -16,7 +16,7 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.scaling.policy import Measurement, PoolConfig
 
 LEARNER_STEP = "step_s"
-"""Name of the metric in a learner's receipt that has the seconds of the step."""
+"""Metric of a learner's receipt that has the seconds of the step."""
 
 NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
 """Counters of dropped groups that no step needed."""

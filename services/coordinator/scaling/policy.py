@@ -92,7 +92,7 @@ class Measurement:
     held: float
     """Groups that the pool's workers hold now."""
     occupied: float
-    """Mean occupied share of the room of the workers that take work, from 0 to 1."""
+    """Mean occupied share of the room of workers that take work, from 0 to 1."""
     steps: int = 0
     """Number of trained steps."""
     step_s: float = 0.0

@@ -56,7 +56,7 @@ class Sized:
 
     config: PoolConfig
     state: PoolState | None = None
-    """State after the newest decision; None before the first one."""
+    """State after the newest decision; None before the first."""
     measured: Measurement | None = None
     """The newest measurement."""
     is_declared: bool = False
@@ -95,7 +95,7 @@ class Scaler:
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
         self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
-        """Pool of all workers of a role, by role."""
+        """Pools of all workers of a role, by role."""
         declared = [Sized(pool, is_declared=True) for pool in pools]
         self._whole |= {sized.config.role: sized for sized in declared if not sized.config.members}
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}

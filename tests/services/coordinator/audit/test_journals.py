@@ -85,7 +85,7 @@ CHANGES = {
     "UPDATE episodes SET turn = 9 WHERE sample = 0 AND turn = 1": "its turns are [0, 2, 9], expected [0, 1, 2]",
     "UPDATE episodes SET life = 1 WHERE sample = 0": "its turns are of life 1, expected 2",
     "UPDATE episodes SET num_rows = 2 WHERE sample = 1": "its turns have 1 rows, the ledger has 2",
-    "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "it leaves out turns [7], but only the last turn may",
+    "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "it leaves out turns [7], which it may not",
     "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "turns follow the one that is marked as the last",
     "DELETE FROM episodes WHERE sample = 1": "the group has 12 tokens, but its turns have 9",
     "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "its oldest version is 3, but that of its turns is 0",
