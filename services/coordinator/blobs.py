@@ -33,7 +33,8 @@ UNUSED_S = 3600.0
 
 
 class BlobStore:
-    """Files below `folder`: `quota_bytes` together, `max_blob_bytes` each; `min_free_bytes` stay free on the disk."""
+    """Files below `folder`: at most `quota_bytes` together and `max_blob_bytes` each. `min_free_bytes` stay free on the
+    disk."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class BlobStore:
         self._lock = threading.Lock()
         """Guards `_used` and `_sent`."""
         self._used: int | None = None
-        """Bytes of all files, with the full sizes of those in transfer; None until they are counted."""
+        """Bytes of all files, those in transfer with their full size. None until they are counted."""
         self._sent: dict[str, int] = {}
-        """Sizes of the files in transfer, by digest."""
+        """Full size in bytes of each file in transfer, by SHA-256."""
 
     def has(self, sha256: str) -> bool:
         """Return whether the store has a complete file, and set its time of use to now, so that it is not removed soon."""
@@ -153,8 +154,8 @@ class BlobStore:
         sync_folder(self._folder)
 
     def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
-        """Yield a range of a file in chunks; `length` 0 means up to the end. A file that is read whole is checked: a
-        damaged one is removed, and the reader gets NotFound. Raises NotFound, WrongKey."""
+        """Yield a range of a file in chunks; `length` 0 means up to the end. If the whole file is read, it is checked:
+        a damaged file is removed, and the reader gets NotFound. Raises NotFound, WrongKey."""
         digest = hashlib.sha256() if offset == 0 and length == 0 else None
         is_damaged = False
         with self._open(sha256) as file:

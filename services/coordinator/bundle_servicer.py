@@ -16,7 +16,7 @@ from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
-"""Seconds to wait for the next part of a file; the received parts stay."""
+"""Seconds to wait for the next part of a file; the received parts are kept."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -29,7 +29,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
     @with_status
     async def Missing(self, request: bundle_pb2.MissingRequest, context: Context) -> bundle_pb2.MissingResponse:
         if len(request.blobs) > MAX_FILES + 1:
-            raise InvalidInput(f"{len(request.blobs)} files are more than the {MAX_FILES} of a bundle")
+            raise InvalidInput(f"the request lists {len(request.blobs)} files, but a bundle has at most {MAX_FILES}")
         return await asyncio.to_thread(self._missing, request)
 
     def _missing(self, request: bundle_pb2.MissingRequest) -> bundle_pb2.MissingResponse:
@@ -83,7 +83,7 @@ async def _shielded(call: Any, *arguments: Any) -> Any:
 
 
 class Upload:
-    """One client's stream; `close` ends it, complete or not. The methods block, so call them on a thread."""
+    """One client's stream of files. `close` ends it, even within a file. Methods block, so call them on a thread."""
 
     def __init__(self, store: BlobStore):
         self._store = store
@@ -100,7 +100,7 @@ class Upload:
         Busy beyond the quota; Conflict if the client has to request the list of missing files again.
         """
         if len(data) > CHUNK_BYTES:
-            raise InvalidInput(f"a part has {len(data)} bytes, at most {CHUNK_BYTES} are allowed")
+            raise InvalidInput(f"a part has {len(data)} bytes, but at most {CHUNK_BYTES} are allowed")
         if sha256 != self._sha256:
             self.finish()
             if self._store.has(sha256):  # another client has sent it in the meantime
@@ -141,7 +141,7 @@ class Upload:
     def close(self) -> None:
         """Keep the received part of an incomplete file, so that a later stream can continue it."""
         if self._sha256:
-            with contextlib.suppress(OSError):  # if the disk refuses the last bytes, the file continues before them
+            with contextlib.suppress(OSError):  # if the disk refuses the last bytes, a later stream sends them again
                 if self._file is not None:
                     self._file.close()
             self._store.end(self._sha256)

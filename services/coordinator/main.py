@@ -1,8 +1,8 @@
 """`paceline serve coordinator` (also `paceline-coordinator`): parses the options, opens the ledger, wires the servers,
 serves until it is stopped, and explains errors.
 
-At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; it closes the
-ledger last.
+When it is stopped, the coordinator waits for workers that are stopping too, and ends all calls, then its loops. It
+closes the ledger last.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from paceline.v1 import (
 
 log = logging.getLogger(__name__)
 NEEDED_BYTES = 4 << 20
-"""Free bytes that the disk needs before the ledger is opened, because its recovery writes."""
+"""Free bytes on the disk that opening the ledger needs, because SQLite's recovery writes."""
 
 
 async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
@@ -112,16 +112,16 @@ class CoordinatorService:
     host: str
     port: int
     people_port: int | None
-    """Second gRPC port, which accepts clients without a certificate under TLS; None opens none."""
+    """Second gRPC port, which under TLS accepts clients without a certificate. None opens no second port."""
     exchange_port: int
     exchange_endpoint: str
     timeout_s: float
-    """Seconds after which a silent worker is expired."""
+    """Seconds of silence after which a worker is removed."""
     grace_s: float
-    """Seconds to wait, at the stop, for workers that stop too."""
+    """Seconds for which a stopping coordinator waits for workers that are stopping too."""
     min_free_bytes: int
     bundle_quota_bytes: int
-    """Most bytes that the files of runs' bundles may take."""
+    """Most bytes that the files of all bundles may take together."""
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None
@@ -130,7 +130,7 @@ class CoordinatorService:
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
     pools: Sequence[PoolConfig]
-    """Pools with bounds."""
+    """Pools of `--pool`, with their bounds."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
@@ -185,7 +185,7 @@ class CoordinatorService:
             async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call, desired):
                 await self._run_until(stop, server, coordinator, audit)
         finally:
-            await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
+            await _end_calls(server, coordinator)  # a second call, because the first is skipped if a loop fails
             await records.close()
         coordinator.close()
         audit.close()
@@ -225,7 +225,7 @@ class CoordinatorService:
     async def _run_until(
         self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator, audit: AuditLog
     ) -> None:
-        """Run the coordinator's loops until `stop` is set and the workers that stop too have left."""
+        """Run the coordinator's loops until `stop` is set and the workers that are stopping too have left."""
         with contextlib.suppress(asyncio.CancelledError):
             async with asyncio.TaskGroup() as tasks:
                 loops = [
@@ -250,8 +250,8 @@ async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
 
 
 GC_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds of the garbage collector. Hardly any object here is in a cycle, and thousands live as long as a group is
-open; with Python's default the newest objects would be scanned after every 700 new ones."""
+"""Thresholds of the garbage collector. Hardly any object of the coordinator is in a cycle, and thousands live as long
+as a group is open. With Python's default the newest objects would be scanned after every 700 new ones."""
 
 
 def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> tuple[PoolConfig, ...]:
@@ -270,35 +270,39 @@ def _pools(_context: click.Context, _option: click.Parameter, texts: tuple[str, 
 @click.option(
     "--people-port",
     type=click.IntRange(0, 65535),
-    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0: a free port; without the option, neither is served.",
+    help="Second gRPC port, for people without a client certificate under --tls-dir; 0 takes a free one, default none.",
 )
 @click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
     "--exchange-endpoint",
     default="",
-    help="tcp://HOST:PORT that workers use for the exchange, if a proxy or NAT stands before it.",
+    help="tcp://HOST:PORT by which workers reach the exchange, if a proxy or NAT is between them.",
 )
 @click.option(
     "--heartbeat-timeout",
     "timeout_s",
     default=10.0,
     show_default=True,
-    help="Seconds after which a silent worker is expired.",
+    help="Seconds of silence after which a worker is removed.",
 )
 @click.option(
     "--grace",
     "grace_s",
     default=25.0,
     show_default=True,
-    help="Seconds to wait, at SIGTERM, for workers that stop too.",
+    help="Seconds to wait, at SIGTERM, for workers that are stopping too.",
 )
 @click.option(
     "--min-free-mb",
     default=512,
     show_default=True,
-    help="Admit no new groups while the ledger's disk has less than this free.",
+    help="MB that must be free on the ledger's disk for new groups to be admitted.",
 )
-@click.option("--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens.")
+@click.option(
+    "--ready-file",
+    type=click.Path(path_type=Path),
+    help="File to which the address is written when the servers listen.",
+)
 @click.option(
     "--bundle-quota-mb",
     type=click.IntRange(min=1),
@@ -360,7 +364,7 @@ def main(
         **options,
     )
     keep_freed_memory()
-    gc.freeze()  # objects of the imports live for ever; scanning them repeatedly takes tens of milliseconds
+    gc.freeze()  # imported objects live for ever, and each scan of them takes tens of milliseconds
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         run_service(service.serve)

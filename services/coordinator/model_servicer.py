@@ -76,7 +76,7 @@ def find(ledger: Ledger, reference: Reference) -> ModelVersion:
 
 
 def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
-    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if not passed, without `override`."""
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict if it has not passed, without `override`."""
     check_alias(alias)
     _check_reason(override, "override")
     with ledger.transaction():
@@ -113,7 +113,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
             return find(ledger, Reference(name, holder))  # the call was repeated
         if holder != version:
             raise Conflict(
-                f"{name}:{version} does not have the alias {alias!r}, {name}:{holder} has it; roll that back"
+                f"{name}:{version} does not have the alias {alias!r}, but {name}:{holder} has; roll back that version"
             )
         promotion = ledger.models.promotion(name, alias, version)
         previous = promotion.previous if promotion is not None else 0
@@ -128,7 +128,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
 
 
 def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
-    """Return the reason for the newest promotion of a version past its gate; empty without one."""
+    """Return the reason for which a version was last promoted without having passed its gate; empty without one."""
     promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
     return promotions[-1].reason if promotions else ""
 
@@ -144,18 +144,19 @@ def _check_evidence(model: ModelVersion) -> None:
 
 
 def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
-    """Raise Conflict if the run's records disagree, NotFound for an unknown run."""
+    """Raise Conflict if a model contradicts the records of its run, NotFound for an unknown run."""
     if not model.run_id:
         for field in ("session", "step", "chain", "spec_sha256", "data", "code"):
             if getattr(model, field):
                 raise InvalidInput(
-                    f"{field} is {getattr(model, field)!r:.80}, and no run is named; name it, or leave the field out"
+                    f"{field} is {getattr(model, field)!r:.80}, but run_id is empty; give the run's id, or leave "
+                    f"{field} empty"
                 )
         return
     run = ledger.run(model.run_id)
     if not 0 <= model.step <= run["next_step"]:
         raise Conflict(
-            f"run {model.run_id} has trained {run['next_step']} steps, so there is no model of step {model.step}"
+            f"run {model.run_id} has trained {run['next_step']} steps, so it has no model of step {model.step}"
         )
     if not 0 <= model.session <= run["session"]:
         raise Conflict(
@@ -199,7 +200,7 @@ PAGE_SIZE = 100
 MAX_PATH = 4096
 """Most characters of the path or URL of a model's files."""
 MAX_DOCUMENT = 1 << 20
-"""Most characters of an evaluation's result or of a verdict."""
+"""Most characters of the result of one evaluation, or of one verdict."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 COPIED = (
     *("name", "version", "run_id", "chain", "path", "export_sha256", "statement_sha256", "spec_sha256"),
@@ -249,7 +250,7 @@ class RegistryCalls:
 
 
 class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
-    """The registered models of one coordinator. `lock` serialises transactions with the exchange's."""
+    """The registered models of one coordinator. `lock` serialises transactions with those of the exchange."""
 
     def __init__(self, ledger: Ledger, committed: Ledger, lock: asyncio.Lock):
         self._calls = RegistryCalls(ledger, committed, _caller_name)
@@ -300,7 +301,7 @@ def message(ledger: Ledger, model: ModelVersion, *, with_evidence: bool = True) 
 
 
 def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
-    """Return the model of a message that is to be registered. Raises InvalidInput."""
+    """Return the model that a message describes. Raises InvalidInput."""
     for field in ("export_sha256", "statement_sha256"):
         if not SHA256.fullmatch(getattr(model, field)):
             raise InvalidInput(f"model.{field} is {getattr(model, field)[:80]!r}, must be 64 hexadecimal digits")

@@ -120,7 +120,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The streams of workers."""
 
     def __init__(self, coordinator: Coordinator, exchange_endpoint: str, capacity: Capacity | None = None):
-        """`capacity` limits the number of members; None is no limit."""
+        """`capacity` limits the number of members; None means no limit."""
         self._coordinator = coordinator
         self._exchange_endpoint = exchange_endpoint
         self._capacity = capacity
@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise member.stream_error
         finally:
             reports.cancel()
-            member.stream_error = None  # the error's traceback refers to this call, and the member stays
+            member.stream_error = None  # the member stays, and the error's traceback would keep this call in memory
             await self._coordinator.pool.disconnected(member)
 
     @with_status
@@ -178,18 +178,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.WorkerServiceDrainResponse(held=held.get(member.member_id, 0))
 
     async def _read(self, member: Member, reports: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
-        """Process the member's reports; if its stream ends, or a report fails, end our stream to it."""
+        """Process the member's reports. When its stream ends, or a report fails, end the stream of directives to it."""
         try:
             with contextlib.suppress(grpc.aio.BaseError):  # the stream broke
                 async for report in reports:
                     await self._coordinator.pool.report(member, report)
-        except Exception as error:  # `Connect` raises it, which sends it to the member and counts it
+        except Exception as error:  # `Connect` raises the error, so that the member gets it and it is counted
             member.stream_error = error
         finally:
             member.end_stream()
 
     def _check_room(self, member_id: str) -> None:
-        """Raise Unavailable if there are too many members; the worker retries, and others may have left by then."""
+        """Raise Unavailable if there are too many members. The worker retries, and others may have left by then."""
         members = self._coordinator.members
         if self._capacity is None or members.get(member_id) is not None:
             return

@@ -33,7 +33,8 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Start(NamedTuple):
-    """Start of a session. At step 0 there is no checkpoint: the weights are the model's."""
+    """Step and checkpoint from which a session begins. At step 0 there is no checkpoint, and the weights are the
+    model's."""
 
     step: int = 0
     path: str = ""
@@ -42,7 +43,7 @@ class Start(NamedTuple):
 
 
 def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
-    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of the steps after it are gone."""
+    """Return the newest loadable checkpoint, or step 0. Raises NotFound if samples of later steps were not kept."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
     if run.spec.logger.keep_samples:
@@ -52,7 +53,7 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     if gone is None:
         return start
     damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
-    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "none is registered"
+    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "no checkpoint is registered"
     raise NotFound(
         f"no checkpoint can be loaded from which training could continue ({reasons}), and the samples of step {gone} were "
         f"not kept (logger.keep_samples is false). Restore a checkpoint, then `paceline resume {run.run_id}`"
@@ -60,22 +61,22 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
 
 
 def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
-    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not one
-    of the run's. Inside a transaction."""
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if the run does
+    not have it. Inside a transaction."""
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
-    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the path in it."""
+    """Return why a report of a checkpoint is refused; empty if accepted. The next session opens the reported path."""
     expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
     if report.path != str(expected):
         return f"path {report.path[:200]!r} is not {str(expected)!r}"
     if not SHA256.fullmatch(report.sha256):
-        return f"{report.sha256[:80]!r} is not a SHA-256"
+        return f"sha256 {report.sha256[:80]!r} is not a SHA-256"
     if not 0 <= report.step <= run.spec.max_num_steps:
-        return f"step {report.step} is after the run's last, {run.spec.max_num_steps}"
+        return f"step {report.step} is not from 0 to the run's last step, {run.spec.max_num_steps}"
     return ""
 
 
@@ -84,7 +85,7 @@ def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
 
 
 def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
-    """Return the session of the folder that a learner found at its checkpoint's path; None for another path."""
+    """Return the session of the folder that a learner found at its new checkpoint's path; None for another path."""
     path, _, name = report.checkpoint_path.rpartition("/")
     session = session_of(name)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
@@ -94,7 +95,7 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000
-"""Most sessions that a ledger may be behind; a name with a later session is ignored."""
+"""Most sessions by which a ledger may be behind; larger session numbers are ignored."""
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class OnDisk(NamedTuple):
     """Content of the folder of a run's checkpoints."""
 
     session: int = 0
-    """Largest session in the names of its folders."""
+    """Largest session in the names of the checkpoints."""
     moved: tuple[str, ...] = ()
     """Checkpoints ahead of the ledger that were set aside."""
     place: str = ""
@@ -111,13 +112,14 @@ class OnDisk(NamedTuple):
 
 
 class SessionNumbers:
-    """Largest sessions that were reported from outside the ledger, by run."""
+    """Largest session that workers or folders of checkpoints have reported, by run."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
 
     def note_session(self, run_id: str, newest: int, session: int) -> bool:
-        """Note a session of the run, whose newest in the ledger is `newest`; return False for an impossible number."""
+        """Note that a session number of the run is used; `newest` is the ledger's newest. Return False for an
+        impossible one."""
         if not 0 <= session <= newest + MOST_LOST:
             log.warning("ignoring session %d of run %s, because the newest is %d", session, run_id, newest)
             return False
@@ -171,13 +173,13 @@ class Candidate(NamedTuple):
 
     path: str
     value: float | None
-    """Value of the metric; None if there is none."""
+    """Value of the metric; None if the step has none."""
     pending: bool = False
     """True until the evaluation that gives the value has ended."""
 
 
 def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
-    """Return the paths to keep, of `candidates` from oldest to newest.
+    """Return the paths to keep; `candidates` are checkpoints, the oldest first.
 
     Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
     (the newer of equal ones), and those whose value is pending.
@@ -212,7 +214,8 @@ def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSec
 
 
 def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the kept checkpoints, oldest first, with unloadable ones, because a person may repair them."""
+    """Return the paths of the kept checkpoints, oldest first, with unloadable ones, because a person may repair
+    them."""
     return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
 
 

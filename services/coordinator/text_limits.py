@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT_BYTES = 4096
-"""Bytes of a reason, a warning or an error."""
+"""Most bytes of a reason, a warning or an error."""
 
 MAX_LINE_BYTES = 1000
-"""Bytes of a text in a line of the log; the run's events have the whole text."""
+"""Most bytes of a text in a line of the log; the run's events have the whole text."""
 
 MAX_GAUGES = 100
-"""Gauges in one heartbeat."""
+"""Most gauges in one heartbeat."""
 
 MAX_METRICS = 500
-"""Metrics in one receipt."""
+"""Most metrics in one receipt."""
 
 MAX_NAME = 64
-"""Characters of a gauge's or metric's name."""
+"""Most characters of a gauge's or metric's name."""
 
 MAX_EVENT_BYTES = 256 << 10
-"""Bytes of one event, so that a page of events fits into a message to a watcher."""
+"""Most bytes of one event, so that a page of events fits into a message to a watcher."""
 
 
 def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:
@@ -41,13 +41,13 @@ def one_line(text: str, limit: int = MAX_LINE_BYTES) -> str:
 
 
 def finite_gauges(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite gauges with names of at most MAX_NAME characters; MAX_GAUGES at most."""
+    """Return the finite gauges whose names have at most MAX_NAME characters; at most MAX_GAUGES of them."""
     named = bounded_metrics(values, MAX_GAUGES)
     return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
 def bounded_metrics(values: Mapping[str, float], limit: int = MAX_METRICS) -> dict[str, float]:
-    """Return metrics with names of at most MAX_NAME characters, `limit` at most; a loss need not be finite."""
+    """Return at most `limit` metrics whose names have at most MAX_NAME characters. Losses may be infinite or NaN."""
     kept: dict[str, float] = {}
     for name, value in values.items():
         if len(kept) == limit:

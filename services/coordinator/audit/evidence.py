@@ -35,12 +35,12 @@ class RunRows:
     spec: RunSpec
     counters: dict[str, int]
     groups: list[sqlite3.Row]
-    """Training groups, without their texts, by id."""
+    """Training groups in the order of their ids, without texts."""
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
-    """Groups with a step, in the order of its batch."""
+    """Groups of each step in the order of its batch, by step."""
     deep: bool
-    """True if the contents of every checkpoint are read, not only of the newest."""
+    """True if the files of every checkpoint are read, not only those of the newest."""
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """Return the rows of a query whose first parameter is the run's id."""
@@ -61,9 +61,9 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 
 
 def receipts(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
-    of one session, and no group was trained in two steps. A session that died in a step, or replays it, has only
-    some."""
+    """Compare receipts with batches: every session's receipts match the batch, every trained step has receipts of all
+    ranks of one session, and no group was trained in two steps. A session that died in a step, or replays it, has
+    receipts of only some ranks."""
     rows = of_run.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def receipts(of_run: RunRows, report: VerifyReport) -> None:
                 _compare_with_batch(of_run, report, subject, step, received, whole)
     for step in range(of_run.run["next_step"]):
         if step not in complete:
-            report.problem(f"step {step}", "it is trained, but no session has a receipt of every rank")
+            report.problem(f"step {step}", "no session has receipts of all ranks for this trained step")
     report.facts |= {"receipts": len(rows), "sessions": sorted(set(complete.values()))}
 
 
@@ -104,13 +104,13 @@ def payloads(of_run: RunRows, report: VerifyReport) -> None:
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(subject, f"the kind {stored['kind']!r} of its arrays, or the group itself, is unknown")
         if row is None or stored["kind"] != "result":
-            continue  # a prefix, the reference's, or of a running evaluation
+            continue  # arrays of a prefix, of the reference, or of a running evaluation
         found.add(row["group_id"])
         with report.reading(subject, "its arrays"):
             _compare_arrays(of_run, report, subject, row, stored)
     for row in groups.values():
         if row["state"] in STATES_WITH_RESULT and row["group_id"] not in found:
-            report.problem(f"group {row['group_id']}", f"it is {row['state']}, but its arrays are not stored")
+            report.problem(f"group {row['group_id']}", f"the group is {row['state']}, but its arrays are not stored")
     report.facts["payloads"] = len(found)
 
 
@@ -121,7 +121,7 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
     group = Group(row["group_id"], prompt_ids, completions, rows=rows)
     text = "its arrays have the digest {}, the ledger has {}"
     report.compare(subject, text, group.digest(row["digest"]), row["digest"])
-    report.compare(subject, "it has {} tokens, the ledger has {}", group.num_tokens, row["tokens"])
+    report.compare(subject, "its arrays have {} tokens, the ledger has {}", group.num_tokens, row["tokens"])
     in_sequences = group.num_sequence_tokens
     text = "its sequences have {} tokens, the ledger has {}"
     report.compare(subject, text, in_sequences, row["sequence_tokens"])
@@ -130,14 +130,14 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
         return
     functions = json.loads(row["functions"])
     expected = group.num_samples * len(functions)
-    report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
+    report.compare(subject, "its row has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
     labels = [reward.label for reward in of_run.spec.rewards]
     report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are stored (in a backup: within the row). Raises LedgerFault."""
+    """Return header and arrays of a row of the table `payloads`, verified by their checksums, whether they are in a
+    segment or (in a backup) in the row. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -147,7 +147,7 @@ def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
 
 
 def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
-    """Yield the rows of stored arrays one by one, because those of a backup contain the arrays."""
+    """Yield the rows of the table `payloads` one by one, because in a backup they contain the arrays."""
     yield from of_run.ledger.db.execute(f"SELECT * FROM payloads WHERE run_id = ?{kind}", (of_run.run_id,))
 
 
@@ -166,7 +166,7 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
     for row in of_run.groups:
         subject = f"group {row['group_id']}"
         if serves and row["state"] in ("scored", "batched") and row["group_id"] not in found:
-            report.problem(subject, f"it is {row['state']} without the reference's log-probabilities")
+            report.problem(subject, f"the group is {row['state']} without the reference's log-probabilities")
         if not serves:
             with report.reading(subject, "its rewards"):
                 _compare_scores(report, subject, row, [])
@@ -175,7 +175,7 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compare rewards and reference of a group with the digest in its batch and its receipts."""
+    """Compare the digest of a group's rewards and reference with that in the ledger."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
@@ -186,7 +186,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 def _compare_with_batch(
     of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Compare a session's receipts with the groups of the step's batch: all of them, each once, by their digests."""
+    """Check that a session's receipts have each group of the step's batch exactly once, with its digests."""
     groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -197,7 +197,7 @@ def _compare_with_batch(
         ids += [group_id for group_id, _ in consumed]
         wrong = [group_id for group_id, digest in consumed if digests.get(group_id) != digest]
         if wrong:
-            report.problem(subject, f"rank {row['rank']} trained {wrong[:5]}, which differ from the batch")
+            report.problem(subject, f"rank {row['rank']} trained groups {wrong[:5]}, which differ from the batch")
         scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
@@ -205,7 +205,9 @@ def _compare_with_batch(
             if digest != scores.get(group_id)
         ]
         if other:
-            report.problem(subject, f"rank {row['rank']} trained {other[:5]} with other rewards than the ledger has")
+            report.problem(
+                subject, f"rank {row['rank']} trained groups {other[:5]} with other rewards than the ledger has"
+            )
         counted = sum(tokens.get(group_id, 0) for group_id, _ in consumed)
         text = f"rank {row['rank']} trained {{}} tokens, its groups have {{}}"
         report.compare(subject, text, row["tokens"], counted)
@@ -217,7 +219,7 @@ def _compare_with_batch(
 
 
 Life = tuple[int, int, int]
-"""Group, sample and number of a life."""
+"""Group id, sample and number of a life."""
 
 WAITING = (State.ADMITTED, State.LEASED)
 """States of groups whose turns are kept one by one."""
@@ -248,15 +250,15 @@ def _compare_turn(of_run: RunRows, report: VerifyReport, subject: str, turn: sql
     digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
     report.compare(subject, "its arrays have the digest {}, the ledger has {}", digest, turn["digest"])
     digest = context_digest(arrays.context_ids)
-    text = "the tokens before it have the digest {}, the ledger has {}"
+    text = "the tokens before the turn have the digest {}, the ledger has {}"
     report.compare(subject, text, digest, turn["context_digest"])
-    report.compare(subject, "it has {} tokens, the ledger has {}", len(arrays.token_ids), turn["tokens"])
+    report.compare(subject, "its arrays have {} tokens, the ledger has {}", len(arrays.token_ids), turn["tokens"])
     oldest = min(Version(*span[:2]).step for span in arrays.spans)
     report.compare(subject, "its oldest version is {}, the ledger has {}", oldest, turn["oldest_step"])
-    report.compare(subject, "it is of row {}, the ledger has {}", arrays.row, turn["row_index"])
+    report.compare(subject, "its arrays are of row {}, the ledger has {}", arrays.row, turn["row_index"])
     left_out = json.loads(turn["left_out"])
     if not set(left_out) <= set(range(turn["turn"] + 1)) or (left_out and not turn["last"]):
-        report.problem(subject, f"it leaves out turns {left_out[:8]}")
+        report.problem(subject, f"it leaves out turns {left_out[:8]}, which it may not")
 
 
 def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
@@ -265,13 +267,15 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
     numbers = [turn["turn"] for turn in turns]
     report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
     if any(turn["last"] for turn in turns[:-1]):
-        report.problem(subject, "it has turns after its last one")
+        report.problem(subject, "turns follow the one that is marked as the last")
     num_rows = 0
     for turn in turns:
         if turn["row_index"] > num_rows:
-            report.problem(subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}")
+            report.problem(
+                subject, f"turn {turn['turn']} is of row {turn['row_index']}, but only {num_rows} rows precede it"
+            )
         num_rows = max(num_rows, turn["row_index"] + 1)
-        report.compare(subject, "it has {} rows, the ledger has {}", num_rows, turn["num_rows"])
+        report.compare(subject, "its turns have {} rows, the ledger has {}", num_rows, turn["num_rows"])
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
@@ -287,7 +291,7 @@ def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], end
         subject = f"sample {sample} of group {group_id}"
         report.compare(subject, "its turns are of life {}, expected {}", life, _next_life(before))
         if before is not None and before["given_up"]:
-            report.problem(subject, "it was given up, but has turns")
+            report.problem(subject, "the sample was given up, but has turns")
 
 
 def _next_life(before: sqlite3.Row | None) -> int:
@@ -307,15 +311,15 @@ def _groups_of_turns(of_run: RunRows, report: VerifyReport, turns: list[sqlite3.
         subject, group_id = f"group {row['group_id']}", row["group_id"]
         if row["state"] not in WAITING:
             if group_id in tokens:
-                report.problem(subject, f"it is {row['state']}, but still has turns in the table episodes")
+                report.problem(subject, f"the group is {row['state']}, but still has turns in the table episodes")
             continue
-        text = "it has {} tokens, its turns have {}"
+        text = "the group has {} tokens, but its turns have {}"
         report.compare(subject, text, row["tokens"], tokens.get(group_id, 0))
-        text = "its oldest version is {}, that of its turns {}"
+        text = "its oldest version is {}, but that of its turns is {}"
         report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
     for table, found in (("episodes", turns), ("restarts", ended)):
         missing = sorted({row["group_id"] for row in found} - group_ids)
         if missing:
             report.problem(
-                f"groups {missing[:5]}", f"they have rows in the table {table}, but are missing in the table groups"
+                f"groups {missing[:5]}", f"these groups have rows in the table {table}, but not in the table groups"
             )

@@ -28,10 +28,10 @@ def prompts(of_run: RunRows, report: VerifyReport) -> None:
             with report.reading(subject, f"its prompt (table prompts, column {column})"):
                 json.loads(row[column])
         if row["class"] is None:
-            report.problem(subject, "it has a prompt (table prompts), but is missing in the table groups")
+            report.problem(subject, "the group has a row in the table prompts, but not in the table groups")
     missing = {g["group_id"] for g in of_run.groups} - {row["group_id"] for row in rows}
     if missing:
-        report.problem("groups", f"{sorted(missing)[:5]} have no prompt (table prompts)")
+        report.problem("groups", f"groups {sorted(missing)[:5]} have no prompt (table prompts)")
 
 
 def events(of_run: RunRows, report: VerifyReport) -> None:
@@ -40,7 +40,7 @@ def events(of_run: RunRows, report: VerifyReport) -> None:
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
         if row["sequence"] != expected:
-            report.problem(subject, f"it follows event {expected - 1}; those between them are missing")
+            report.problem(subject, f"it follows event {expected - 1}; the events between are missing")
             break
         with report.reading(subject, f"its content (table events, column json, kind {row['kind']!r})"):
             if not isinstance(json.loads(row["json"]), dict):
@@ -49,35 +49,42 @@ def events(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def evaluations(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, and that each group outside training belongs to an evaluation;
-    after the evaluation's end only as a scored or dropped group."""
+    """Check that results of evaluations can be read, that each group outside training belongs to an evaluation, and
+    that it is scored or dropped when its evaluation has ended."""
     rows = of_run.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
         with report.reading(subject, "its result (table evaluations, column result_json)"):
             json.loads(row["result_json"])
         if row["done"] not in (0, 1) or row["step"] > of_run.run["next_step"]:
-            report.problem(subject, f"the run is at step {of_run.run['next_step']}, done is {row['done']}")
+            report.problem(
+                subject,
+                f"its column done is {row['done']}, must be 0 or 1; its step must be at most {of_run.run['next_step']}",
+            )
     done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
     classes = of_run.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
     for kind, state in classes:
         if kind not in done:
-            report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
+            report.problem(f"groups of the class {kind!r}", "their evaluation is not recorded")
         elif done[kind] and state not in ("scored", "dropped"):
-            report.problem(f"groups of the class {kind!r}", f"the evaluation has ended, and some are {state}")
+            report.problem(f"groups of the class {kind!r}", f"their evaluation has ended, but some of them are {state}")
 
 
 def models(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare registered models with batches and spec; a promoted one has passed its gates or has a recorded reason."""
+    """Compare registered models with batches and spec. A promoted one must have passed its gates or have a reason."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches}
     spec_sha256 = hashlib.sha256(of_run.run["spec_yaml"].encode()).hexdigest()
     found = of_run.ledger.models.of_run(of_run.run_id)
     for model in found:
         subject = f"model {model.name}:{model.version}"
-        report.compare(subject, "its chain is {}, the ledger's {}", model.chain, chains.get(model.step, ""))
-        report.compare(subject, "its spec has the SHA-256 {}, the run's {}", model.spec_sha256, spec_sha256)
+        report.compare(subject, "its chain is {}, but the ledger has {}", model.chain, chains.get(model.step, ""))
+        report.compare(
+            subject, "its spec has the SHA-256 {}, but the run's spec has {}", model.spec_sha256, spec_sha256
+        )
         if model.step > of_run.run["next_step"]:
-            report.problem(subject, f"it is of step {model.step}, the run has {of_run.run['next_step']}")
+            report.problem(
+                subject, f"it is of step {model.step}, but the run has trained {of_run.run['next_step']} steps"
+            )
         with report.reading(subject, "its evidence"):
             check_evidence(
                 model.export_sha256,
@@ -99,15 +106,17 @@ def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
         " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))"
     )
     for row in rows:
-        report.problem(f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}")
+        report.problem(
+            f"group {row['group_id']}", f"workers died with this group (table deaths), but it is {row['state']}"
+        )
     for row in of_run.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= of_run.run["session"]:
-            report.problem(f"session {row['session']}", "it has a recorded fault, but has not begun")
+            report.problem(f"session {row['session']}", "the session has a recorded fault, but has not begun")
 
 
 def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, and their manifests with the registered ones; of the newest (with `deep`: of
-    each) also the files of its manifest."""
+    """Compare checkpoints with the chain, their manifests with the registered digests, and their files with the
+    manifests: all by size, those of the newest checkpoint (with `deep`: of each) also by SHA-256."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     rows = of_run.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
@@ -119,7 +128,7 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
             report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
         elif of_run.has_batches:
             chain = chains.get(row["step"])
-            report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
+            report.compare(subject, "its chain is {}, but the ledger has {}", row["chain"], chain)
         if row["removed"] or row["damaged"]:
             continue
         with report.reading(subject):
@@ -132,7 +141,8 @@ def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
-    """Compare a checkpoint's folder with the registered manifest and its files; return whether it has a manifest."""
+    """Compare a checkpoint's manifest with the registered digest, and its files with the manifest. Return whether its
+    folder has a manifest."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(subject, "its folder is missing; restore it, or let `paceline ledger verify --repair` mark it")
@@ -141,7 +151,7 @@ def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoin
         report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
         return False
     digest = folder.sha256(CHECKPOINT_MANIFEST)
-    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, checkpoint.sha256)
+    report.compare(subject, "its manifest has the SHA-256 {}, but the ledger has {}", digest, checkpoint.sha256)
     if digest == checkpoint.sha256:
         compare_files(report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents)
     return True
@@ -185,7 +195,7 @@ def _compare_origin(of_run: RunRows, report: VerifyReport, subject: str, origin:
     if origin is None:
         report.problem(subject, "its files name no run")
         return
-    report.compare(subject, "its files say run {}, this one is {}", origin.run_id, of_run.run_id)
+    report.compare(subject, "its files name the run {}, but the export is of run {}", origin.run_id, of_run.run_id)
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     if of_run.has_batches:
-        report.compare(subject, "its chain is {}, the ledger's {}", origin.chain, chains.get(origin.step))
+        report.compare(subject, "its chain is {}, but the ledger has {}", origin.chain, chains.get(origin.step))

@@ -49,9 +49,9 @@ STATES_WITH_STEP = ("batched", "trained")
 
 
 def verify(ledger: Ledger, run_id: str, *, deep: bool = False) -> VerifyReport:
-    """Compare all records of a run; with `deep`, the contents of every checkpoint and not only of the newest.
+    """Compare all records of a run. With `deep`, the files of every checkpoint are read, not only those of the newest.
 
-    `ledger` should be opened read-only. Raises NotFound for a run that an undamaged file does not have.
+    `ledger` should be opened read-only. Raises NotFound if an undamaged file does not have the run.
     """
     report = _compare_all(ledger, run_id, deep)
     if not report.found:
@@ -88,7 +88,7 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 
 
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunRows | None:
-    """Return the run's rows; None, and a problem in the report, if they cannot be read. Raises NotFound."""
+    """Return the run's rows. If they cannot be read, add a problem to the report and return None. Raises NotFound."""
     if not report.found:
         try:
             ledger.run(run_id)
@@ -115,27 +115,29 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> RunR
 
 
 def _groups(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that no group is lost: ids without gaps, a row for every admitted group, end states as counted."""
+    """Check that no group is lost: ids have no gaps, each admitted group has a row, counters agree."""
     groups, counters = of_run.groups, of_run.counters
     admitted = counters.get("groups:ever_admitted", 0)
-    report.compare("groups", "{} are in the ledger, {} were admitted", len(groups), admitted)
-    report.compare("groups", "{} prompts were drawn, {} were admitted", of_run.run["cursor"], admitted)
+    report.compare("groups", "{} groups are in the ledger, but {} were admitted", len(groups), admitted)
+    report.compare("groups", "{} prompts were drawn, but {} groups were admitted", of_run.run["cursor"], admitted)
     missing = sorted(set(range(admitted)) - {g["group_id"] for g in groups})
     if missing:
-        report.problem("groups", f"{missing[:5]} of the {admitted} that were admitted are missing")
+        report.problem("groups", f"groups {missing[:5]} of the {admitted} admitted ones are missing")
     states = Counter(str(g["state"]) for g in groups)
-    report.compare("groups", "{} are trained, {} were counted", states["trained"], counters.get("groups:trained", 0))
+    report.compare(
+        "groups", "{} groups are trained, but {} were counted", states["trained"], counters.get("groups:trained", 0)
+    )
     reasons = Counter(str(g["reason"]) for g in groups if g["state"] == "dropped")
     counted = _by_reason(counters, "groups")
-    report.compare("groups", "dropped are {}, counted were {}", dict(reasons), counted)
+    report.compare("groups", "dropped groups by reason are {}, but {} were counted", dict(reasons), counted)
     live = sum(states[state] for state in OPEN_STATES)
     report.facts |= {"groups": dict(states), "dropped": dict(reasons), "open": live}
 
 
 def _slots(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that a group has a step only if its state has one, and that each slot belongs to one group at a time.
+    """Check that exactly the groups whose state requires a step have one, and that no two groups have the same slot.
 
-    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep its step.
+    The groups of a batch that was fixed when the run was cancelled are dropped with it, and keep their step.
     """
     fixed_last = of_run.run["next_step"]
     for group in of_run.groups:
@@ -149,14 +151,14 @@ def _slots(of_run: RunRows, report: VerifyReport) -> None:
     holders = Counter(g["slot"] for g in of_run.groups if g["state"] != "dropped")
     for slot, number in holders.items():
         if number > 1 or slot >= of_run.run["next_slot"]:
-            report.problem(f"slot {slot}", f"{number} groups hold it, of {of_run.run['next_slot']} slots")
+            report.problem(f"slot {slot}", f"{number} groups hold it, and the run has {of_run.run['next_slot']} slots")
     free = of_run.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(of_run.run["next_slot"])):
         odd = sorted(Counter(slots).keys() ^ set(range(of_run.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or several times")
+        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or are so several times")
 
 
 def _tokens(of_run: RunRows, report: VerifyReport) -> None:
@@ -172,10 +174,10 @@ def _tokens(of_run: RunRows, report: VerifyReport) -> None:
         dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
-    report.compare("tokens", "{} are in trained groups, {} in the token accounting", trained, in_books)
-    report.compare("tokens", "dropped are {}, in the token accounting {}", dropped, booked)
+    report.compare("tokens", "{} tokens are in trained groups, {} in the token accounting", trained, in_books)
+    report.compare("tokens", "dropped tokens by reason are {}, in the token accounting {}", dropped, booked)
     total = in_books + sum(booked.values()) + live
-    report.compare("tokens", "{} were generated, but trained + dropped + live are {}", generated, total)
+    report.compare("tokens", "{} tokens were generated, but trained + dropped + live are {}", generated, total)
     report.facts["tokens"] = {
         "generated": generated,
         "trained": trained,
@@ -188,40 +190,47 @@ def _tokens(of_run: RunRows, report: VerifyReport) -> None:
 def _batches(of_run: RunRows, report: VerifyReport) -> None:
     """Check that every step has one batch of B groups, and that digests and chain follow from the groups."""
     if not of_run.has_batches:
-        report.compare("batches", "{} are in the ledger, {} expected", len(of_run.batches), 0)
+        report.compare("batches", "{} batches are in the ledger, expected {}", len(of_run.batches), 0)
         return
     run, chain, trained_chain = of_run.run, "", ""
     steps = [int(batch["step"]) for batch in of_run.batches]
-    report.compare("batches", "steps in the ledger {}, expected {}", steps, list(range(run["next_batch"])))
+    report.compare("batches", "their steps in the ledger are {}, expected {}", steps, list(range(run["next_batch"])))
     if not 0 <= run["next_batch"] - run["next_step"] <= 1:
-        report.problem("batches", f"{run['next_batch']} are fixed, but only {run['next_step']} steps are trained")
+        report.problem(
+            "batches", f"{run['next_batch']} batches are fixed, but only {run['next_step']} steps are trained"
+        )
     for step in sorted(of_run.of_step.keys() - set(steps)):
-        report.problem(f"step {step}", "it has groups, but no batch")
+        report.problem(f"step {step}", "the step has groups, but no batch")
     for batch in of_run.batches:
         step, trained = int(batch["step"]), batch["step"] < run["next_step"]
         groups, subject = of_run.of_step.get(step, []), f"step {step}"
-        report.compare(subject, "it has {} groups, B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step)
+        report.compare(
+            subject, "its batch has {} groups, but B is {}", len(groups), of_run.spec.grpo.num_prompts_per_step
+        )
         order = [g["rank_order"] for g in groups]
-        report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
+        report.compare(subject, "its groups have the order {}, expected {}", order, list(range(len(groups))))
         digest = batch_digest(groups)
         report.compare(subject, "its groups have the digest {}, its batch has {}", digest, batch["digest"])
         chain = extend_chain(_replaced(of_run, report, chain, batch), step, digest)
-        report.compare(subject, "the batches up to it have the chain {}, the ledger has {}", chain, batch["chain"])
-        report.compare(subject, "trained is {}, its batch says {}", trained, bool(batch["trained"]))
+        report.compare(
+            subject, "the batches up to this step have the chain {}, the ledger has {}", chain, batch["chain"]
+        )
+        report.compare(subject, "its batch must have trained = {}, but has {}", trained, bool(batch["trained"]))
         wrong = [g["group_id"] for g in groups if (g["state"] == "trained") != trained]
         if wrong:
-            report.problem(subject, f"its groups {wrong[:5]} are in another state than it is")
+            report.problem(subject, f"the states of its groups {wrong[:5]} contradict its own, trained = {trained}")
         trained_chain = chain if trained else trained_chain
     report.compare("chain", "trained batches have the chain {}, the run has {}", trained_chain, run["chain"])
     report.facts |= {"batches": len(steps), "chain": trained_chain}
 
 
 def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """Return the chain's link before a batch; the batches that it has replaced follow the step before it."""
+    """Return the chain's hash before a batch: that of the previous step, extended by the batches that this one
+    replaced."""
     rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
-    report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
+    report.compare(subject, "its replaced batches are {}, expected {}", revisions, list(range(batch["revision"])))
     for row in rows:
         chain = extend_chain(chain, row["step"], row["digest"])
         text = f"its batch {row['revision']}, which was replaced, has the chain {{}}, the ledger has {{}}"
@@ -253,7 +262,7 @@ COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "export": side_records.export,
     "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
-"""Comparisons, by the subject of the problem if a comparison cannot continue."""
+"""Comparisons, by the subject of the problem that is reported if one cannot continue."""
 
 
 NICENESS = 19

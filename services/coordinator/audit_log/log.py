@@ -40,12 +40,12 @@ from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 SYNC_S = 0.5
 WINDOW_S = 60.0
 FIRST = 10
-"""Most records of one source of refusals in a window."""
+"""Most records of one source's refusals in a window."""
 MOST = 60
-"""Most records of all sources in a window."""
+"""Most records of all sources' refusals in a window."""
 MAX_SOURCES = 32
 OTHERS = "others"
-"""Source of refusals beyond MAX_SOURCES."""
+"""Name of the source that counts all refusals beyond MAX_SOURCES."""
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class _Counted:
 
 
 class RefusalLimits:
-    """Decides which refusals are recorded one by one. A source (a caller's name, else the peer's host) has FIRST
-    records in a window, all sources together have MOST. Further refusals are counted, and one record a window and
-    source stands for them; sources beyond MAX_SOURCES share one. A pure state machine."""
+    """Decides which refusals are recorded one by one: in a window, at most FIRST of one source (a caller's name, else
+    the peer's host) and MOST of all sources. Further refusals are counted, and one record for each source has their
+    number; sources beyond MAX_SOURCES share that record. A pure state machine."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _Counted] = {}
@@ -68,7 +68,7 @@ class RefusalLimits:
         self._end_s = 0.0
 
     def admits(self, entry: Entry, now_s: float) -> bool:
-        """Return whether a refusal gets its own record; count it otherwise. Call `due` before."""
+        """Return whether a refusal gets its own record; if not, count it. Call `due` first."""
         name = entry.who or _host_of(entry.address)
         if name not in self._sources and len(self._sources) >= MAX_SOURCES:
             name = OTHERS
@@ -84,7 +84,8 @@ class RefusalLimits:
         return False
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
-        """Return the records for left-out refusals if the window has ended; then begin one. `last` ends it now."""
+        """If the window has ended, return the records for refusals that were only counted, and begin a new window.
+        `last` ends it now."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
         found = [
@@ -101,7 +102,7 @@ class RefusalLimits:
 
 
 class AuditLog:
-    """One log, beside the ledger of the coordinator that has it open."""
+    """The audit log of one coordinator, in a folder beside its ledger."""
 
     def __init__(self, ledger: Ledger):
         """Raises LedgerFault if the folder cannot be written."""
@@ -112,13 +113,13 @@ class AuditLog:
         self._limits = RefusalLimits()
         self._fault: LedgerFault | None = None
         self._unsynced: dict[int, AuditHead] = {}
-        """Newest record of each file that is not in the ledger yet."""
+        """By file number, the newest record that the ledger does not have yet."""
         for found in self._files.repaired:
             log.warning("the audit log %s: %s", self.folder, found)
         self.record(Entry("audit/start", why="; ".join(self._files.repaired), subject=f"term {ledger.term}"))
 
     def record(self, entry: Entry) -> None:
-        """Append an entry; a refusal only within the limits."""
+        """Append an entry, but a refusal only within the limits."""
         with self._lock:
             self._append_all(self._limits.due(now_s := time.monotonic()))
             if entry.result == OK or self._limits.admits(entry, now_s):
@@ -127,11 +128,11 @@ class AuditLog:
             self._ledger.on_fault(self._fault)
 
     def note_call(self, call: Call) -> None:
-        """Record a call that changed something, or was refused."""
+        """Record a call that has changed something or was refused."""
         self.record(entry_of_call(call))
 
     def note_intruder(self, kind: str, member_id: str, why: str, address: str) -> None:
-        """Record a request to the exchange that was refused because of its sender. Any thread."""
+        """Record a request to the exchange that was refused because of its sender. From any thread."""
         self.record(entry_of_request(kind, member_id, why, address))
 
     def note_change(self, what: str, name: str) -> None:
@@ -139,7 +140,7 @@ class AuditLog:
         self.record(Entry(what, subject=name))
 
     async def run(self, lock: asyncio.Lock) -> None:
-        """Sync every SYNC_S, until cancelled. `lock` is that of the ledger's transactions. Raises LedgerFault."""
+        """Sync every SYNC_S seconds until cancelled. `lock` serialises the transactions. Raises LedgerFault."""
         while True:
             await asyncio.sleep(SYNC_S)
             with self._lock:
@@ -160,7 +161,8 @@ class AuditLog:
         self._files.close()
 
     def _append_all(self, entries: list[Entry]) -> None:
-        """Append under the lock; after a fault nothing more, because the last record may be incomplete."""
+        """Append entries; the caller holds the lock. After a fault nothing is appended, because the last record may be
+        incomplete."""
         for entry in entries:
             if self._fault is not None:
                 return
@@ -172,7 +174,7 @@ class AuditLog:
             self._unsynced[self._files.number] = head
 
     def _sync(self) -> dict[int, AuditHead]:
-        """Sync, and return the newest record of each file that has new ones. Any thread. Raises LedgerFault."""
+        """Sync, and return the newest record of each file that has new ones. From any thread. Raises LedgerFault."""
         with self._lock:
             heads, self._unsynced = self._unsynced, {}
             if not heads:
@@ -208,7 +210,7 @@ SUBJECTS = ("member_id", "run_id", "name", "sha256")
 
 
 def entry_of_call(call: Call) -> Entry:
-    """Return the entry of a call that changed something, or was refused."""
+    """Return the entry of a call that has changed something or was refused."""
     message = getattr(call.request, "hello", call.request)  # the first message of a worker's stream
     keeps_reason = call.code in OF_GUARD or call.method == CONNECT
     return Entry(

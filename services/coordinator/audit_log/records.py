@@ -26,9 +26,9 @@ from paceline.files.whole_file import sync_folder
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 MAX_TEXT = 512
-"""Characters of each text of a record."""
+"""Most characters of each text of a record."""
 MAX_LINE_BYTES = 64 << 10
-"""Bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
+"""Most bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
 OK = "OK"
 """Result of a successful call."""
 _HASH = b',"hash":"'
@@ -37,17 +37,17 @@ _HASH_BYTES = len(_HASH) + 64 + len(b'"}')
 
 @dataclass(frozen=True)
 class Entry:
-    """Content of a record: never a token, a secret or a prompt, only digests of requests."""
+    """Content of a record: never a token, a secret or a prompt, and of a request only the digest."""
 
     what: str
     """`package.Service/Method`, or `exchange/KIND`, or an event of the log itself, such as `audit/start`."""
     result: str = OK
     """Name of a gRPC status."""
     who: str = ""
-    """Name of the caller, by its token; empty without a valid one."""
+    """Name of the caller, from its token; empty without a valid token."""
     roles: tuple[str, ...] = ()
     certificate: str = ""
-    """Name in the client certificate; empty without one."""
+    """Name in the client certificate; empty without a certificate."""
     address: str = ""
     """Address of the peer, host:port; empty if it is unknown."""
     subject: str = ""
@@ -57,7 +57,7 @@ class Entry:
     request_sha256: str = ""
     """SHA-256 of the request's bytes; empty for a request that was not read."""
     count: int = 1
-    """Number of refusals that the record stands for."""
+    """Number of refusals that the record reports."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class AuditRecord:
     time: str
     """Wall clock, UTC, as ISO 8601."""
     previous: str
-    """Hash of the record before; empty for the first."""
+    """Hash of the previous record; empty for the first."""
     hash: str
     fields: dict[str, Any]
     """All fields of the line."""
 
 
 def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[bytes, str]:
-    """Return the line of a record, with its end of line, and its hash. `time_s` is in seconds since 1970."""
+    """Return a record as a line, with its end of line, and the record's hash. `time_s` is in seconds since 1970."""
     texts = {
         name: value[:MAX_TEXT] if isinstance(value, str) else value
         for name, value in vars(entry).items()
@@ -108,12 +108,12 @@ def _json(fields: dict[str, Any]) -> bytes:
 
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64
-"""Most files that are kept: 1 GB."""
+"""Most files that are kept, 1 GB together."""
 NAME = re.compile(r"(\d{6,})\.jsonl")
 
 
 def audit_files(folder: Path) -> dict[int, Path]:
-    """Return the files of a log by their numbers, the oldest first; none without a folder."""
+    """Return the files of a log by number, the oldest first; empty without a folder."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := NAME.fullmatch(path.name):
@@ -122,8 +122,8 @@ def audit_files(folder: Path) -> dict[int, Path]:
 
 
 def end_of(path: Path) -> tuple[AuditHead, int]:
-    """Return the newest record of a file (`NONE` without a whole record) and the bytes of the incomplete line after it.
-    Raises ValueError for a last line that is no record."""
+    """Return the newest complete record of a file (`NONE` without one) and the number of bytes of the incomplete line
+    after it. Raises ValueError if the last complete line is no record."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2 * MAX_LINE_BYTES))
@@ -136,7 +136,7 @@ def end_of(path: Path) -> tuple[AuditHead, int]:
 
 
 def has_record(folder: Path, head: AuditHead) -> bool:
-    """Return whether the files have a record. A record that is older than all files counts as deleted with its file."""
+    """Return whether the files have a record. One that is older than all files counts as deleted with its file."""
     files = list(audit_files(folder).values())
     for path in reversed(files):
         with path.open("rb") as file:
@@ -192,15 +192,16 @@ class AuditFiles:
         return self.head
 
     def duplicate(self) -> int:
-        """Return a descriptor of the newest file to sync, which the caller closes. Earlier files are on the disk."""
+        """Return a file descriptor of the newest file, which the caller syncs and closes. Earlier files are synced
+        already."""
         return os.dup(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
 
     def _find_end(self, recorded: AuditHead) -> AuditHead:
-        """Return the head to continue from, and cut an incomplete line off. If the files lack the ledger's head, it is
-        used; the gap then stays in the log for good."""
+        """Return the record after which the log continues, and cut off an incomplete line. If the files lack the
+        ledger's newest record, the log continues after that one, and the gap stays for good."""
         end = NONE
         for number in reversed(self._numbers):
             path = self._folder / _name(number)

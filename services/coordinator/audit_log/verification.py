@@ -45,18 +45,18 @@ def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
 
 
 def check_end(ledger: Ledger, report: VerifyReport) -> None:
-    """Check only that the log still has its end, for `paceline ledger verify`; a fact names the newest record."""
+    """Check, for `paceline ledger verify`, only that the log's end is not missing. A fact has the number of records."""
     newest = ledger.audit_heads.newest()
     files = list(audit_files(ledger.path.parent / AUDIT_NAME).values())
     end = NONE
     with report.reading(SUBJECT, "its last record"):
         end = next((end for path in reversed(files) if (end := end_of(path)[0]).sequence), NONE)
     if files and end.sequence < newest.sequence:
-        report.problem(SUBJECT, f"it ends with record {end.sequence}, but the ledger has record {newest.sequence}")
+        report.problem(SUBJECT, f"the log ends with record {end.sequence}, but the ledger has record {newest.sequence}")
     if files:
         report.facts["audit_log"] = f"{end.sequence} records; `paceline audit verify` checks them"
-    elif newest.sequence:  # as beside the copy of a ledger
-        report.facts["audit_log"] = f"not here; the ledger has record {newest.sequence}"
+    elif newest.sequence:  # a copy of a ledger has no log beside it
+        report.facts["audit_log"] = f"missing beside this ledger, which has record {newest.sequence}"
 
 
 def records(folder: Path) -> Iterator[AuditRecord]:
@@ -69,13 +69,13 @@ def records(folder: Path) -> Iterator[AuditRecord]:
 
 
 class _Chain:
-    """Follows the records from file to file, and compares them with the ledger's heads and those in manifests."""
+    """Checks the records file by file, and compares them with the records that the ledger and manifests name."""
 
     def __init__(self, report: VerifyReport, heads: dict[int, AuditHead], named: dict[str, AuditHead]):
         self._report, self._heads = report, heads
         self.head = NONE
         self._expected: dict[int, list[tuple[str, str]]] = {}
-        """Expected hashes of a record by its number, each with its source."""
+        """Expected hashes by the number of the record, each as (source, hash)."""
         for number, head in heads.items():
             self._expected.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
         for place, head in named.items():
@@ -117,25 +117,27 @@ class _Chain:
                 f"record {expected}", f"records {expected} to {record.sequence - 1} are missing in {name}"
             )
         elif record.sequence < expected:
-            self._report.problem(subject, f"it stands in {name} after record {expected - 1}")
+            self._report.problem(subject, f"it is in {name} after record {expected - 1}")
         elif previous and record.previous != previous:
-            self._report.problem(subject, f"in {name} it follows another record {expected - 1}")
+            self._report.problem(subject, f"its previous hash in {name} is not that of record {expected - 1}")
         for who, digest in self._expected.get(record.sequence, ()):
             self._report.compare(subject, f"its hash in {name} is {{}}, {who} has {{}}", record.hash, digest)
         self.head = AuditHead(max(record.sequence, self.head.sequence), record.hash)
 
 
 def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
-    """Check that no file is missing except the oldest of many, which are deleted."""
+    """Check that no file is missing, except the oldest ones of too many, which are deleted."""
     for number in range(1, max([*files, *heads], default=0) + 1):
         if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)
-            report.problem(f"file {number}", f"it is missing; its last record was {head.sequence or 'never recorded'}")
+            report.problem(
+                f"file {number}", f"the file is missing; its last record was {head.sequence or 'never recorded'}"
+            )
 
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:
-    """Yield the records that manifests name: of registered checkpoints, and of those in the folders of runs, which an
-    older ledger may lack."""
+    """Yield the records that checkpoints' manifests name: those of registered checkpoints, and those in the runs'
+    folders, because an older ledger may lack some."""
     folder = ledger.path.parent
     registered = {path for row in ledger.runs() for path in ledger.checkpoints.paths(row["run_id"])}
     found = {str(path.parent) for path in folder.glob(f"*/checkpoints/*/{CHECKPOINT_MANIFEST}")}

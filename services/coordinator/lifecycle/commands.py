@@ -36,7 +36,7 @@ MAX_GRACE_S = 86_400.0
 
 
 class Commands:
-    """Handlers of the commands."""
+    """Carries out commands on runs and workers."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Commands:
         await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
-        """Continue a paused run, or queue a failed one again. Files whose faults paused the run are read again, those
-        of a run with a bundle from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle; DataError
+        """Continue a paused run, or queue a failed run again. Files whose faults paused the run are read again; a run
+        with a bundle gets them from a new `bundle`. Raises NotFound, Conflict; InvalidInput for a bundle; DataError
         and Unreadable for a data set that cannot be used."""
         changes = await self._resumption.changes(run_id, bundle)
         run = await self._resumption.read(run_id, bundle, changes)
@@ -93,7 +93,7 @@ class Commands:
                 self._delays.retried = ""
         self._context.run_log.remove_summary(run_id)
         if self._exchange.active is None or self._exchange.active.run_id == run_id:
-            self._faults.clear()  # the person has not seen the faults of another run
+            self._faults.clear()  # the person has not seen the faults of another active run
         if self._exchange.active is not None:
             await self._assignments.assign_all()  # before work is leased, so that changed functions are loaded first
         await self._context.watchers.notify("lease", "task", "batch")
@@ -109,17 +109,18 @@ class Commands:
         run, learner = self._exchange.active, self._assignments.learner()
         if run is None or run.run_id != run_id or learner is None or not learner.connected:
             raise Conflict(
-                f"run {run_id} is {row['state']}, and no learner has it that could write a checkpoint; order it while the run trains"
+                f"run {run_id} is {row['state']}, and no learner works on it that could write a checkpoint; "
+                "order one while the run trains"
             )
         order = worker_pb2.CheckpointDirective(run_id=run_id)
         learner.direct(worker_pb2.ConnectResponse(checkpoint=order))
         return sequence, ""
 
     def drain(self, member_id: str, grace_s: float) -> Member:
-        """Order a worker, with all ranks of a learner, to finish or return its work within `grace_s` seconds and to
+        """Order a worker (of a learner: all ranks) to finish or return its work within `grace_s` seconds, and then to
         leave. Raises NotFound, InvalidInput; Unavailable for a member whose stream is broken."""
         if not 0.0 <= grace_s <= MAX_GRACE_S:
-            raise InvalidInput(f"grace_s is {grace_s:g}; it has to be from 0 to {MAX_GRACE_S:g} seconds")
+            raise InvalidInput(f"grace_s is {grace_s:g}; must be from 0 to {MAX_GRACE_S:g} seconds")
         member = self._members.get(member_id)
         if member is None:
             raise NotFound(f"no member {member_id[:80]!r}; `paceline members` lists all members")
@@ -151,7 +152,7 @@ MAX_NAMED = 5
 
 
 class Resumption:
-    """Reads the files again of a run that is resumed."""
+    """Reads the files of a resumed run again."""
 
     def __init__(self, context: RunContext, prompts: PromptCheck, bundles: RunBundles):
         self._ledger, self._exchange = context.ledger, context.exchange
@@ -170,8 +171,8 @@ class Resumption:
         return await asyncio.to_thread(self._bundles.changes, spec, before, bundle)
 
     async def read(self, run_id: str, bundle: str = "", changes: Sequence[str] = ()) -> ActiveRun | None:
-        """Return the active run with its data sets opened anew if dropped groups have paused it, or if `changes` of its
-        new bundle contain them; else None.
+        """If dropped groups have paused the active run, or if `changes` of its new bundle contain data sets, open its
+        data sets again, and return the run with them; else None.
 
         An opening continues after a caller has cancelled, and the next call gets its outcome. Raises DataError,
         Unreadable for a data set that cannot be used now: the run stays paused.
@@ -187,8 +188,8 @@ class Resumption:
         return replace(run, prompts=data.prompts, validation=data.validation)
 
     def take(self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()) -> dict[str, str]:
-        """Activate the data that were read, clear the failures before, and record the changes; return the facts for the
-        event of the run's state. Inside a transaction."""
+        """Use the data that were read, clear earlier failures, and record the changes. Return the facts for the event
+        of the run's state. Inside a transaction."""
         if changes:
             self._ledger.add_event(run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)})
         new_bundle = {"bundle": bundle} if bundle else {}
@@ -247,7 +248,8 @@ def changed_function_warnings(before: str, now: str) -> list[str]:
 
 
 def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
-    """Return the facts for a run's start event: fingerprint of data, and digests of functions without a bundle."""
+    """Return the facts for the event of a run's start: the data's fingerprint, and without a bundle the functions'
+    digests."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
     functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

@@ -57,7 +57,7 @@ TICK_S = 0.5
 LAST_VERSION_S = 30.0
 """Seconds for which a trained and exported run waits until its workers have the last version."""
 DRAIN_NOTICE_S = 5.0
-"""Seconds for which a stopping coordinator waits for workers to report that they stop too; they report every second."""
+"""Seconds for which a stopping coordinator waits for workers to report their own stop; they report every second."""
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Coordinator:
         tick_s: float = TICK_S,
     ):
         """`blobs` has the files of the runs; by default those below `directory`. `scaling_period_s` is the time between
-        two decisions on the sizes of pools, and `pools` those with bounds. `refusal` returns why a member's caller
-        is not valid any more, or an empty text."""
+        two decisions on the sizes of pools; `pools` are the pools with bounds. `refusal` returns why a member's
+        caller is not valid any more, or an empty text."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
         """Read-only connection for answers to clients: it does not see uncommitted transactions."""
@@ -120,20 +120,20 @@ class Coordinator:
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._gauge_history = GaugeHistory(ledger.path.parent, members)
         self.insecurity = insecurity(host)
-        """Warning about connections that are not encrypted; empty without any."""
+        """Warning about connections that are not encrypted; empty if all are."""
         self._state_meters = StateMeters(
             ledger, self.exchange, members, ledger.path.parent, is_insecure=bool(self.insecurity)
         )
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
-        """Run and session whose learner has exported."""
+        """The run and its session whose learner has finished."""
         self._finished_s = 0.0
-        """Monotonic time of the learner's first report of it."""
+        """Monotonic time at which this learner first reported that it has finished."""
         self._ledger_fault: LedgerFault | None = None
         ledger.on_fault = self._on_ledger_fault
 
     async def recover(self) -> None:
-        """Restore the run that was active. Call it before anyone may connect, because a worker that requests work of an
-        inactive run is told that the run is over."""
+        """Restore the run that was active. Call this before anyone may connect, because a request for work of an
+        inactive run is answered that the run is over."""
         await run_start.recover(self.context)
         await self.starter.start_next()
         await run_start.warn_of_backup(self.context)
@@ -168,17 +168,17 @@ class Coordinator:
                 await duty()
             except (LedgerFault, sqlite3.Error):
                 raise
-            except Exception as error:  # it concerns one member or one run; the next tick retries
+            except Exception as error:  # the error concerns one member or one run; the next tick retries
                 unforeseen.note("the coordinator's duties", error)
 
     async def _put_out_revoked(self) -> None:
-        """End the membership of those whose token was revoked or has expired."""
+        """Remove the members whose token was revoked or has expired."""
         for member in self.members.all():
             if member.caller is not None and (why := self._refusal(member.caller)):
                 await self.pool.put_out(member, why)
 
     async def _expire_silent(self) -> None:
-        if not self.context.delays.waits_for:  # else no worker can connect, and silence means nothing
+        if not self.context.delays.waits_for:  # while workers are refused, their silence has no meaning
             await self.pool.expire_silent()
 
     async def _check(self) -> None:
@@ -231,7 +231,7 @@ class Coordinator:
         await self.states.pause_on_fault(run_id, message, retried=retried)
 
     async def learner_finished(self, session: int) -> None:
-        """End the exported run, unless an evaluation is pending or workers still get the last version."""
+        """End the exported run, unless an evaluation is pending or workers still wait for the last version."""
         if self._finished != (self.exchange.active, session):
             self._finished, self._finished_s = (self.exchange.active, session), time.monotonic()
         await self._finish_if_done()
@@ -252,8 +252,8 @@ class Coordinator:
             await self.states.end(run.run_id, "succeeded", explain(run, self.exchange.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
-        """Return whether a worker of the roster still has an older version than the last, which it serves to callers
-        after the run's end. The wait is bounded, because the run is trained and exported."""
+        """Return whether a worker of the roster has not got the last version yet, which it serves to callers after the
+        run's end. The wait is bounded, because the run is trained and exported."""
         if time.monotonic() - self._finished_s >= LAST_VERSION_S:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)
@@ -269,7 +269,7 @@ class Coordinator:
     # The end
 
     async def wait_for_leavers(self, grace_s: float) -> None:
-        """Keep serving, for `grace_s` seconds at most, until the workers that drain have left.
+        """Keep serving, for `grace_s` seconds at most, until the draining workers have left.
 
         The signal that stops the coordinator often stops the workers too, in any order, and their last submissions
         (unfinished groups, scores, a checkpoint) would have to be computed again. Workers that stay are not affected.
@@ -282,7 +282,7 @@ class Coordinator:
             await asyncio.sleep(self._tick_s / 5)
 
     async def end_streams(self) -> None:
-        """End the streams of workers and watchers, which have no end otherwise."""
+        """End the streams of workers and watchers, which otherwise do not end."""
         self.stopping = True
         for member in self.members.all():
             member.end_stream()

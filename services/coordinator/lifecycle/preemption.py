@@ -1,12 +1,12 @@
 """Preemption by a queued run of a higher priority, and the limit of a run's hours.
 
-The preempted run first yields: nothing new is leased and no batch is fixed, so the learner trains what it has and then
-writes a checkpoint, which is ordered. Then the run is queued again with its open groups, and continues from that
-checkpoint later. If no checkpoint can be written, it continues from the one before, as after the death of a learner:
+The preempted run first yields: no group is leased and no batch is fixed, so the learner trains the batch that it has
+and writes an ordered checkpoint. Then the run is queued again with its open groups, and later continues from that
+checkpoint. If no checkpoint can be written, it continues from the one before, as after the death of a learner:
 nothing is lost.
 
 `max_hours`: the ledger counts the time for which a run trains. After that time the run ends at the newest step whose
-batch is fixed; the learner is told when it requests the step after.
+batch is fixed; the learner is notified when it requests the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.v1 import worker_pb2
 
 TRAINED_TIME = "time:running_ms"
-"""Counter of the milliseconds for which a run was running, over all lives of the coordinator."""
+"""Name of the counter of the milliseconds for which a run was running, over all restarts of the coordinator."""
 WRITE_S = 10.0
 """Seconds between two writes of the counter; at most that much is lost in a crash."""
 
@@ -41,7 +41,7 @@ class Hours:
         self._context = context
         self._ledger, self._exchange = context.ledger, context.exchange
         self._run_id, self._counted_s = "", 0.0
-        """Run whose time is counted, and the monotonic time up to which it was."""
+        """Run whose time is counted, and the monotonic time up to which it is counted."""
 
     async def check(self, now_s: float | None = None) -> None:
         """Count the time since the last check, and end the run after its hours. Called at every tick."""
@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Lets the active run yield. The one owner of `Exchange.yields_to`."""
+    """Lets the active run yield to another. Only this class sets `Exchange.yields_to`."""
 
     def __init__(self, context: RunContext, states: RunStates, assignments: Assignments):
         self._context, self._states, self._assignments = context, states, assignments
@@ -126,9 +126,9 @@ class Preemption:
         return bool(self._ledger.run(run.run_id)["next_step"] >= self._exchange.num_steps(run))
 
     async def _go_on(self, run: ActiveRun) -> None:
-        """End the yielding, because the run of the higher priority was cancelled or this run is about to end."""
+        """Stop yielding, because the run of the higher priority was cancelled or this run is about to end."""
         if self._exchange.yields_to:
-            log.info("run %s continues, %s does not wait any more", run.run_id, self._exchange.yields_to)
+            log.info("run %s continues and does not yield to run %s any more", run.run_id, self._exchange.yields_to)
             self._exchange.yields_to = ""
             self._context.server.wake("lease", "batch")
 

@@ -1,5 +1,5 @@
-"""The data sets of a run, opened when it is submitted, to check them, and again when it starts; and its bundle: checked
-at submission, unpacked if the coordinator reads data from it, and kept while a run has it.
+"""Opens the data sets of a run when it is submitted, to check them, and again when it starts. Checks its bundle at
+submission, unpacks it if the coordinator reads data from it, and keeps it while a run has it.
 
 The newest event of a run's state with a bundle decides which bundle the run has. The paths in the spec of a run without
 one are those of this machine.
@@ -30,17 +30,17 @@ NUM_FIRST = 8
 
 
 class RunData(NamedTuple):
-    """The data sets of a run, opened."""
+    """The opened data sets of a run."""
 
     num_rows: int
-    """Rows of the training data."""
+    """Number of rows of the training data."""
     prompts: PromptSource | None = None
-    """Training prompts; None for examples, which the learner reads."""
+    """Training prompts; None for a run on examples, because the learner reads those."""
     validation: PromptSource | None = None
     report: str = ""
     """Format of the training data, and the used and ignored columns, for people."""
     first: tuple[Any, ...] = ()
-    """Prompts of the first rows, and completions of examples: texts or messages."""
+    """Prompts of the first rows, and completions if they are examples: texts or messages."""
 
 
 def open_data(spec: RunSpec) -> RunData:
@@ -78,13 +78,14 @@ T = TypeVar("T")
 
 
 class Openings:
-    """Openings by submission: those in progress, and those whose outcome no client has fetched."""
+    """Openings of data sets by submission: those in progress, and those whose outcome no client has fetched."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def open(self, submission: str, work: Callable[[], T]) -> T:
-        """Return the result of `work` on a thread, or of the opening that an earlier call of this submission began.
+        """Run `work` on a thread and return its result, or that of the opening that an earlier call of this submission
+        began.
 
         Raises the error of `work`, and Busy if too many openings are in progress.
         """
@@ -93,7 +94,7 @@ class Openings:
             self._make_room()
             task = asyncio.create_task(asyncio.to_thread(work))
             self._tasks[submission] = task
-        await asyncio.wait((task,))  # continues if this caller is cancelled
+        await asyncio.wait((task,))  # the task continues if this caller is cancelled
         if self._tasks.get(submission) is task:
             del self._tasks[submission]
         result: T = task.result()
@@ -111,11 +112,11 @@ class Openings:
 
 TIDY_UP_S = 600.0
 MAX_REPORT = 1 << 14
-"""Largest report on prepared data in bytes; a larger one is left out."""
+"""Most bytes of a report on prepared data; a larger report is left out."""
 
 
 class RunBundles:
-    """Bundles in one `BlobStore`. Methods with a digest block, so call them on threads; others use the ledger."""
+    """Bundles in one `BlobStore`. Methods that take a digest block, so call them on threads; others use the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from
@@ -151,11 +152,11 @@ class RunBundles:
 
     def changes(self, spec: RunSpec, before: str, bundle: str) -> list[str]:
         """Return the paths of the files in which two bundles of a run differ. Raises InvalidInput if examples differ,
-        because the learner has to read the same ones again."""
+        because the learner must read the same ones again."""
         new = set(self._blobs.manifest(bundle).files)
         try:
             old = set(self._blobs.manifest(before).files)
-        except NotFound:  # lost with the blobs, so nothing is known of it
+        except NotFound:  # lost with the blobs, so the bundles cannot be compared
             return sorted(file.path for file in new)
         changed = {file.path: file.kind for file in old ^ new}
         data = sorted(path for path, kind in changed.items() if kind == "data")
@@ -168,8 +169,8 @@ class RunBundles:
 
     @contextlib.contextmanager
     def opened(self, spec: RunSpec, bundle: str, *kinds: Kind) -> Iterator[RunSpec]:
-        """Yield the spec with the paths of the bundle's files of some kinds, while these are unpacked. Messages of
-        errors have the submitter's paths. Raises Unreadable for a missing file."""
+        """Unpack the bundle's files of some kinds, and yield the spec with their paths. Error messages have the
+        submitter's paths. Raises Unreadable for a missing file."""
         if not bundle:
             yield spec
             return

@@ -39,7 +39,7 @@ MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0
 """Seconds to wait for the object store's answer; a store that does not answer in time delays no run."""
 MAX_TO_READ = 16
-"""Most specs that are being read or wait for it; the time to read a spec is bounded."""
+"""Most specs that are being read or wait to be read; the time to read a spec is bounded."""
 MAX_QUEUED = 1000
 """Most runs in the queue."""
 MAX_QUEUED_OF_ONE = 250
@@ -59,7 +59,7 @@ class RunQueue:
         self._reading = asyncio.Lock()
         """Held while a thread reads a spec, so that the event loop gets its turn between two specs."""
         self._to_read = 0
-        """Number of specs that are being read or wait for it."""
+        """Number of specs that are being read or wait to be read."""
         self._openings = Openings()
 
     async def submit(self, spec_yaml: str, submission: str = "", bundle: str = "") -> str:
@@ -102,7 +102,8 @@ class RunQueue:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(spec_to_yaml, spec)
             notes.append(
-                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
+                f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g} and the data has "
+                f"{data.num_rows} rows"
             )
         if spec.checkpointing.checkpoint_dir:
             Folder(spec.checkpointing.checkpoint_dir)
@@ -146,7 +147,7 @@ class RunQueue:
             )
 
     async def _check_store(self) -> None:
-        """Raise InvalidInput if the deployment's store refuses writes (name, permissions or credentials)."""
+        """Raise InvalidInput if the deployment's store refuses writes: wrong name, permissions or credentials."""
         if not self._ledger.store:
             return
         with contextlib.suppress(TimeoutError):
@@ -189,7 +190,7 @@ class RunQueue:
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
         """Make the run's folder, with its spec and links to the files that all runs share. An existing folder of that
         name is set aside, because this ledger does not know its run. With a storage key only the ledger has the
-        spec, because people could not read it encrypted."""
+        spec, because people could not read an encrypted file."""
         if directory.exists() and any(directory.iterdir()):
             set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
             directory.rename(set_aside)
@@ -210,7 +211,7 @@ def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
 
 PREFIX = "run:"
 NEWEST = "newest"
-"""Name that means the newest export by step at each reading of a reward model."""
+"""Name that means, at each reading of a reward model, the newest export by step."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
 """Most runs that a message names."""
@@ -223,7 +224,7 @@ class Reference:
     field: str
     value: str
     final: str
-    """Final export; empty while there is none."""
+    """Folder or URL of the final export; empty while there is none."""
     exports: str
     """Parent folder of the exports by name."""
     name: str
@@ -234,8 +235,8 @@ class Reference:
 
 
 def references(spec: RunSpec, ledger: Ledger) -> list[Reference]:
-    """Return the references of a spec; reads only the ledger. Raises SpecError for data, for an unknown run, and for a
-    run that has trained a scoring head where a language model is needed."""
+    """Return the references to exports in a spec, from the ledger alone. Raises SpecError for a reference in `data`,
+    for an unknown run, and for a run that has trained another kind of model than is needed."""
     for field in ("train", "validation"):
         names = getattr(spec.data, field)
         for name in (names,) if isinstance(names, str) else names or ():
@@ -265,7 +266,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
     try:
         row = ledger.run(run_id)
     except NotFound:
-        raise SpecError(f"{field} {value!r}: there is no run {run_id!r} here; {_with_exports(ledger)}") from None
+        raise SpecError(f"{field} {value!r}: this coordinator has no run {run_id!r}; {_with_exports(ledger)}") from None
     has_scoring_head, rewards = (
         spec_of_run(run_id, row["spec_yaml"])[0].has_scoring_head,
         field.startswith("rewards."),
@@ -280,7 +281,7 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
             f"{field} {value!r}: run {run_id} has trained a reward model, which generates no text; name a run that has trained "
             "a language model"
         )
-    state = f"it is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
+    state = f"the run is {row['state']} at step {row['next_step']} of {row['max_num_steps']}"
     what = f"has no export {name!r}" if name else "has exported no model"
     missing = (
         f"{field} {value!r}: run {run_id} {what} ({state}); `paceline export {run_id}` writes one from its newest checkpoint. "
@@ -299,7 +300,7 @@ def _with_exports(ledger: Ledger) -> str:
 
 
 def located(reference: Reference) -> str:
-    """Return the folder or URL of an export, from the object store. Raises SpecError if missing or unreadable."""
+    """Find an export in the object store, and return its folder or URL. Raises SpecError if missing or unreadable."""
     try:
         for place in _places(reference):
             if Folder(place).exists("config.json"):
@@ -324,7 +325,7 @@ def _places(reference: Reference) -> Iterator[str]:
 
 
 def with_locations(spec: RunSpec, found: list[Reference]) -> RunSpec:
-    """Return the spec with folders and URLs instead of references. Raises SpecError."""
+    """Return the spec with a folder or URL instead of each reference. Raises SpecError."""
     if not found:
         return spec
     tree: dict[str, Any] = spec.model_dump(mode="json")

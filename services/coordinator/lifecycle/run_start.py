@@ -168,13 +168,13 @@ class RunStarter:
         await self._context.watchers.notify()
 
     async def _postpone(self, row: sqlite3.Row, error: Exception) -> None:
-        """Retry later to start the run that is due; fail it if only another spec would help."""
+        """Postpone the start of the run that is due, or fail the run if only another spec would help."""
         run_id = row["run_id"]
         if isinstance(error, DataError) and row["next_step"] == 0 and row["session"] == 0:
             await self._states.fail(run_id, str(error))
             return
         self._delays.start_again_s = time.monotonic() + self._backoff.next_s()
         if row["session"]:
-            # Workers that connect now would be told that their run is not active, and would drop their groups.
+            # Workers that connect now would learn that their run is not active, and would drop their groups.
             self._delays.waits_for = f"run {run_id} cannot be started yet: {error}"
         await self._states.pause_on_fault(run_id, f"{error}. {RETRIED}", retried=True)

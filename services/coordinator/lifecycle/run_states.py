@@ -21,7 +21,7 @@ from paceline.services.coordinator.text_limits import one_line
 
 
 class Watchers:
-    """The `Watch` calls of one coordinator. `lock` serialises transactions with the exchange's."""
+    """The `Watch` calls of one coordinator. `lock` serialises transactions with those of the exchange."""
 
     def __init__(self, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock, run_log: RunLog, server: ExchangeServer):
         self.changed = asyncio.Condition()
@@ -30,7 +30,8 @@ class Watchers:
         self._run_log, self._server = run_log, server
 
     async def notify(self, *kinds: str) -> None:
-        """Wake every `Watch` call, because there may be new events, and the waiting requests of these kinds."""
+        """Wake every `Watch` call, because there may be new events, and the exchange's waiting requests of the given
+        kinds."""
         if kinds:
             self._server.wake(*kinds)
         async with self.changed:
@@ -56,7 +57,7 @@ class Delays:
     retried: str = ""
     """Id of the run that is paused and retried automatically."""
     passed_over: set[str] = field(default_factory=set)
-    """Runs whose spec this version cannot read, and that let other runs go first."""
+    """Ids of the runs that let other runs go first, because this version cannot read their specs."""
     start_again_s: float = 0.0
     """Monotonic time of the next attempt to start the run that is due."""
     waits_for: str = ""
@@ -70,7 +71,7 @@ class RunContext:
     ledger: Ledger
     exchange: Exchange
     lock: asyncio.Lock
-    """Serialises transactions with the exchange's."""
+    """Serialises transactions with those of the exchange."""
     run_log: RunLog
     server: ExchangeServer
     watchers: Watchers
@@ -88,7 +89,7 @@ def set_state(ledger: Ledger, run_id: str, state: str, message: str = "", **fact
 
 
 class RunStates:
-    """The states of one coordinator's runs."""
+    """Changes the states of one coordinator's runs."""
 
     def __init__(self, context: RunContext, assignments: Assignments):
         self._context, self._assignments = context, assignments

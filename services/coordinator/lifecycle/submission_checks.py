@@ -122,7 +122,7 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
 
 
 def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
-    """Return warnings about gold answers without score, in the run's first rows (of a stream: first block)."""
+    """Return warnings about gold answers that get no score, in the run's first rows (of a stream: first block)."""
     from paceline.reward.builtin.mathematics import MAX_CHECKED, gold_warnings
 
     number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
@@ -148,7 +148,7 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
 
 
 def _required(path: Path, name: str) -> list[str]:
-    """Return the arguments without a default of a function in a file, without those that every function gets."""
+    """Return the arguments of a file's function that have no default, except those that every function gets."""
     module = parsed(path)
     found = None if module is None else definition_of(module.body, name)
     if found is None or isinstance(found, ast.ClassDef):
@@ -157,7 +157,8 @@ def _required(path: Path, name: str) -> list[str]:
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
-    """Raise DataError for prompts of messages that no chat template can render, or not with their tools."""
+    """Raise DataError for prompts of chat messages if the tokenizer's chat template is missing or cannot render their
+    tools."""
     prompt = source.draw(0)[0]
     setting = spec.data.apply_chat_template
     if isinstance(prompt, str) and setting != "always":
@@ -205,8 +206,8 @@ def _template_source(policy: PolicySection) -> str:
 
 
 def _check_models(spec: RunSpec) -> list[str]:
-    """Check the models as far as their config.json can be read here; return warnings about URLs that cannot be read
-    now.
+    """Check the models as far as their config.json can be read on this machine; return warnings about URLs that cannot
+    be read now.
 
     Raises InvalidInput for an architecture that cannot be trained, Unreadable for a URL without a model.
     """
@@ -219,8 +220,8 @@ def _check_models(spec: RunSpec) -> list[str]:
             config = _config_of(name, field)
         except OSError as error:
             warnings.append(
-                f"{field} {name!r} could not be checked here ({error}); the workers read it with the credentials in their "
-                "environment"
+                f"{field} {name!r} could not be checked by the coordinator ({error}); the workers read it with the "
+                "credentials in their environment"
             )
             continue
         if field == "policy.model_name" and isinstance(config, dict):
@@ -229,8 +230,8 @@ def _check_models(spec: RunSpec) -> list[str]:
 
 
 def _config_of(name: str, field: str) -> Any:
-    """Return the config.json of a model at a path or URL; None if it cannot be read here. Raises Unreadable for a URL
-    without a model, OSError for an object store that cannot be read."""
+    """Return the config.json of a model at a path or URL; None if it cannot be read on this machine. Raises Unreadable
+    for a URL without a model, OSError for an object store that cannot be read."""
     if not is_url(name):
         return _json_of(Path(name).expanduser() / "config.json")
     try:
@@ -297,7 +298,8 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
     for name in (name for argument in section.command for name in PLACEHOLDER.findall(argument)):
         if name not in columns:
             raise DataError(
-                f"environment.command names {{{name}}}, which is not a column of {field}; it has {', '.join(columns)}"
+                f"environment.command names {{{name}}}, which is not a column of {field}; the columns are "
+                f"{', '.join(columns)}"
             )
 
 
@@ -314,12 +316,13 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
     value = source.draw(0)[1].get(NAME_COLUMN)
     if value not in names:
         raise DataError(
-            f"the column {NAME_COLUMN!r} of {field} has {value!r:.60}, which environment.class does not have; it has {listed}"
+            f"the column {NAME_COLUMN!r} of {field} has {value!r:.60}, which environment.class does not name; "
+            f"its names are {listed}"
         )
 
 
 def _defined(key: str, code: str, kind: str) -> Definition | None:
-    """Return the definition of `file:name`; None if it cannot be read here. Raises InvalidInput if the file has none."""
+    """Return the definition `file:name`; None if this machine cannot read it. Raises InvalidInput if the file lacks it."""
     path, colon, name = code.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise InvalidInput(f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}")
@@ -357,7 +360,8 @@ Definition = Function | ast.ClassDef
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return the module of a file; None if it cannot be read here: the worker reports the fault."""
+    """Return the syntax tree of a Python file; None if it cannot be read on this machine. Then the worker reports
+    the fault."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
@@ -377,8 +381,8 @@ def names_of(module: ast.Module) -> set[str] | None:
 
 
 def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
-    """Return the function or class that `name` stands for at the end of a module or class; None if a later statement
-    may have rebound the name, and for a definition with decorators."""
+    """Return the function or class to which `name` refers at the end of a module or class; None if it has decorators,
+    or if a later statement may have rebound the name."""
     found: Definition | None = None
     for node in body:
         if isinstance(node, Definition) and node.name == name:

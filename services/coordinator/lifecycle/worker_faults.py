@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Decision(enum.IntEnum):
-    """Reaction to faults; of several, the largest is applied."""
+    """Reaction to the faults of a role; of several reactions, the largest is applied."""
 
     GO_ON = 0
     RETRY = 1
@@ -57,7 +57,7 @@ def decide(members: Sequence[Member], run_id: str, next_step: int) -> Decision:
 
 
 def explain(members: Sequence[Member]) -> str:
-    """Return the role and the messages of its members, each text once."""
+    """Return the role and the faults' messages of its members, each text once."""
     ids_by_text: dict[str, list[str]] = {}
     for member in members:
         if member.fault is not None:
@@ -70,14 +70,14 @@ def explain(members: Sequence[Member]) -> str:
 
 
 class Faults:
-    """The faults of one coordinator's members. The one owner of `Member.fault`."""
+    """Handles the faults of one coordinator's members."""
 
     def __init__(self, context: RunContext, members: Members, states: RunStates, assignments: Assignments):
         self._context, self._members, self._states = context, members, states
         self._assignments = assignments
         self._backoff = ExponentialBackoff()
         self._step = -1
-        """Next step of the run when the learner failed last."""
+        """The run's next step when the learner last failed."""
         self._retry_learner_s: float | None = None
         """Monotonic time at which the learner gets a new session."""
         self._roles: set[common_pb2.Role.ValueType] = set()

@@ -23,7 +23,7 @@ from paceline.wire import PROTOCOL
 
 MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADDRESS = 256
-"""Most characters of host:port."""
+"""Most characters of an address, host:port."""
 MAX_RUN_ID = 128
 MAX_RANKS = 1 << 16
 MAX_SECRET = 64
@@ -45,7 +45,7 @@ def check_hello(hello: worker_pb2.Hello) -> None:
     """Check the fields of a Hello. Raises OutdatedProtocol, or InvalidInput with the invalid value."""
     if not MEMBER_ID.fullmatch(hello.member_id):
         raise InvalidInput(
-            f"member_id {hello.member_id[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -; start the "
+            f"member_id {hello.member_id[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ -; start the "
             "worker under another --name"
         )
     if hello.protocol != PROTOCOL:
@@ -56,7 +56,8 @@ def check_hello(hello: worker_pb2.Hello) -> None:
     if hello.role not in ROLES:
         raise InvalidInput(
             f"worker {hello.member_id} has the role {hello.role}, this coordinator supports "
-            f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; update it if it is older than the worker"
+            f"{', '.join(f'{role} ({common_pb2.Role.Name(role)})' for role in sorted(ROLES))}; "
+            "update the coordinator if it is older than the worker"
         )
     for name in ("address", "http_address"):
         value = getattr(hello, name)
@@ -70,7 +71,7 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if len(hello.secret) > MAX_SECRET:
         raise InvalidInput(
-            f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes, {MAX_SECRET} are allowed"
+            f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes, at most {MAX_SECRET} are allowed"
         )
     if len(hello.exchange_key) not in (0, KEY_BYTES):
         raise InvalidInput(
@@ -78,7 +79,8 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         )
     if len(hello.learner_id) > MAX_LEARNER_ID:
         raise InvalidInput(
-            f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters, {MAX_LEARNER_ID} are allowed"
+            f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters, at most "
+            f"{MAX_LEARNER_ID} are allowed"
         )
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
         raise InvalidInput(
@@ -117,7 +119,7 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
         return
     if member.connected or member.is_heard:
         raise PlaceTaken(
-            f"a worker with the id {hello.member_id} is a member, and this one does not have its secret; it can have "
+            f"the id {hello.member_id} belongs to another worker, and this one does not have its secret; it can have "
             "the id when that worker has left or is silent for longer than the heartbeats' time-out"
         )
 

@@ -25,14 +25,14 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256
-"""Most queued directives that replace no other."""
+"""Most queued directives of kinds that replace no earlier one."""
 
 ACKS_AT_ONCE = 1000
 """Most acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
 REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"})
-"""Kinds of directives that replace an earlier one of their kind."""
+"""Kinds of directives that replace a queued one of the same kind."""
 
 
 class DirectiveQueue:
@@ -42,7 +42,7 @@ class DirectiveQueue:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
         """Directives in sending order."""
         self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
-        """Acknowledgements by member and version; sent after `_waiting`."""
+        """Acknowledgements by member id, session and step; sent after the directives in `_waiting`."""
         self._numbers = 0
         self._plain = 0
         self._ended = False
@@ -114,7 +114,7 @@ ROLE_NAMES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason why a member cannot work on a run, as it reported it."""
+    """A member's report that it cannot work on a run, with the reason."""
 
     run_id: str
     message: str
@@ -133,61 +133,61 @@ class Member:
     last_report_s: float
     http_address: str = ""
     connected: bool = True
-    """True while its stream is open."""
+    """True while the worker's stream is open."""
     version: Version | None = None
     ahead_session: int = 0
-    """Session of its weights if the ledger does not know that session, else 0."""
+    """Session of the worker's weights if the ledger does not know that session, else 0."""
     ready_run: str = ""
     """Run that the worker has set up."""
     fault: Fault | None = None
-    """Reason why it cannot work on its run; None if it can."""
+    """Reason why the worker cannot work on its run; None if it can."""
     suspected: bool = False
-    """Silent for half the time-out: out of the roster until it reports again."""
+    """True if the worker was silent for half the time-out; it is not in the roster until it reports again."""
     expelled: bool = False
-    """It missed a deadline for a version: out of the roster until it reports that it is ready."""
+    """True if the worker missed a deadline for a version; it is not in the roster until it reports that it is ready."""
     named_in: int = 0
-    """Number of the roster (epoch) that it entered last; reports on earlier rosters do not concern it."""
+    """Number (epoch) of the roster that the worker entered last; reports on earlier rosters do not concern it."""
     draining: bool = False
     """True if the worker is stopping; it leaves when it has returned its leases and tasks."""
     session: int = 0
-    """Learner: its current session; 0 while it waits for one."""
+    """Current session of a learner; 0 while it waits for one."""
     world_size: int = 0
-    """Learner: number of its ranks; 0 if unknown."""
+    """Number of a learner's ranks; 0 if unknown."""
     learner_id: str = ""
-    """Learner with several ranks: their shared id, which must not be shown."""
+    """Id that a learner's ranks share if there are several; it must not be shown."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    """Sent with Welcome and required in every request to the exchange; new for each stream."""
+    """Secret that is sent with Welcome and required in every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
-    """Earlier secret that its Hello showed; accepted in the next Hello too, because the Welcome of this stream may be lost."""
+    """Earlier secret in the worker's Hello. The next Hello may have it too, because this stream's Welcome may be lost."""
     exchange_key: bytes = b""
-    """Public key of its connections to the exchange; empty if they are not encrypted."""
+    """Public key of the worker's connections to the exchange; empty if they are not encrypted."""
     is_heard: bool = False
-    """True if it has reported on this stream, so that it has its Welcome."""
+    """True if the worker has reported on this stream, which shows that it got its Welcome."""
     is_expected: bool = False
-    """True if it held leases or a session before the coordinator's restart and has not returned yet."""
+    """True if the worker held leases or a session before the coordinator's restart and has not returned yet."""
     offered: deque[Version] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT))
-    """Versions that the learner offered to it, newest last; it may acknowledge these."""
+    """Versions that the learner has offered to the worker, newest last; it may acknowledge only these."""
     warned_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Times of its warnings, newest last."""
+    """Monotonic times of the worker's warnings, newest last."""
     failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Times of its new faults, newest last."""
+    """Monotonic times of the worker's new faults, newest last."""
     caller: Caller | None = None
     """Caller that joined as this member; None without access control."""
     stream_error: Exception | None = None
-    """Error that ends its stream."""
+    """Error that ends the worker's stream."""
     gauges: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
-    """Total seconds in which its sampler stood still for new weights."""
+    """Total seconds for which the worker's sampler paused for new weights."""
     logged: LoggedMetrics = field(default_factory=LoggedMetrics)
-    """Values logged by its reward functions since the last step."""
+    """Values that the worker's reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
-    """Calls of its reward functions since the last step."""
+    """Calls of the worker's reward functions since the last step."""
     host: worker_pb2.HostAgent | None = None
-    """Relay of its host; None without one."""
+    """Relay of the worker's host; None without one."""
     host_plan: worker_pb2.HostPlan | None = None
-    """Plan that was sent to its host on this stream."""
+    """Plan that was sent for the worker's host on this stream."""
     engines: worker_pb2.Engines | None = None
-    """Environment worker: the list of rollout workers that was sent last on this stream."""
+    """List of rollout workers that was last sent to an environment worker on this stream."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 
@@ -217,7 +217,7 @@ class Members:
         return len(self._members)
 
     def get(self, member_id: str) -> Member | None:
-        """Return the member of an id; None if there is none."""
+        """Return the member with an id; None if there is none."""
         return self._members.get(member_id)
 
     def add(self, member: Member) -> None:
@@ -238,7 +238,7 @@ class Members:
         return list(self._members.values())
 
     def ignore_silence(self, pause_s: float, now_s: float) -> None:
-        """Move the last reports forward by `pause_s`, because no member could be heard for so long."""
+        """Move the times of the last reports forward by `pause_s` seconds, in which no report could be read."""
         for member in self._members.values():
             member.last_report_s = min(now_s, member.last_report_s + pause_s)
 
@@ -251,8 +251,8 @@ class Members:
         ]
 
     def silent(self, now_s: float) -> list[Member]:
-        """Return members that have been silent for the time-out; half of it if the stream broke and the member has no
-        learner's session, because a short break does not end a session."""
+        """Return members that have been silent for the time-out. If the stream broke, half of it is enough, except for
+        a learner with a session, because a short break does not end a session."""
         return [
             member
             for member in self._members.values()
@@ -263,11 +263,11 @@ class Members:
 
 BEAT_S = 0.1
 IGNORED_S = 0.05
-"""Lateness of a beat that is no pause."""
+"""Seconds by which a beat may be late without counting as a pause."""
 
 
 class LoopLag:
-    """Sum of the running event loop's pauses. `watch` runs the beat; `take` also counts a pause before the next beat."""
+    """Adds up the running event loop's pauses. `watch` runs the beat; `take` also counts a pause until now."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -296,15 +296,15 @@ class LoopLag:
 
 
 MAX_EARLIER = 4096
-"""Earlier secrets that are kept: more than the workers that come and go within the life of a message."""
+"""Most earlier secrets that are kept: more than the number of workers that leave while a message is on its way."""
 
 
 class Standing(enum.Enum):
-    """Standing of a request's sender."""
+    """Relation of a request's sender to the members."""
 
     MEMBER = "member"
     EARLIER = "earlier"
-    """Was this member; another Welcome is due, or on its way."""
+    """The secret is an earlier one of this member, which retries after its next Welcome."""
     STRANGER = "stranger"
 
 
@@ -315,9 +315,9 @@ class Senders:
         self._max_earlier = max_earlier
         self._members: dict[str, Member] = {}
         self._earlier: dict[tuple[str, bytes], None] = {}
-        """Earlier ids and secrets, oldest first."""
+        """Earlier pairs of member id and secret, oldest first."""
         self._keys: dict[bytes, str] = {}
-        """Member of each public key; read by ZeroMQ's thread."""
+        """Member id by public key; ZeroMQ's thread reads it."""
 
     @property
     def ids(self) -> Set[str]:
@@ -344,11 +344,11 @@ class Senders:
         return self._members.get(member_id)
 
     def knows_key(self, key: bytes) -> bool:
-        """Return whether a public key is a member's. From any thread."""
+        """Return whether a public key belongs to a member. From any thread."""
         return key in self._keys
 
     def owner_of(self, key: bytes) -> str | None:
-        """Return the member with a public key; None without one."""
+        """Return the id of the member with a public key; None without one."""
         return self._keys.get(key)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:

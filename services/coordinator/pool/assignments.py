@@ -32,15 +32,14 @@ NAMED = 16
 SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
-"""Sessions that may end, during the coordinator's life, because a worker holds weights of a later one. A restored
-backup meets at most that many kinds of survivors; a worker that claims ever later sessions must not prevent
-training."""
+"""Most sessions that end, while this coordinator runs, because a worker holds weights of a later one. After the restore
+of a backup there are few such workers; a worker that claims ever later sessions must not prevent training."""
 
 log = logging.getLogger(__name__)
 
 
 class Roster:
-    """The newest roster of the active run: the rollout workers that receive weights, which are ready and not pinned by
+    """The newest roster of the active run: the rollout workers that receive weights. They are ready, and not pinned by
     an evaluation, suspected or expelled. Each change gets a new number, `epoch` in protos. `learner` returns the
     member to notify."""
 
@@ -49,7 +48,7 @@ class Roster:
         self.number = 0
         """Number of the newest roster; `clear` keeps it."""
         self.run_id = ""
-        """Run of the newest roster; empty if the learner must get the roster again."""
+        """Id of the newest roster's run; empty if the learner must get the roster again."""
         self.member_ids: list[str] = []
         self._host_member_ids: list[str] = []
         self.plans = HostPlans(members, exchange, learner)
@@ -75,7 +74,7 @@ class Roster:
         for member_id in set(member_ids) - set(earlier_ids):
             if (newcomer := self._members.get(member_id)) is not None:
                 newcomer.named_in = self.number
-                newcomer.host_plan = None  # the learner waits for its answer, even if it has the version
+                newcomer.host_plan = None  # the learner waits for its answer, even if it has the version already
         log.info("epoch %d of run %s: %s", self.number, run.run_id, listed_names(member_ids))
         directive = worker_pb2.Epoch(
             run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
@@ -106,7 +105,7 @@ def listed_names(member_ids: Sequence[str]) -> str:
 
 
 class Assignments:
-    """Assigns the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
+    """Assigns the active run to members; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Assignments:
     ):
         self.roster = Roster(members, exchange, self.learner)
         self._sessions: dict[tuple[str, int], str] = {}
-        """Learner by run and session; the newest SESSIONS_KEPT."""
+        """Member id of the learner by run id and session, for the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
         self._numbers = SessionNumbers()
@@ -132,7 +131,7 @@ class Assignments:
         self.update_engines()
 
     def update_lists(self) -> None:
-        """Send the roster to the learner and the rollout workers to environment workers, if they changed."""
+        """Send the roster to the learner, and the list of rollout workers to environment workers, if changed."""
         self.roster.update()
         self.update_engines()
 
@@ -214,7 +213,8 @@ class Assignments:
         return newest
 
     def restore_session(self) -> str | None:
-        """Return the learner with the active run's newest session, from the ledger after a restart; None without one."""
+        """Return the id of the learner with the active run's newest session, from the ledger after a restart; None
+        without one."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:
@@ -228,7 +228,7 @@ class Assignments:
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
 
     async def assign_learner(self) -> None:
-        """Assign the active run to a learner in a new session, unless one has it, even with a broken stream."""
+        """Assign the active run to a learner in a new session, unless one has the run, even with a broken stream."""
         run = self._exchange.active
         if run is None or not self._waiting(run):
             return
@@ -262,8 +262,8 @@ class Assignments:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
         registered_paths = self._ledger.checkpoints.paths(run.run_id)
-        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; that of a restored ledger
-        # is its own.
+        # A `checkpoint_dir` elsewhere may belong to a run of the same name in another ledger; after the restore of a
+        # backup it belongs to this one.
         is_own = folder.local.is_relative_to(self._ledger.run_store(run.run_id))
         try:
             scan = await asyncio.to_thread(
@@ -295,7 +295,8 @@ class Assignments:
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session above that of a worker's weights, unknown to the ledger; at most MAX_LATER_SESSIONS times."""
+        """Begin a session above that of a worker's weights, which the ledger does not know; at most MAX_LATER_SESSIONS
+        times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
@@ -363,7 +364,8 @@ class Assignments:
         return worker_pb2.ConnectResponse(run=assignment)
 
     def update_engines(self) -> None:
-        """Send the list of serving rollout workers to every environment worker of the active run that has an older one."""
+        """Send the list of serving rollout workers to every environment worker of the active run that has an older
+        list."""
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return

@@ -1,4 +1,4 @@
-"""Plans where the relay of each host reads the newest version, and where it reads instead if that host is dead.
+"""Plans from which host the relay of each host reads the newest version, and from which others if that one is dead.
 
 The coordinator keeps the newest version that the learner announced and the hosts of the roster in the order of the
 chain. A member gets a plan when it is new: for another version, for another roster that changes the hosts before its
@@ -24,9 +24,9 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.v1 import worker_pb2
 
 FALLBACKS = 3
-"""Most hosts before the preferred upstream that are tried after it, before the learner's hosts."""
+"""Most hosts that are tried after the preferred upstream and before the learner's hosts."""
 TREE_BYTES = 2 << 20
-"""Versions up to this size go through a tree."""
+"""Most bytes of a version that goes through a tree."""
 TREE_WIDTH = 8
 
 
@@ -90,7 +90,7 @@ class HopSpeeds:
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
         self._slow: dict[str, int] = {}
-        """Slow versions in a row, by relay."""
+        """Slow versions in a row, by relay id."""
 
     def note(self, transfer: worker_pb2.HostTransfer) -> bool:
         """Add a measurement; return whether the host has just become slow."""
@@ -120,7 +120,7 @@ class HostPlans:
         self.speeds = HopSpeeds()
 
     def take(self, version: worker_pb2.HostVersion, epoch: int, member_ids: Sequence[str]) -> None:
-        """Set the newest version, and plan it for the roster's hosts."""
+        """Set the newest version, and send the roster's members their plans for it."""
         self._version = version
         self.update(epoch, member_ids)
 

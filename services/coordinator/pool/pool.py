@@ -33,7 +33,7 @@ from paceline.services.coordinator.text_limits import cut, one_line
 from paceline.v1 import common_pb2, worker_pb2
 
 LOGGED_PAUSE_S = 1.0
-"""Shortest pause of the coordinator that is logged."""
+"""Seconds of the shortest pause of the coordinator that is logged."""
 
 OVERDUE_CHECK_S = 5.0
 """Seconds between two checks for overdue leases."""
@@ -42,10 +42,10 @@ SILENT_TIMEOUTS = 1.5
 """Silence of a learner's rank, in time-outs, after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
-"""Reason of a member that leaves without a fault."""
+"""Recorded reason of a member that leaves without a fault."""
 
 LEFT = "left: "
-"""Start of the event of a member that has left."""
+"""Prefix of the event of a member that has left."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Pool:
         self.lag = LoopLag()
         self.overdue_check_s = OVERDUE_CHECK_S
         self._overdue_checked_s = 0.0
-        """Time of the last check for overdue leases."""
+        """Monotonic time of the last check for overdue leases."""
         self._runs = runs
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
@@ -67,9 +67,8 @@ class Pool:
         self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
     def expect_holders(self) -> None:
-        """Keep the members that hold leases or the newest session after a restart, once they can reach the coordinator:
-        they have the usual time to return before their leases are revoked. A learner that had left before is not
-        expected."""
+        """After a restart, keep the members that hold leases or the newest session. From this call on they have the
+        usual time to return before their leases are revoked. A learner that had left before is not expected."""
         active = self._exchange.active
         lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
@@ -94,9 +93,7 @@ class Pool:
             self.members.ignore_silence(pause_s, now_s)
             self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
-                log.warning(
-                    "the coordinator stood still for %.1f s, which does not count as silence of members", pause_s
-                )
+                log.warning("the coordinator paused for %.1f s, which do not count as silence of members", pause_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; a process that is stopped or cut off does not.
@@ -112,7 +109,7 @@ class Pool:
         await self._take_overdue()
 
     def _end_learners_without_rank(self, now_s: float) -> None:
-        """Tell the other ranks of a learner that one is silent, because they wait for it in collectives."""
+        """Notify the other ranks of a learner that one is silent, because they wait for it in collectives."""
         learners = self.members.of_role(common_pb2.ROLE_LEARNER)
         for reason, others in self._lost_ranks.check(learners, now_s):
             log.warning("%s; its learner's other ranks end: %s", reason, ", ".join(m.member_id for m in others))
@@ -121,12 +118,12 @@ class Pool:
 
     @contextmanager
     def _fault_of(self, member: Member) -> Iterator[None]:
-        """End a member's stream on an unforeseen error in its bookkeeping, and continue; ledger errors are raised."""
+        """End a member's stream on an unexpected error in its bookkeeping, and continue; ledger errors are raised."""
         try:
             yield
         except (LedgerFault, sqlite3.Error):
             raise
-        except Exception as error:  # concerns this member only: the others are still served
+        except Exception as error:  # the error concerns this member only: the others are still served
             unforeseen.note("the bookkeeping of a member", error)
             member.stream_error = error
             member.end_stream()
@@ -171,7 +168,7 @@ class Pool:
         return member
 
     def _take_version(self, member: Member, reported: common_pb2.PolicyVersion) -> None:
-        """Note the version that a worker held before it joined; one that the run has not published does not count."""
+        """Note the version that a worker held before it joined; a version that the run has not published is ignored."""
         version = Version(reported.session, reported.step)
         if self.assignments.is_published(version):
             member.version = self._exchange.versions[member.member_id] = version
@@ -197,7 +194,7 @@ class Pool:
         """Suspect a member whose stream broke; it has some time to return."""
         if self.members.get(member.member_id) is member:
             member.connected = False
-            # Directives under way to it are lost; when it returns, it is named and offered again.
+            # Directives on their way are lost; when the member returns, it gets a new roster and new offers.
             await self._suspect(member, "its stream broke")
             if member.role == common_pb2.ROLE_LEARNER:
                 await self.assignments.assign_learner()
@@ -207,7 +204,7 @@ class Pool:
         if self.members.get(member.member_id) is not member:
             return
         self.members.remove(member.member_id)
-        self._exchange.senders.leave(member.member_id)  # before any await, because it may return meanwhile
+        self._exchange.senders.leave(member.member_id)  # before any await, because the member may return meanwhile
         member.end_stream()
         run = self._exchange.active
         async with self._lock:
@@ -234,7 +231,7 @@ class Pool:
 
     @contextmanager
     def _kept_on_fault(self, member: Member) -> Iterator[None]:
-        """Keep a member as silent and disconnected if its leases could not be revoked; it is handled again later."""
+        """Keep a member as silent and disconnected if its leases could not be revoked; a later check retries."""
         try:
             yield
         except BaseException:
@@ -251,7 +248,7 @@ class Pool:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
             self.assignments.update_lists()
-            await self._add_member_event(member, "heard of again")
+            await self._add_member_event(member, "reports again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
             if not reason:
@@ -330,9 +327,9 @@ class Pool:
         run = self._exchange.active
         if run is not None:
             async with self._lock:
-                with self._ledger.transaction(synced=False):  # no reader sees it before a later sync
+                with self._ledger.transaction(synced=False):  # no reader sees the event before a later sync
                     if what == "joined":
-                        self._ledger.deaths.remove_member(member.member_id)  # so no group crashed it
+                        self._ledger.deaths.remove_member(member.member_id)  # it returned, so no group crashed it
                     content = {"role": member.role_name, "member_id": member.member_id, "what": what}
                     self._ledger.add_event(run.run_id, "member", content)
             await self._runs.tell_watchers()
@@ -340,12 +337,12 @@ class Pool:
 
 @dataclass
 class _Learner:
-    """Ranks of one learner, including those that are no longer members."""
+    """Times of one learner's ranks, including those that are no longer members."""
 
     joined_s: float
-    """Time when the last of its ranks joined or returned."""
+    """Monotonic time at which the last of its ranks joined or returned."""
     heard_s: dict[str, float] = field(default_factory=dict)
-    """Time of the last report by member id."""
+    """Monotonic time of each rank's last report, by member id."""
 
 
 class LostRanks:
@@ -366,7 +363,7 @@ class LostRanks:
             self._learners[learner_id].heard_s.pop(member_id, None)
 
     def ignore_silence(self, pause_s: float) -> None:
-        """Move all times forward, because no member could be heard for so long."""
+        """Move all times forward by `pause_s` seconds, in which no report could be read."""
         for learner in self._learners.values():
             learner.joined_s += pause_s
             learner.heard_s = {member_id: heard_s + pause_s for member_id, heard_s in learner.heard_s.items()}

@@ -34,7 +34,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 
 class WorkerFaults(Protocol):
-    """Handlers of the faults of workers."""
+    """Handles the faults of workers."""
 
     async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Handle a member that cannot work on the active run."""
@@ -74,10 +74,10 @@ class RunEvents(Protocol):
 
 
 WARNINGS_PERIOD_S = 60.0
-"""Period in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
+"""Seconds in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
 
 MAX_HASH = 128
-"""Most characters of a digest or a chain."""
+"""Most characters of a digest or of a chain's hash."""
 MAX_PATH_BYTES = 4096
 MAX_SOURCES = 4096
 TEXTS = {
@@ -269,7 +269,9 @@ class Reports:
     def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
         kind = request.WhichOneof("report")
         if kind is None:
-            return "this coordinator does not support such a report; update it if it is older than the worker"
+            return (
+                "this coordinator does not support such a report; update the coordinator if it is older than the worker"
+            )
         if kind in FREE:
             return ""
         run, report = self._exchange.active, getattr(request, kind)
@@ -282,7 +284,7 @@ class Reports:
             case "host_version":
                 hosts, relays = len(report.sources), len(report.source_agent_ids)
                 if not 0 < hosts <= MAX_SOURCES or hosts != relays:
-                    return f"it has addresses of {hosts} hosts of the learner, but ids of {relays} relays"
+                    return f"the report has addresses of {hosts} hosts of the learner, but ids of {relays} relays"
                 return self._check_learner(member, report.version, session)
             case "weight_ack" | "weight_progress":
                 return self._check_receiver(member, report.member_id, report.version)
@@ -290,13 +292,13 @@ class Reports:
                 return self._check_run_report(member, report, session)
             case "checkpoint":
                 if not self._assignments.had_session(member, run.run_id, report.session):
-                    return f"session {report.session} was not this worker's"
+                    return f"the worker did not have session {report.session}"
                 is_long = max(len(report.sha256), len(report.chain)) > MAX_HASH
                 if is_long or len(report.path.encode()) > MAX_PATH_BYTES:
-                    return "its digest, chain or path is too long"
+                    return "the digest, chain or path is too long"
             case "token_statistics":
                 if self._assignments.learner() is not member or report.session != session:
-                    return f"it does not have the learner's session {session}"
+                    return f"the worker does not have the learner's session {session}"
                 if report.step >= self._ledger.run(run.run_id)["next_batch"]:
                     return f"step {report.step} has no batch yet"
                 return fault_of(report)
@@ -313,9 +315,9 @@ class Reports:
 
     def _check_learner(self, member: Member, version: common_pb2.PolicyVersion, session: int) -> str:
         if self._assignments.learner() is not member:
-            return f"it does not have the learner's session {session}"
+            return f"the worker does not have the learner's session {session}"
         if version.session != session:
-            return f"version {version.step} is of session {version.session}, the newest is {session}"
+            return f"version {version.step} is of session {version.session}, but the newest is {session}"
         return ""
 
     def _check_receiver(self, member: Member, member_id: str, reported: common_pb2.PolicyVersion) -> str:
@@ -323,24 +325,24 @@ class Reports:
         if member.role != common_pb2.ROLE_ROLLOUT:
             return f"a {member.role_name} worker receives no weights"
         if member_id != member.member_id:
-            return f"it is about member {member_id[:80]!r}"
+            return f"the report is about member {member_id[:80]!r}"
         if version not in member.offered:
-            return f"{tuple(version)} was not offered to it"
+            return f"version {tuple(version)} was not offered to the worker"
         if not self._assignments.is_published(version):
-            return f"{tuple(version)} is a version that the run has not published"
+            return f"version {tuple(version)} was not published by the run"
         return ""
 
     def _check_run_report(self, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
         if member.role == common_pb2.ROLE_LEARNER:
             if reported.session != session:
-                return f"session {reported.session} is not the newest, {session}"
+                return f"session {reported.session} is not the newest, which is {session}"
             # Other ranks report only their own errors.
             if self._exchange.ranks and member.rank >= self._exchange.ranks:
-                return f"rank {member.rank} is not one of the learner's, which has {self._exchange.ranks} ranks"
+                return f"the learner has {self._exchange.ranks} ranks, and rank {member.rank} is none of them"
             if not (reported.error or reported.warning) and self._assignments.learner() is not member:
-                return f"it does not have the learner's session {session}"
+                return f"the worker does not have the learner's session {session}"
             if len(reported.export_path.encode()) > MAX_PATH_BYTES:
-                return "the path of its export is too long"
+                return "the path of the export is too long"
         elif reported.finished or reported.export_path or reported.vocab_size:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
         if reported.warning:
@@ -355,7 +357,7 @@ class Reports:
         """Limit a member's reports of a kind, because each becomes an event of the run."""
         now_s = time.monotonic()
         if len(times_s) == WARNINGS_KEPT and now_s - times_s[0] < WARNINGS_PERIOD_S:
-            return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
+            return f"the worker has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
         times_s.append(now_s)
         return ""
 

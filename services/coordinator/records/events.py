@@ -1,5 +1,5 @@
-"""RecordsService.GetMetrics, metrics of a run by step, averaged down to a number of points; and pages of a run's
-events.
+"""Answers RecordsService.GetMetrics (metrics of a run by step, averaged down to a number of points), and requests for
+pages of a run's events.
 
 SQLite reads and averages the events' JSON, so the interpreter is free for the exchange meanwhile. A call reads a
 bounded number of events; its page ends at the end of a point, so the points do not depend on the pages.
@@ -24,17 +24,17 @@ KINDS = ("step", "evaluation")
 POINTS, MAX_POINTS = 500, 5000
 MAX_PATTERNS, MAX_SERIES = 64, 128
 EVENTS_AT_ONCE = 5000
-"""Events that a call reads at first."""
+"""Number of events that a call reads first."""
 
 SAMPLED = 32
-"""Events at either end of a run whose metrics' names are taken for all names."""
+"""Events at each end of a run from which the names of its metrics are collected."""
 
 NO_METRICS = ("step", "time")
 NAN = math.nan
 
 
 def get_metrics(ledger: Ledger, request: pb.GetMetricsRequest, at_once: int = EVENTS_AT_ONCE) -> pb.GetMetricsResponse:
-    """Return a page of points. Raises NotFound, InvalidInput."""
+    """Return a page of a run's metrics as points. Raises NotFound, InvalidInput."""
     run, kind = ledger.run(request.run_id), request.kind or KINDS[0]
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}")
@@ -130,7 +130,7 @@ def _number(value: object) -> float:
 
 
 def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
-    """Return the statistics of a step; empty if missing or damaged. Raises NotFound for an unknown run."""
+    """Return the token statistics of a step; empty if missing or damaged. Raises NotFound for an unknown run."""
     ledger.run(request.run_id)
     response = pb.GetTokenStatisticsResponse()
     report = worker_pb2.TokenStatistics()
@@ -153,7 +153,7 @@ MAX_BYTES = 8 << 20
 """Bytes of JSON in an answer; the event that exceeds them is the last one."""
 
 READ_AT_ONCE = 20_000
-"""Events that a call reads, with those of other kinds."""
+"""Most events that a call reads, including those of other kinds than requested."""
 MAX_KINDS = 16
 
 

@@ -23,7 +23,7 @@ MAX_POINTS, USUAL_POINTS = 2000, 300
 MAX_MEMBERS = 64
 NAN = float("nan")
 Key = tuple[str, str, str]
-"""Pool, member (empty for the pool itself), gauge."""
+"""Key of a series: pool, member id (empty for the pool itself), gauge."""
 
 
 def get_gauge_history(directory: Path, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
@@ -63,7 +63,7 @@ def _readings(folder: Path, from_s: float, to_s: float) -> Iterator[tuple[float,
             continue
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # removed meanwhile as the oldest file
+        except OSError:  # removed meanwhile, because it was the oldest file
             continue
         for line in lines:
             try:

@@ -139,26 +139,26 @@ def _is_default(value: Any, default: str) -> bool:
 
 
 REASONS = {
-    "stale": "Its tokens were older than the run allows (async_grpo.max_trajectory_age_steps, hard_max_age).",
-    "no_variance": "All its completions had the same reward, and grpo.use_dynamic_sampling leaves such groups out.",
-    "reward_failed": "A reward function failed on it as often as grpo.max_score_failures allows.",
-    "bad_prompt": "Its prompt could not be encoded, or workers failed on it.",
-    "prompt_too_long": "Its prompt left no room for a completion.",
-    "invalid_result": "Results for it were refused as often as grpo.max_generation_failures allows.",
-    "poison": "Workers crashed while they held it, also when it was leased alone.",
-    "damaged": "Its stored arrays could not be read, and it could not be generated again.",
-    "environment_failed": "Every sample of it was given up after environment.max_failures failures.",
-    "by_request": "A person took it out of its batch with `paceline drop`.",
-    "run_ended": "The run ended before it was trained.",
+    "stale": "The group's tokens were older than the run allows (async_grpo.max_trajectory_age_steps, hard_max_age).",
+    "no_variance": "The group's completions had the same reward, and grpo.use_dynamic_sampling leaves such groups out.",
+    "reward_failed": "A reward function failed on the group as often as grpo.max_score_failures allows.",
+    "bad_prompt": "The group's prompt could not be encoded, or workers failed on the group.",
+    "prompt_too_long": "The group's prompt left no room for a completion.",
+    "invalid_result": "Results for the group were refused as often as grpo.max_generation_failures allows.",
+    "poison": "Workers crashed while they held the group, also when it was leased alone.",
+    "damaged": "The group's stored arrays could not be read, and it could not be generated again.",
+    "environment_failed": "Every sample of the group was given up after environment.max_failures failures.",
+    "by_request": "A person took the group out of its batch with `paceline drop`.",
+    "run_ended": "The run ended before the group was trained.",
 }
-"""Sentences for reasons of drops."""
+"""Explanations of drops, by reason."""
 MAX_HOLDERS = 100
 BATCHED = ("batched", "trained")
 SCORED = ("scored", *BATCHED)
 
 
 def get_group_life(ledger: Ledger, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
-    """Return the life of a group. Raises NotFound."""
+    """Return the history of a group. Raises NotFound."""
     ledger.run(request.run_id)
     row = ledger.group_queries.get(request.run_id, min(request.group_id, (1 << 63) - 1))
     if row is None:
@@ -238,7 +238,7 @@ def _names(lines: str) -> list[str]:
 
 
 GROUPS = 1000
-"""Groups of a page."""
+"""Most groups of a page."""
 MAX_CHARACTERS = 4 << 20
 """Characters of the prompts of a page; the group that exceeds them is the last one."""
 
@@ -319,5 +319,5 @@ def _tolerant_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str]) ->
         seldom.warning(run_id, "the row of run %s cannot be read", run_id, error=error)
         return run_pb2.Run(
             run_id=run_id,
-            message=f"its row cannot be read ({type(error).__name__}); see `paceline ledger verify`",
+            message=f"the run's row cannot be read ({type(error).__name__}); see `paceline ledger verify`",
         )

@@ -38,7 +38,8 @@ def _limited(call: Callable[[Ledger, RequestT], ResponseT]) -> Callable[[Records
 
 
 class RecordsReader:
-    """Reads one ledger. Methods have the names of calls; raise NotFound, InvalidInput, LedgerFault, Unavailable."""
+    """Reads one ledger. Its methods have the names of RecordsService's calls, and raise NotFound, InvalidInput,
+    LedgerFault or Unavailable."""
 
     def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
         """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` there is only one
@@ -46,7 +47,7 @@ class RecordsReader:
         self.ledger = ledger
         self._limit_s = limit_s
         self._specs: dict[tuple[str, str], RunSpec] = {}
-        """Specs by run and text, cached because parsing YAML takes longer than anything else here."""
+        """Specs by run and text, cached because parsing YAML takes most of a call's time."""
 
     @classmethod
     def opened(cls, path: Path) -> RecordsReader:

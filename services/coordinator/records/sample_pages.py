@@ -30,13 +30,13 @@ from paceline.v1 import records_pb2 as pb
 from paceline.wire import CompletionArrays, decode_result, decode_rewards, parse_message, split_rows
 
 GROUPS = 64
-"""Groups that a call reads."""
+"""Most groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Stored bytes that a call decodes, and size of its answer; the group that exceeds them is the last one."""
+"""Most stored bytes that a call decodes, and most bytes of its answer; the group that exceeds them is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Size of a run's extra.jsonl up to which a bounded call reads it, for every page."""
+"""Bytes of the largest extra.jsonl that a bounded call reads, because it reads the whole file for every page."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
@@ -334,7 +334,7 @@ OPTIONAL = ("min_reward", "max_reward", "min_tokens", "max_tokens", "min_age", "
 
 
 class CompletionFilter:
-    """The filters of one request."""
+    """The filters of one request on completions."""
 
     def __init__(self, request: pb.ListSamplesRequest):
         self._bounds = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]

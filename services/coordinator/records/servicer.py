@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _read(method: str) -> Any:
-    """Return the servicer's method that answers by the reader's."""
+    """Return a method of the servicer that answers by the reader's method of that name."""
 
     async def call(self: RecordsServicer, request: Any, context: Context) -> Any:
         return await self.answer(method, request)

@@ -35,7 +35,7 @@ seldom = RateLimitedLog(log, interval_s=600.0)
 
 
 class GaugeHistory:
-    """The readings of one coordinator."""
+    """Takes and writes the readings of one coordinator's members."""
 
     def __init__(
         self, directory: Path, members: Members, max_file_bytes: int = MAX_FILE_BYTES, max_files: int = MAX_FILES
@@ -44,10 +44,10 @@ class GaugeHistory:
         self._max_file_bytes, self._max_files = max_file_bytes, max_files
         self._due_s = 0.0
         self._paused_s: dict[str, float] = {}
-        """Seconds for which members had paused for weights, at the last reading."""
+        """Seconds for which each member had paused for weights at the last reading, by member id."""
         self._read_s = 0.0
         self.writing: asyncio.Future[None] | None = None
-        """The write of the newest line; the loop's end waits for it."""
+        """Task that writes the newest line; the coordinator waits for it before it ends."""
 
     def observe(self, now_s: float) -> None:
         """Take a reading if one is due, and write it in a thread."""
@@ -84,7 +84,7 @@ class GaugeHistory:
 
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
-    """Return shares of a member's time by activity, sum 1; none for a connected learner, whose steps have times."""
+    """Return a member's shares of time by activity, sum 1; empty for a connected learner, whose steps have times."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:
@@ -110,12 +110,12 @@ MAX_COMPLETIONS = 4096
 
 
 class TokenFiles:
-    """The files of one coordinator's runs."""
+    """Token statistics of one coordinator's runs."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_TOKEN_BYTES):
         self._folder, self._max_bytes = directory / TOKEN_FOLDER, max_bytes
         self.writing: asyncio.Future[None] | None = None
-        """The write of the newest report; the loop's end waits for it."""
+        """Task that writes the newest report; the coordinator waits for it before it ends."""
 
     def keep(self, report: worker_pb2.TokenStatistics) -> None:
         """Write a report in a thread."""
@@ -144,9 +144,9 @@ def path_of(directory: Path, run_id: str, step: int) -> Path:
 
 
 def fault_of(report: worker_pb2.TokenStatistics, max_bytes: int = MAX_REPORT_BYTES) -> str:
-    """Return why a report is refused; empty if it is kept."""
+    """Return why token statistics are refused; empty if they are kept."""
     if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > max_bytes:
-        return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
+        return f"the report has {len(report.completions)} completions and {report.ByteSize()} bytes, more than allowed"
     if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
         return "a completion has more log-probabilities than entropies, or fewer"
     return ""

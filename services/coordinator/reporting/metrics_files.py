@@ -27,7 +27,7 @@ class MetricsFiles:
     """The metrics files of one run, in its directory. Methods raise OSError."""
 
     def __init__(self, directory: Path, *, tensorboard: bool, next_step: int, is_ahead: IsAhead):
-        """`next_step` is the run's by the ledger; `is_ahead` returns whether the ledger does not know a line."""
+        """`next_step` is the run's in the ledger; `is_ahead` returns whether the ledger does not know a line."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         path = directory / METRICS_NAME
@@ -52,7 +52,7 @@ class MetricsFiles:
                 self._hide_from(next_step)
 
     def _hide_from(self, step: int) -> None:
-        """Make TensorBoard hide the values that it has for this step and later ones."""
+        """Make TensorBoard hide earlier values of this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = SessionLog(status=SessionLog.START)
@@ -114,7 +114,7 @@ def write_summary(directory: Path, summary: dict[str, Any]) -> None:
 BLOCK_BYTES = 1 << 20
 
 IsAhead = Callable[[str, int], bool]
-"""Returns whether the ledger does not know the line of this kind and step."""
+"""Function that returns whether the ledger does not know the line of a kind and step."""
 
 
 def set_aside(path: Path, is_ahead: IsAhead, block_bytes: int = BLOCK_BYTES) -> int:

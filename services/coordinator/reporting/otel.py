@@ -51,7 +51,8 @@ Snapshot = dict[str, list[Observation]]
 
 
 class StateMeters:
-    """Gauges of `meter`; by default of the process's provider, which does nothing if none is set up."""
+    """Gauges of the coordinator's state, from `meter`; by default from the process's provider, which does nothing if
+    none is set up."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class StateMeters:
         run = self._exchange.active
         if run is None:
             return set()
-        if run.prompts is None:  # it trains on examples
+        if run.prompts is None:  # the run trains on examples
             return {"learner"}
         needed = {"learner", "rollout"}
         if run.spec.rewards:
@@ -137,23 +138,23 @@ class StateMeters:
 
 SECONDS = {
     "gather_s": "Time in which the learner's ranks gathered a bucket",
-    "wait_s": "Wait of the learner's next step for the copy",
+    "wait_s": "Wait of the learner's next step for the copy of the weights",
     "transfer_s": "Time in which the buckets were sent",
-    "answer_s": "From the last bucket to the member's acknowledgement",
-    "publish_s": "From the offer to the acknowledgement",
+    "answer_s": "Time from the last bucket to the member's acknowledgement",
+    "publish_s": "Time from the offer to the acknowledgement",
     "host_s": "Time until a host had verified all bytes",
-    "hop_s": "Time in which a host received, without waiting for the host before",
+    "hop_s": "Time in which a host received, without its waits for the previous host",
     "swap_s": "Time in which the engine swapped its weights",
     "pause_s": "Pause of the sampler",
 }
 """Instruments by the name in `VersionRecord.numbers`; the instrument's name has no suffix for the unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
-"""Bounds from 1 KiB to 256 GiB."""
+"""Bounds of histograms in bytes, from 1 KiB to 256 GiB."""
 
 
 class WeightMeters:
-    """Instruments of `meter`; by default of the process's provider, which does nothing if none is set up."""
+    """Instruments for published versions, from `meter`, by default from the process's provider."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -176,8 +177,8 @@ class WeightMeters:
             name: meter.create_gauge(f"paceline.weights.{name}", description=description)
             for name, description in {
                 "version": "Newest step whose weights were published",
-                "epoch": "Number of the set of members that the version was for",
-                "members": "Members of the epoch",
+                "epoch": "Number of the roster for which the version was published",
+                "members": "Members of the roster",
                 "acknowledged": "Members that acknowledged the version",
             }.items()
         }
@@ -205,7 +206,7 @@ MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of `meter`; by default of the process's provider, which does nothing if none is set up."""
+    """Gauges of the newest step, from `meter`, by default from the process's provider."""
 
     def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
         self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges

@@ -37,14 +37,14 @@ class Broken(NamedTuple):
 
 
 class Rules:
-    """The rules of one run, and for how many steps each holds."""
+    """The rules of one run, and for how many steps each has held."""
 
     def __init__(self, rules: Sequence[Rule]):
         self._rules = rules
         self._held: dict[tuple[Rule, str], int] = {}
-        """Steps in a row at which a rule's condition held, by metric."""
+        """Steps in a row at which a rule's condition has held, by rule and metric."""
         self._before: dict[str, float] = {}
-        """Newest values of the metrics whose change a rule tests."""
+        """Newest value of each metric whose change a rule tests."""
 
     @property
     def reach(self) -> int:
@@ -52,7 +52,7 @@ class Rules:
         return min(MAX_REPLAYED, max((rule.steps for rule in self._rules), default=0) + 1)
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Broken]:
-        """Return the rules that the next step breaks by its metrics."""
+        """Count the next step, and return the rules that its metrics break."""
         numbers = {name: value for name, value in metrics.items() if value is not None and value == value}
         broken = []
         for rule in self._rules:
@@ -71,7 +71,7 @@ class Rules:
         return broken
 
     def replay(self, steps: Iterable[Mapping[str, float | None]]) -> None:
-        """Count earlier steps, oldest first, whose warnings were given then."""
+        """Count earlier steps, oldest first, whose warnings were given already."""
         for metrics in steps:
             self.check(metrics)
 
@@ -98,7 +98,8 @@ a completion if the reduction sums tokens."""
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no token of a step had an advantage, and a remedy; empty if any had one, or without advantages."""
+    """Return why no token of a step had an advantage, and a remedy; empty if any had one, or if advantages are not
+    used."""
     if metrics.get("zero_advantage_fraction") != 1.0:
         return ""
     if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:

@@ -38,10 +38,10 @@ from paceline.v1 import worker_pb2
 from paceline.wire import decode_result, decode_rewards
 
 TIME = "milliseconds"
-"""Counter of the time for which a run was active."""
+"""Name of the counter of milliseconds for which a run was active."""
 
 STEP_WARNINGS = {"steps:no_signal": no_signal, "steps:out_of_scale": out_of_scale}
-"""Functions that warn of a step, by the counter of the steps that they warned of."""
+"""Functions that warn of a step, by the name of the counter of such steps."""
 
 POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
 """Names of pools in metrics that differ from the role, because `reward/` are the run's reward functions and
@@ -64,7 +64,7 @@ class RunLog:
         self._meters, self._step_meters = WeightMeters(), StepMeters()
         self._energy = Energy()
         self._rules: Rules | None = None
-        """Rules of the run, from the first step that this coordinator sees."""
+        """Rules on the run's metrics; None before the first step that this coordinator records."""
         self._run_id = ""
         self._counted_s = time.monotonic()
         """Monotonic time up to which the ledger has counted the run's active time."""
@@ -103,14 +103,14 @@ class RunLog:
             (self._ledger.run_directory(run_id) / SUMMARY_NAME).unlink(missing_ok=True)
 
     def summarize_if_missing(self, run_id: str) -> None:
-        """Write the summary of an ended run if a kill or an unwritable folder prevented it: there is none, or it is of
-        the paused run."""
+        """Write the summary of an ended run if a kill or an unwritable folder prevented it. Then there is no summary,
+        or only that of the paused run."""
         directory = self._ledger.run_directory(run_id)
         if os.path.isdir(directory) and _summarized_state(directory) in (None, "paused"):
             self._summarize(directory, self.summary(run_id))
 
     def _summarize(self, directory: Path, summary: dict[str, Any]) -> None:
-        """Write a summary. An unwritable folder does not prevent the run's end, because the ledger has all of it."""
+        """Write a summary. An unwritable folder does not prevent the run's end, because the ledger has all data."""
         try:
             write_summary(directory, summary)
         except OSError as error:
@@ -365,10 +365,10 @@ def is_added_up(gauge: str) -> bool:
 
 
 PROMPTS = 3
-"""Most prompts that are shown."""
+"""Most prompts in the text of an evaluation."""
 
 MAX_BYTES = 2000
-"""Most bytes of a prompt or a completion that are shown."""
+"""Most bytes of a prompt or a completion in the text of an evaluation."""
 
 
 def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
 The coordinator calls it at every tick and records its warnings. It changes only `Exchange.admission_closed`. Reasons of
-a stall are checked in the order of a group's way; the first one that applies explains it, because it blocks all later
-ones.
+a stall are checked in the order of the stages of a group; the first one that applies explains the stall, because it
+blocks all later stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.v1 import common_pb2
 
 
 class Watchdog:
-    """Watchdog of one coordinator. It remembers since when the run has been in its state; a restart begins anew."""
+    """Watchdog of one coordinator. It remembers how long the run has been in its state; a restart resets that."""
 
     def __init__(
         self,
@@ -37,11 +37,13 @@ class Watchdog:
         self._directory = directory
         self._min_free_bytes, self._free_bytes = min_free_bytes, free_bytes
         self._moving_s: float | None = None
-        """Last time at which a learner was connected and the run was not paused."""
+        """Last monotonic time at which a learner was connected and the run was not paused."""
         self._stopped_s = 0.0
-        """Last time at which the run was paused or yielded to another run. Waiting before it is not counted."""
+        """Last monotonic time at which the run was paused or yielded to another run. Waiting before that time is not
+        counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step whose batch the learner has not requested, though it has none to train, and since when."""
+        """Session and step of a batch that the learner has not requested, though it has no other to train, and since
+        when."""
         self._unreadable_data = ""
         """Last warning about the data set."""
         self._step = -1
@@ -83,7 +85,8 @@ class Watchdog:
         before, self._unreadable_data = self._unreadable_data, self._exchange.unreadable_data
         if self._unreadable_data and not before:
             return [
-                f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; it is retried automatically"
+                f"no prompt is admitted: {self._unreadable_data}. Open groups are still trained; reading is "
+                "retried automatically"
             ]
         return ["prompts are read again"] if before and not self._unreadable_data else []
 
@@ -117,7 +120,7 @@ class Watchdog:
         return [explain(self._facts(run, step, waited_s, len(learners), is_requested))]
 
     def _idle_since(self, session: int, step: int, now_s: float) -> float:
-        """Return when this session was first seen without a batch to train and without a request for one."""
+        """Return the time at which this session first had neither a batch to train nor a request for one."""
         if self._idle is None or self._idle[:2] != (session, step):
             self._idle = (session, step, now_s)
         return self._idle[2]
@@ -157,43 +160,43 @@ class Facts:
     """State of run and pools while the learner waits."""
 
     waited_s: float
-    """Seconds of waiting for the batch of `step`; without a learner, seconds since a learner was connected."""
+    """Seconds of waiting for the batch of `step`; without a learner, seconds since the last one was connected."""
     step: int
     learners: int
-    """Learners that work on the run."""
+    """Number of learners that work on the run."""
     rollouts: int
-    """Connected rollout workers."""
+    """Number of connected rollout workers."""
     ready_rollouts: int
-    """Connected rollout workers that have set the run up."""
+    """Number of connected rollout workers that have set the run up."""
     versions: tuple[int, ...]
-    """Steps of the versions that they acknowledged."""
+    """Steps of the versions that the rollout workers have acknowledged."""
     rewards: int
-    """Connected reward workers."""
+    """Number of connected reward workers."""
     leases: int
     holders: int
-    """Workers that hold leases."""
+    """Number of workers that hold leases."""
     tasks: int
-    """Score tasks that reward workers hold."""
+    """Number of score tasks that reward workers hold."""
     groups: Mapping[str, int]
-    """Open groups by state."""
+    """Number of open groups, by state."""
     batch: int
-    """B: groups in a step."""
+    """B, the number of groups in a step."""
     max_age: int
-    """η."""
+    """η, the largest age in steps."""
     environments: int | None = None
-    """Connected environment workers, which hold the leases; None for a run without an environment."""
+    """Number of connected environment workers, which hold the leases; None for a run without an environment."""
     ready_environments: int = 0
-    """Environment workers that have set the run up."""
+    """Number of environment workers that have set the run up."""
     is_requested: bool = True
     """True if the learner has requested the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
-    """Reason why no group is admitted; empty if groups are."""
+    """Reason why no group is admitted; empty if groups are admitted."""
     unreadable_data: str = ""
-    """Reason why the next prompt cannot be read; empty if it can."""
+    """Reason why the next prompt cannot be read; empty if it can be."""
 
 
 def explain(facts: Facts) -> str:
-    """Return one sentence with the missing part and numbers, and one with the remedy."""
+    """Return one sentence that names what is missing, with numbers, and one with the remedy."""
     waited = f"{facts.waited_s:.0f} s"
     if not facts.learners:
         return (
@@ -206,7 +209,7 @@ def explain(facts: Facts) -> str:
             "of its ranks hangs. Read the logs of its ranks"
         )
     reason, advice = _why(facts)
-    return f"learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"
+    return f"the learner has waited {waited} for the data of step {facts.step}: {reason}. {advice}"
 
 
 def _why(facts: Facts) -> tuple[str, str]:
@@ -223,37 +226,38 @@ def _why(facts: Facts) -> tuple[str, str]:
     if facts.unreadable_data:
         return (
             f"no prompt is admitted, {facts.unreadable_data}",
-            "It continues automatically when the data can be read",
+            "Admission continues automatically when the data can be read",
         )
     if scored >= facts.batch:
         return (
             f"{scored} groups are scored, but the batch waits for {to_generate + to_score} older ones",
-            "It continues after async_grpo.late_wait_s, or when they are complete (order: in_order)",
+            "The run continues after async_grpo.late_wait_s, or when the older ones are complete (order: in_order)",
         )
     if to_score + scored < facts.batch and facts.environments == 0:
         return (
-            f"{held}, none is connected",
+            f"{held}, but none is connected",
             "Start environment workers, or read why the last one died in its log",
         )
     if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
         return (
-            f"{facts.environments} environment workers are connected, none has set the run up",
+            f"{facts.environments} environment workers are connected, but none has set the run up",
             "Read their logs: the user's code may take long to load",
         )
     if to_score + scored < facts.batch and not facts.rollouts:
-        nobody = f"{held}, none is connected" if facts.environments is None else "no rollout worker is connected"
+        nobody = f"{held}, but none is connected" if facts.environments is None else "no rollout worker is connected"
         return nobody, "Start rollout workers, or read why the last one died in its log"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
-            f"{facts.rollouts} rollout workers are connected, none has set the run up",
+            f"{facts.rollouts} rollout workers are connected, but none has set the run up",
             "Read their logs: a model takes long to load, or cannot be loaded",
         )
     if to_score + scored < facts.batch and not facts.leases:
         newest = max(facts.versions, default=-1)
         if newest < facts.step - facts.max_age:
-            has = f"the newest weights of any are version {newest}" if facts.versions else "none has any weights"
+            has = f"the newest weights are version {newest}" if facts.versions else "no worker has weights"
             return (
-                f"0 {holder} workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
+                f"0 {holder} workers hold leases, {has}, and step {facts.step} needs version "
+                f"{facts.step - facts.max_age}",
                 "Weights do not arrive: look for 'did not reach' in the coordinator's log and check "
                 "weights.max_wait_s and the network from learner to rollout",
             )
@@ -262,7 +266,7 @@ def _why(facts: Facts) -> tuple[str, str]:
             "The workers request none: read their logs, and check that their processes are not stopped",
         )
     if to_score and not facts.rewards:
-        return f"{to_score} groups are generated, no reward worker is connected", "Start reward workers"
+        return f"{to_score} groups are generated, but no reward worker is connected", "Start reward workers"
     if to_score and to_score + scored >= facts.batch:
         return (
             f"{to_score} groups are generated and not scored, reward workers hold {facts.tasks} of them",

@@ -15,7 +15,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 MAX_HOSTS = 4096
 KEPT_OPEN = 4
-"""Newest versions that still wait for late members."""
+"""Most versions whose records still wait for late members."""
 
 
 @dataclass
@@ -25,14 +25,14 @@ class VersionRecord:
     version: Version
     epoch: int
     members: int
-    """Members of the roster when the version was staged."""
+    """Number of members of the roster when the version was staged."""
     acknowledged: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Position in the chain, and seconds of receiving, of each host, by its relay."""
+    """Position in the chain, and seconds of receiving, by the relay id of the host."""
 
     def raise_to(self, **numbers: float) -> None:
-        """Keep the largest value of each metric."""
+        """Keep the larger number of each metric."""
         for name, value in numbers.items():
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
 
@@ -69,7 +69,7 @@ class WeightRecords:
     def stage(self, report: worker_pb2.StagedReport, epoch: int, members: int) -> list[VersionRecord]:
         """Begin a version's record; return the older records that this completes."""
         record = VersionRecord(_version(report.version), epoch, members)
-        wait_s = max(report.wait_s, report.gather_s)  # a learner may report only the gathering, which the wait includes
+        wait_s = max(report.wait_s, report.gather_s)  # the wait includes gathering; a learner may report only that
         record.raise_to(gather_s=seconds(report.gather_s), wait_s=seconds(wait_s), failures=0.0)
         self._open[record.version] = record
         return [self._open.pop(version) for version in sorted(self._open)[:-KEPT_OPEN]]

@@ -16,7 +16,7 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.scaling.policy import Measurement, PoolConfig
 
 LEARNER_STEP = "step_s"
-"""Metric of a learner's receipt: seconds of the step."""
+"""Metric of a learner's receipt that has the seconds of the step."""
 
 NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
 """Counters of dropped groups that no step needed."""
@@ -31,11 +31,11 @@ class Worker:
 
     role: str
     is_ready: bool
-    """It takes work at the end of the period."""
+    """True if it takes work at the end of the period."""
     ready_s: float = 0.0
-    """Seconds in which it took work."""
+    """Seconds of the period in which it took work."""
     occupied_s: float = 0.0
-    """These seconds, weighted by the occupied share of its room."""
+    """`ready_s`, weighted by the occupied share of the worker's room."""
     completed: float = 0.0
     held: int = 0
 
@@ -95,7 +95,7 @@ def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
 
 
 class Meter:
-    """Counts of one coordinator; a restart begins anew."""
+    """Counts of one coordinator; after a restart they begin anew."""
 
     def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, now_s: float):
         self._ledger, self._exchange, self._members = ledger, exchange, members
@@ -103,15 +103,15 @@ class Meter:
         self._ready_s: dict[str, float] = {}
         self._occupied_s: dict[str, float] = {}
         self._completed: dict[str, float] = {}
-        """Groups by worker up to the period's begin."""
+        """Number of groups that each worker had completed when the period began."""
         self._dropped: tuple[str, int] | None = None
         """Run, and the number of groups that it had dropped when its last step was counted."""
         self._learner_step_s = 0.0
         self._last_step: tuple[str, int, float] | None = None
-        """Run, session and time of the last trained step."""
+        """Run id, session and time of the last trained step."""
         self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
         self._waited_s = self._passed_s = 0.0
-        """Seconds of the learner's waits, and of its steps with the waits; older ones have less weight."""
+        """Seconds of the learner's waits, and of its steps including the waits; older ones have less weight."""
 
     def note(self, notices: Iterable[Notice], now_s: float) -> None:
         """Count the trained steps among the exchange's notices."""

@@ -30,10 +30,10 @@ HEADROOM = 0.1
 """Share of the need that is added, because groups end in bursts and the longest of a batch are late."""
 
 GROW_ABOVE = 1.06
-"""Ratio of need to size above which a pool grows; below HEADROOM, so that noise alone does not change a size."""
+"""Ratio of need to size above which a pool grows; below 1 + HEADROOM, so that noise alone does not change a size."""
 
 SHRINK_BELOW = 0.8
-"""Ratio of need to size below which a pool shrinks, once that has lasted."""
+"""Ratio of need to size below which a pool shrinks, if it stays there for `hold_s`."""
 
 MAX_GROWTH = 2.0
 """Largest ratio of the new size to the present workers in one decision, if there are any."""
@@ -51,7 +51,7 @@ NEW_RATE = 3.0
 """Ratio of a measured rate to the mean, or of the mean to it, from which it counts as other work: the mean begins anew."""
 
 MIN_GROUPS = 32
-"""Least number of groups for a known rate."""
+"""Fewest completed groups from which a rate is computed."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Bounds:
     least: int = 0
     most: int = 64
     first: int = 1
-    """Workers at the begin of a run, before anything is measured."""
+    """Workers at the beginning of a run, before anything is measured."""
     cold_start_s: float = 60.0
     """Seconds from the order of a worker to its first group."""
     idle_s: float = 300.0
     """Seconds without a run after which the pool goes to `least`."""
     low_s: float | None = None
-    """Seconds for which a need has to be low before the pool shrinks; None: 300, or twice the cold start if that is
-    more."""
+    """Seconds for which the need must be low before the pool shrinks. None means 300, or twice the cold start if that
+    is more."""
 
     @property
     def hold_s(self) -> float:
-        """Seconds for which a need has to be low before the pool shrinks."""
+        """Seconds for which the need must be low before the pool shrinks."""
         return max(300.0, 2 * self.cold_start_s) if self.low_s is None else self.low_s
 
 
@@ -82,7 +82,7 @@ class Measurement:
 
     seconds: float
     has_run: bool
-    """A run trains or is queued."""
+    """True if a run trains that needs the pool's role."""
     ready: int
     """Workers that take work."""
     starting: int
@@ -90,13 +90,13 @@ class Measurement:
     completed: float
     """Groups that the pool completed."""
     held: float
-    """Groups that its workers hold now."""
+    """Groups that the pool's workers hold now."""
     occupied: float
-    """Mean occupied share of the ready workers' room, from 0 to 1."""
+    """Mean occupied share of the room of workers that take work, from 0 to 1."""
     steps: int = 0
-    """Steps that were trained."""
+    """Number of trained steps."""
     step_s: float = 0.0
-    """Mean seconds of these steps without the wait for the batch."""
+    """Mean seconds of a step without the wait for its batch."""
     groups_per_step: float = 0.0
     """Groups that a step takes: B, and those that are dropped for each step."""
     share: float = 1.0
@@ -114,7 +114,7 @@ class PoolState:
     held: float = 0.0
     """Groups that the pool held at the previous measurement."""
     full_worker_s: float = 0.0
-    """Seconds of fully occupied workers for these groups, with the same weights."""
+    """Seconds of fully occupied workers in which `groups` were completed, with the same weights."""
     demand: float = 0.0
     """Groups/s that the learner can train; 0 while it is unknown."""
     share: float = 1.0
@@ -122,7 +122,7 @@ class PoolState:
     low_s: float = 0.0
     """Seconds for which the need has been low."""
     largest_low: int = 0
-    """Largest size that was needed in that time."""
+    """Largest size that was needed during `low_s`."""
     idle_s: float = 0.0
     """Seconds without a run."""
 
@@ -138,12 +138,12 @@ class PoolState:
 
     @property
     def need(self) -> float:
-        """Workers, as a fraction, that keep the learner busy; 0 while it is unknown."""
+        """Number of workers, with a fraction, that keep the learner busy; 0 while it is unknown."""
         return self.share * self.demand * (1 + HEADROOM) / self.rate if self.rate else 0.0
 
     @property
     def needed(self) -> int:
-        """Workers that keep the learner busy, at least one while any is needed; 0 while it is unknown."""
+        """Whole number of workers that keep the learner busy, at least 1 if any is needed; 0 while it is unknown."""
         return math.ceil(self.need - 1e-9)
 
 
@@ -212,7 +212,7 @@ NumberT = TypeVar("NumberT", int, float)
 class PoolConfig:
     role: str
     name: str
-    """The role, for a pool of all its workers."""
+    """Name of the pool; the role for a pool of all its workers."""
     members: str = ""
     """First characters of the member ids that belong to the pool; empty: all workers of the role."""
     bounds: Bounds = field(default_factory=Bounds)
@@ -244,12 +244,12 @@ def read_pools(texts: Iterable[str]) -> tuple[PoolConfig, ...]:
     for pool in map(read_pool, texts):
         for other in pools:
             if pool.name == other.name:
-                raise InvalidInput(f"two pools have the name {pool.name!r}; give each another")
+                raise InvalidInput(f"two pools have the name {pool.name!r}; give one another name")
             overlaps = pool.members.startswith(other.members) or other.members.startswith(pool.members)
             if pool.role == other.role and overlaps:
                 raise InvalidInput(
                     f"members {pool.members!r} of {pool.name} and {other.members!r} of {other.name} name the same {pool.role} "
-                    "workers; choose names of workers so that no pool's begins with another's"
+                    "workers; choose members so that none begins with another"
                 )
         pools.append(pool)
     return tuple(pools)
@@ -260,16 +260,16 @@ def read_pool(text: str) -> PoolConfig:
     settings = _settings(text)
     role, members = settings.get("role", ""), settings.get("members", "")
     if role not in ROLES:
-        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; it has to be one of {', '.join(ROLES)}")
+        raise InvalidInput(f"role is {role[:MAX_TEXT]!r}; must be one of {', '.join(ROLES)}")
     if len(members) > MAX_TEXT or not members.isprintable():
         raise InvalidInput(
-            f"members is {members[:MAX_TEXT]!r}; it has to be the begin of a member's name, with at most {MAX_TEXT} "
-            "printable characters"
+            f"members is {members[:MAX_TEXT]!r}; must be the first characters of member names, at most "
+            f"{MAX_TEXT} and all printable"
         )
     name = settings.get("name", role)
     if NAME.fullmatch(name) is None or (name != role and (name in ROLES or not members)):
         raise InvalidInput(
-            f"name is {name[:MAX_TEXT]!r}; it has to be that of the role, or, for a pool with members, letters, digits and ._-"
+            f"name is {name[:MAX_TEXT]!r}; must be the role, or, for a pool with members, letters, digits and ._-"
         )
     usual = Bounds()
     hold = settings.get("holdSeconds", "")
@@ -283,8 +283,8 @@ def read_pool(text: str) -> PoolConfig:
     )
     if bounds.least > bounds.most or bounds.most < 1:
         raise InvalidInput(
-            f"minWorkers is {bounds.least} and maxWorkers {bounds.most}: the largest size has to be 1 at least, and not below the "
-            "smallest"
+            f"minWorkers is {bounds.least} and maxWorkers {bounds.most}: maxWorkers must be at least 1 and "
+            "not below minWorkers"
         )
     cost = _number(settings, "costPerHour", float, 0.0, math.inf)
     return PoolConfig(role, name, members, bounds, cost)
@@ -299,7 +299,9 @@ def _settings(text: str) -> dict[str, str]:
                 f"{part[:MAX_TEXT]!r} is not a setting of a pool; the settings are {'=, '.join(KEYS)}=, with commas between them"
             )
         if key in settings:
-            raise InvalidInput(f"{key} is given twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}")
+            raise InvalidInput(
+                f"{key} is given twice: {settings[key][:MAX_TEXT]!r} and {value[:MAX_TEXT]!r}; give it once"
+            )
         settings[key] = value
     return settings
 
@@ -316,5 +318,5 @@ def _number(
         value = None
     if value is None or not math.isfinite(value) or not 0 <= value <= most:
         limit = "" if math.isinf(most) else f" to {most:g}"
-        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}; it has to be a number from 0{limit}")
+        raise InvalidInput(f"{name} is {text[:MAX_TEXT]!r}; must be a number from 0{limit}")
     return value

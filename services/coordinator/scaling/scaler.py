@@ -45,24 +45,24 @@ UNUSED_S = 3600.0
 """Seconds without a request for a pool's size after which it counts as not scaled."""
 
 MAX_SHOWN = 64
-"""Characters of an unknown name in the answer."""
+"""Most characters of an unknown pool name that a message shows."""
 
 NO_RUN = "no run trains on groups now"
 
 
 @dataclass
 class Sized:
-    """A pool with the policy's state of it."""
+    """A pool with its state in the policy."""
 
     config: PoolConfig
     state: PoolState | None = None
-    """None before its first decision."""
+    """State after the newest decision; None before the first."""
     measured: Measurement | None = None
     """The newest measurement."""
     is_declared: bool = False
-    """`--pool` names it, so it is scaled whenever a run needs it."""
+    """True if `--pool` names the pool, so that it is scaled whenever a run needs it."""
     requested_s: float | None = None
-    """Time of the newest request for its size; None for a pool that nobody scales."""
+    """Monotonic time of the newest request for the pool's size; None for a pool that nobody scales."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Scaler:
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
         self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
-        """All workers of each role."""
+        """Pools of all workers of a role, by role."""
         declared = [Sized(pool, is_declared=True) for pool in pools]
         self._whole |= {sized.config.role: sized for sized in declared if not sized.config.members}
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
@@ -125,7 +125,7 @@ class Scaler:
             wait_s = max(self._reconnected_s - now_s, 0.0)
             raise Unavailable(
                 f"the coordinator has just started, and its workers reconnect: sizes are decided in {wait_s:.0f} s; keep the "
-                "present ones"
+                "present sizes"
             )
         bounds = sized.config.bounds
         return min(max(sized.state.desired, bounds.least), bounds.most)
@@ -187,16 +187,16 @@ MARGIN = 0.15
 
 
 class Supply(NamedTuple):
-    """The capacity of a pool, and its cost."""
+    """Capacity and cost of a pool."""
 
     rate: float
     """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
-    """Largest size."""
+    """Most workers of the pool."""
     cost: float
     """Cost of a worker for an hour, in any currency; 0: unknown."""
     is_used: bool
-    """The pool has workers, or should have some."""
+    """True if the pool has workers, or should have some."""
 
 
 def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[str, float]:
@@ -231,11 +231,11 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Share of its time that the learner may wait while it alone counts as the limit."""
+"""Share of its time that the learner may wait and still be called the only limit of the run."""
 
 
 class PoolFacts(NamedTuple):
-    """A pool with its ready workers, for advice."""
+    """A pool's workers, state and cost, for advice."""
 
     workers: int
     """Workers that take work."""
@@ -259,8 +259,9 @@ def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
     if wait_fraction > BALANCED and facts.state.needed > facts.workers:
         return _of_pool(slowest, facts, supply[slowest], wait_fraction)
     text = (
-        f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
-        f"{supply[slowest]:.1f} times as fast. More or faster ranks shorten a step, more workers do not"
+        f"the learner limits the run: it waits {wait_fraction:.0%} of its time for its batch, and the pools could "
+        f"feed one that is {supply[slowest]:.1f} times as fast. "
+        "More or faster ranks shorten a step, more workers do not"
     )
     if wait_fraction > BALANCED:
         text = (
@@ -277,8 +278,8 @@ def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -
     more = needed - facts.workers
     cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
     return (
-        f"the {name} pool limits: its {facts.workers} workers complete {supply:.0%} of what the learner can train, "
-        f"which waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
+        f"the {name} pool limits the run: its {facts.workers} workers complete {supply:.0%} of what the learner can "
+        f"train, and the learner waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
         f"{1 / gain:.0%} of its present time"
     )
 
@@ -295,5 +296,5 @@ def _spare(measured: Mapping[str, PoolFacts]) -> str:
 
 
 def _supplied(facts: PoolFacts) -> float:
-    """Return the ratio of the groups that a pool completes to those that the learner demands of it."""
+    """Return the groups that a pool can complete, as a ratio to those that the learner demands of it."""
     return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)

@@ -126,7 +126,7 @@ async def test_what_cannot_be_recorded_is_refused_with_the_field(served: Served)
                 (model(1, statement_sha256="f" * 64), Conflict, "the next one is 2"),
                 (model(2, path=""), InvalidInput, r"model\.path has 0 characters"),
                 (model(2, export_sha256="x"), InvalidInput, r"model\.export_sha256 is 'x'"),
-                (model(2, chain="x"), InvalidInput, "chain is 'x', and no run is named"),
+                (model(2, chain="x"), InvalidInput, "chain is 'x', but run_id is empty"),
                 (model(2, verdicts_json=["x" * (1 << 20) + "x"]), InvalidInput, "1048577 characters"),
                 (model(2, evaluations_json=["{"]), InvalidInput, r"evaluations_json\[0\] is not JSON"),
                 (

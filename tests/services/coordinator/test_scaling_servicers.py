@@ -57,7 +57,7 @@ async def scale(plane: Plane, path: str, token: str = "", method: str = "GET") -
 async def test_a_pool_has_one_number_also_without_a_run_and_a_run_activates_it(plane: Plane) -> None:
     status, answer = await scale(plane, "/scale/rollout")
     assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
-    assert "keep the present ones" in answer["error"]["message"], "nothing is decided yet: KEDA keeps its size"
+    assert "keep the present sizes" in answer["error"]["message"], "nothing is decided yet: KEDA keeps its size"
     await plane.coordinator.scaler.check()
     for pool in ("rollout", "reward", "environment"):
         assert await scale(plane, f"/scale/{pool}") == (200, {"desired": 0})

@@ -10,7 +10,7 @@ from command_line import paceline
 from paceline.client import Client
 from paceline.v1 import status_pb2
 
-ADVICE = "the rollout pool limits: its 2 workers complete 50% of what the learner can train"
+ADVICE = "the rollout pool limits the run: its 2 workers complete 50% of what the learner can train"
 
 
 @pytest.fixture

@@ -75,22 +75,22 @@ def test_an_honest_journal_has_no_problems(make_world: MakeWorld) -> None:
 
 
 CHANGES = {
-    "UPDATE restarts SET tokens = tokens + 1 WHERE reason = 'restarted' AND group_id = 0": "dropped are",
-    "DELETE FROM restarts WHERE reason = 'left_out'": "dropped are",
+    "UPDATE restarts SET tokens = tokens + 1 WHERE reason = 'restarted' AND group_id = 0": "dropped tokens by reason",
+    "DELETE FROM restarts WHERE reason = 'left_out'": "dropped tokens by reason are",
     "UPDATE restarts SET life = 5 WHERE group_id = 0 AND sample = 0": "its ended life is 5, expected 1",
-    "UPDATE episodes SET tokens = 4 WHERE sample = 1": "it has 3 tokens, the ledger has 4",
+    "UPDATE episodes SET tokens = 4 WHERE sample = 1": "its arrays have 3 tokens, the ledger has 4",
     "UPDATE episodes SET digest = 'x' WHERE sample = 1": "its arrays have the digest",
-    "UPDATE episodes SET context_digest = 'x' WHERE sample = 1": "the tokens before it have the digest",
+    "UPDATE episodes SET context_digest = 'x' WHERE sample = 1": "the tokens before the turn have the digest",
     "UPDATE episodes SET oldest_step = 7 WHERE sample = 1": "its oldest version is 0, the ledger has 7",
     "UPDATE episodes SET turn = 9 WHERE sample = 0 AND turn = 1": "its turns are [0, 2, 9], expected [0, 1, 2]",
     "UPDATE episodes SET life = 1 WHERE sample = 0": "its turns are of life 1, expected 2",
-    "UPDATE episodes SET num_rows = 2 WHERE sample = 1": "it has 1 rows, the ledger has 2",
-    "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "it leaves out turns [7]",
-    "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "it has turns after its last one",
-    "DELETE FROM episodes WHERE sample = 1": "it has 12 tokens, its turns have 9",
-    "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "its oldest version is 3, that of its turns 0",
-    "UPDATE episodes SET group_id = 0 WHERE sample = 1": "it is trained, but still has turns in the table episodes",
-    "UPDATE episodes SET group_id = 99 WHERE sample = 1": "they have rows in the table episodes",
+    "UPDATE episodes SET num_rows = 2 WHERE sample = 1": "its turns have 1 rows, the ledger has 2",
+    "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "it leaves out turns [7], which it may not",
+    "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "turns follow the one that is marked as the last",
+    "DELETE FROM episodes WHERE sample = 1": "the group has 12 tokens, but its turns have 9",
+    "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "its oldest version is 3, but that of its turns is 0",
+    "UPDATE episodes SET group_id = 0 WHERE sample = 1": "the group is trained, but still has turns in the table",
+    "UPDATE episodes SET group_id = 99 WHERE sample = 1": "these groups have rows in the table episodes",
 }
 
 

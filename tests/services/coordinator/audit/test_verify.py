@@ -87,7 +87,7 @@ TAMPERED = {
     ),
     "a trained group that is dropped": (
         "UPDATE groups SET state = 'dropped', reason = 'x' WHERE group_id = 2",
-        "groups: dropped are",
+        "groups: dropped groups by reason are",
     ),
     "a state that does not exist": (
         "UPDATE groups SET state = 'lost' WHERE group_id = 2",
@@ -95,9 +95,9 @@ TAMPERED = {
     ),
     "a step without a batch": (
         "UPDATE groups SET step = 9 WHERE group_id = 2",
-        "step 9: it has groups, but no batch",
+        "step 9: the step has groups, but no batch",
     ),
-    "another size": ("UPDATE groups SET step = 2 WHERE group_id = 2", "groups, B is 2"),
+    "another size": ("UPDATE groups SET step = 2 WHERE group_id = 2", "groups, but B is 2"),
     "two in one slot": ("UPDATE groups SET slot = 1 WHERE group_id = 4", "slot 1: 2 groups hold it"),
     "tokens that were never generated": (
         "UPDATE groups SET tokens = 10 WHERE group_id = 2",
@@ -110,35 +110,35 @@ TAMPERED = {
     ),
     "dropped in the token accounting": (
         "UPDATE counters SET value = 5 WHERE name = 'tokens:dropped:bad_prompt'",
-        "tokens: dropped are {'bad_prompt': 0}, in the token accounting {'bad_prompt': 5}",
+        "tokens: dropped tokens by reason are {'bad_prompt': 0}, in the token accounting {'bad_prompt': 5}",
     ),
     "groups in the token accounting": (
         "UPDATE counters SET value = 7 WHERE name = 'groups:trained'",
-        "6 are trained, 7 were",
+        "6 groups are trained, but 7 were",
     ),
     "a prompt that was skipped": ("UPDATE runs SET cursor = cursor + 1", "prompts were drawn"),
-    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: steps in the ledger [0, 2, 3]"),
+    "a batch that is gone": ("DELETE FROM batches WHERE step = 1", "batches: their steps in the ledger are [0, 2, 3]"),
     "a batch's order": (
         "UPDATE groups SET rank_order = 1 - rank_order WHERE step = 1",
         "step 1: its groups have the digest",
     ),
     "the chain of a step": (
         "UPDATE batches SET chain = 'x' WHERE step = 1",
-        "step 1: the batches up to it have",
+        "step 1: the batches up to this step have",
     ),
     "the run's chain": ("UPDATE runs SET chain = 'x'", "chain: trained batches have"),
     "a step that is trained no more": (
         "UPDATE batches SET trained = 0 WHERE step = 2",
-        "step 2: trained is True",
+        "step 2: its batch must have trained = True",
     ),
-    "a batch too many": ("UPDATE runs SET next_step = 2", "4 are fixed, but only 2 steps are trained"),
+    "a batch too many": ("UPDATE runs SET next_step = 2", "4 batches are fixed, but only 2 steps are trained"),
     "a rank's receipt": (
         "DELETE FROM receipts WHERE step = 2 AND rank = 1",
-        "step 2: it is trained, but no session has a receipt of every rank",
+        "step 2: no session has receipts of all ranks for this trained step",
     ),
     "a receipt of another group": (
         "UPDATE receipts SET group_ids = '[11]' WHERE session = 1 AND step = 0 AND rank = 0",
-        "step 0, session 1: rank 0 trained [11]",
+        "step 0, session 1: rank 0 trained groups [11]",
     ),
     "a group trained twice": (
         "UPDATE receipts SET group_ids = (SELECT r.group_ids FROM receipts r WHERE r.step = 0 AND r.rank = 0),"
@@ -161,7 +161,7 @@ TAMPERED = {
     "a session to come": ("UPDATE receipts SET session = 9 WHERE step = 2", "a session that has not begun"),
     "a digest": ("UPDATE groups SET digest = 'x' WHERE group_id = 2", "group 2: its arrays have the digest"),
     "an age": ("UPDATE groups SET oldest_step = 7 WHERE group_id = 2", "group 2: its oldest version is 0"),
-    "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: it has 1 rewards"),
+    "rewards": ("UPDATE groups SET rewards = X'00000000' WHERE group_id = 2", "group 2: its row has 1 rewards"),
     "arrays": (
         "UPDATE payloads SET arrays = X'00', segment = NULL WHERE group_id = 2",
         "group 2: its arrays cannot be read",
@@ -255,7 +255,7 @@ def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) 
     chain = trained.ledger.batches.get(trained.run_id, 0)["chain"]  # type: ignore[index]
     for stated, problems in (
         (chain, []),
-        ("other", [f"export {folder}: its chain is other, the ledger's {chain}"]),
+        ("other", [f"export {folder}: its chain is other, but the ledger has {chain}"]),
     ):
         (folder / EXPORT_MANIFEST).write_text(json.dumps({"run": run | {"chain": stated}, "files": [file]}))
         assert inspect(trained).problems == problems
@@ -299,7 +299,7 @@ UNREADABLE = {
     ),
     "a free slot": ("INSERT INTO free_slots VALUES ('test-1', 1)", "slots: [1] are neither"),
     "a slot that no group has": ("DELETE FROM free_slots", "are neither"),
-    "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with it"),
+    "a death": ("INSERT INTO deaths VALUES ('test-1', 2, 'w')", "workers died with this group"),
     "the kind of arrays": ("UPDATE payloads SET kind = 'resulu' WHERE group_id = 2", "'resulu'"),
 }
 
@@ -379,7 +379,7 @@ def test_a_supervised_run_has_receipts_only(make_world: MakeWorld) -> None:
             learner.receipt(step, rank, [], tokens=5)
     assert inspect(world).problems == []
     world.ledger.db.execute("DELETE FROM receipts WHERE step = 1 AND rank = 0")
-    assert inspect(world).problems == ["step 1: it is trained, but no session has a receipt of every rank"]
+    assert inspect(world).problems == ["step 1: no session has receipts of all ranks for this trained step"]
 
 
 def test_an_unknown_run(trained: World) -> None:

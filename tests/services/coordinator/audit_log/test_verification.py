@@ -107,9 +107,9 @@ def test_moved_and_inserted_records_are_named(directory: Path) -> None:
     kept = lines(directory)
     put(directory, [kept[0], kept[2], kept[1], *kept[3:]])
     assert problems(directory)[0] == "record 2: records 2 to 2 are missing in 000001.jsonl"
-    assert "record 2: it stands in 000001.jsonl after record 3" in problems(directory)
+    assert "record 2: it is in 000001.jsonl after record 3" in problems(directory)
     put(directory, [*kept[:3], kept[2], *kept[3:]])
-    assert problems(directory)[0] == "record 3: it stands in 000001.jsonl after record 3"
+    assert problems(directory)[0] == "record 3: it is in 000001.jsonl after record 3"
 
 
 @pytest.mark.parametrize("kept", range(6))
@@ -120,12 +120,12 @@ def test_an_end_that_was_cut_off_is_named(directory: Path, kept: int) -> None:
     with closing(Ledger(directory / "ledger.sqlite", read_only=True)) as ledger:
         report = VerifyReport()
         check_end(ledger, report)
-    assert report.problems == [f"audit log: it ends with record {kept}, but the ledger has record 6"]
+    assert report.problems == [f"audit log: the log ends with record {kept}, but the ledger has record 6"]
 
 
 def test_a_log_that_is_gone_is_named(directory: Path) -> None:
     shutil.rmtree(directory / "audit")
-    assert problems(directory)[0] == "file 1: it is missing; its last record was 6"
+    assert problems(directory)[0] == "file 1: the file is missing; its last record was 6"
 
 
 def test_a_last_line_cut_in_its_middle_is_a_cut_end(directory: Path) -> None:
@@ -179,16 +179,16 @@ def test_files_that_follow_and_those_that_were_deleted(tmp_path: Path) -> None:
     assert problems(tmp_path) == []
     (tmp_path / "audit" / "000003.jsonl").rename(tmp_path / "kept")
     assert problems(tmp_path) == [
-        "file 3: it is missing; its last record was 3",
+        "file 3: the file is missing; its last record was 3",
         "record 3: records 3 to 3 are missing in 000004.jsonl",
     ]
     (tmp_path / "kept").rename(tmp_path / "audit" / "000003.jsonl")
     (tmp_path / "audit" / "000001.jsonl").unlink()
-    assert problems(tmp_path) == ["file 1: it is missing; its last record was 1"]
+    assert problems(tmp_path) == ["file 1: the file is missing; its last record was 1"]
     assert problems(tmp_path, max_files=5) == []  # it was the oldest of as many as are kept
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger, ledger.transaction():
         ledger.audit_heads.put(1, AuditHead(1, "another"))
-    assert problems(tmp_path, max_files=5) == ["record 2: in 000002.jsonl it follows another record 1"]
+    assert problems(tmp_path, max_files=5) == ["record 2: its previous hash in 000002.jsonl is not that of record 1"]
 
 
 def test_an_unfinished_line_is_a_fact(directory: Path) -> None:

@@ -152,7 +152,7 @@ def test_kept_completions_are_verified(make_world: MakeWorld) -> None:
     world.ledger.db.execute("DELETE FROM payloads WHERE group_id = ?", (FIRST_EVALUATION_GROUP + 1,))
     damaged, missing = verify(world.ledger, world.run_id).problems
     assert damaged.startswith(f"group {FIRST_EVALUATION_GROUP}: its arrays")
-    assert missing == f"group {FIRST_EVALUATION_GROUP + 1}: it is scored, but its arrays are not stored"
+    assert missing == f"group {FIRST_EVALUATION_GROUP + 1}: the group is scored, but its arrays are not stored"
 
 
 def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: MakeWorld) -> None:

@@ -150,5 +150,5 @@ def test_verify_misses_an_answer_that_is_gone(make_world: MakeWorld) -> None:
     ledger = Ledger(world.path, read_only=True)
     report = verify(ledger, world.run_id)
     ledger.close()
-    assert report.problems == ["group 1: it is scored without the reference's log-probabilities"]
+    assert report.problems == ["group 1: the group is scored without the reference's log-probabilities"]
     assert report.facts["references"] == 1

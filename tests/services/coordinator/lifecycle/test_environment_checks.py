@@ -69,7 +69,9 @@ def test_rows_name_a_class_of_a_mapping(tmp_path: Path) -> None:
     check(tmp_path, environment)
     with pytest.raises(DataError, match=r"data.train has no column 'environment' that names one"):
         check(tmp_path, environment, {"prompt": "2+2=", "answer": "4"})
-    with pytest.raises(DataError, match=r"has 'chess', which environment.class does not have; it has 'sums', 'games'"):
+    with pytest.raises(
+        DataError, match=r"has 'chess', which environment.class does not name; its names are 'sums', 'games'"
+    ):
         check(tmp_path, environment, ROW | {"environment": "chess"})
     (tmp_path / "sums.py").write_text("class Sums:\n    def reset(self, environment): ...")
     with pytest.raises(DataError, match=r"needs the column 'environment', but it gets prompt, answer"):
@@ -89,6 +91,6 @@ def test_an_agent_is_a_function_of_its_file(tmp_path: Path) -> None:
 def test_a_command_names_columns(tmp_path: Path) -> None:
     check(tmp_path, {"command": ["solve", "{prompt}", "--answer={answer}", "{}", "{a b}"]})
     with pytest.raises(
-        DataError, match=r"names \{question\}, which is not a column of data.train; it has prompt, answer"
+        DataError, match=r"names \{question\}, which is not a column of data.train; the columns are prompt, answer"
     ):
         check(tmp_path, {"command": ["solve", "{question}"]})

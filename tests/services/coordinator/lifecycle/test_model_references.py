@@ -54,10 +54,10 @@ def test_the_final_export_comes_first_then_the_newest_by_step(bench: Bench) -> N
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("run:nosuch-1", "policy.model_name 'run:nosuch-1': there is no run 'nosuch-1' here; no run has an"),
+        ("run:nosuch-1", "policy.model_name 'run:nosuch-1': this coordinator has no run 'nosuch-1'; no run has an"),
         (
             "run:sft-1",
-            r"run sft-1 has exported no model \(it is queued at step 0 of .*`paceline export sft-1`",
+            r"run sft-1 has exported no model \(the run is queued at step 0 of .*`paceline export sft-1`",
         ),
         ("run:sft-1/now", "run sft-1 has no export 'now'"),
     ],

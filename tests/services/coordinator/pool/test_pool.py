@@ -47,7 +47,7 @@ async def test_a_stream_that_says_nothing_is_refused(plane: Plane) -> None:
             f"speaks protocol 99, the coordinator {PROTOCOL}",
         ),
         ({"protocol": 2}, grpc.StatusCode.FAILED_PRECONDITION, "update the worker"),
-        ({"member_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "member_id '' has to be 1 to 64"),
+        ({"member_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "member_id '' must be 1 to 64"),
         ({"member_id": "a\nERROR b"}, grpc.StatusCode.INVALID_ARGUMENT, r"'a\nERROR b'"),
         ({"member_id": "m" * 65}, grpc.StatusCode.INVALID_ARGUMENT, "1 to 64"),
         ({"role": 0}, grpc.StatusCode.INVALID_ARGUMENT, "has the role 0"),
@@ -256,7 +256,7 @@ async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) ->
     assert plane.coordinator.pool.assignments.roster.member_ids == []
     assert plane.coordinator.exchange.suspected == {"rollout-1"}
     worker.say(heartbeat=worker_pb2.Heartbeat())
-    await plane.watch_until(run.run_id, "member", what="heard of again")
+    await plane.watch_until(run.run_id, "member", what="reports again")
     assert plane.coordinator.exchange.suspected == set()
     assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
 

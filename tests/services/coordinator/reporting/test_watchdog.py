@@ -38,25 +38,25 @@ def facts(**changes: Any) -> Facts:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"rollouts": 0, "leases": 0, "holders": 0, "versions": ()}, "0 rollout workers hold leases, none is connected"),
+    ({"rollouts": 0, "leases": 0, "holders": 0, "versions": ()}, "rollout workers hold leases, but none is connected"),
     ({"ready_rollouts": 0, "leases": 0, "holders": 0}, "none has set the run up"),
-    ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs 4"),
-    ({"leases": 0, "holders": 0, "versions": ()}, "none has any weights"),
+    ({"leases": 0, "holders": 0, "versions": (3, 2)}, "version 3, and step 5 needs version 4"),
+    ({"leases": 0, "holders": 0, "versions": ()}, "no worker has weights"),
     ({"leases": 0, "holders": 0}, "although 8 groups could be leased"),
-    ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, no reward worker"),
+    ({"rewards": 0, "groups": {"admitted": 8, "generated": 9}}, "9 groups are generated, but no reward worker"),
     ({"groups": {"generated": 9, "scored": 2}}, "9 groups are generated and not scored, reward workers hold 1"),
     ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but the batch waits for 1 older ones"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
     ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
-    ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, none is connected"),
-    ({"environments": 2, "leases": 0, "holders": 0}, "2 environment workers are connected, none has set the run up"),
+    ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, but none is connected"),
+    ({"environments": 2, "leases": 0, "holders": 0}, "environment workers are connected, but none has set the run up"),
     ({"environments": 2, "ready_environments": 2, "rollouts": 0}, "no rollout worker is connected"),
     ({"environments": 2, "ready_environments": 2}, "2 environment workers hold leases, 6 in all"),
     ({}, "2 rollout workers hold leases, 6 in all; 1 of 8 groups are scored, 1 wait for a score"),
 ])  # fmt: skip
 def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], words: str) -> None:
     text = explain(facts(**changes))
-    assert text.startswith("learner has waited 60 s for the data of step 5: ")
+    assert text.startswith("the learner has waited 60 s for the data of step 5: ")
     assert words in text
 
 
@@ -140,7 +140,7 @@ def test_a_learner_does_not_wait_while_its_run_is_paused(world: World) -> None:
     world.set_state("running")
     assert watchdog.check(world.now_s + 1059.0) == []
     (message,) = watchdog.check(world.now_s + 1060.0)
-    assert message.startswith("learner has waited 60 s for the data of step 0")
+    assert message.startswith("the learner has waited 60 s for the data of step 0")
 
 
 def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(world: World) -> None:

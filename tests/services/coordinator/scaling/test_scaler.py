@@ -73,7 +73,7 @@ async def test_a_bottleneck_is_measured_named_and_sized(bench: Bench) -> None:
     assert report.pools["rollout"].state.demand == pytest.approx(4.0, rel=0.05)
     assert bench.scaler.desired("rollout") == 4, "5 are needed, and it doubles at most"
     assert report.wait_fraction == pytest.approx(0.6)
-    assert re.match(r"the rollout pool limits: its 2 workers complete (49|50)% of what", report.text)
+    assert re.match(r"the rollout pool limits the run: its 2 workers complete (49|50)% of what", report.text)
     assert "With 5 workers" in report.text
 
 
