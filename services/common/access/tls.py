@@ -22,8 +22,9 @@ MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
-    """Return the credentials of a gRPC port. With `mutual` clients need a certificate of the authority; without, none
-    is requested, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
+    """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
+    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
+    InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -83,7 +84,7 @@ def _own(folder: TlsFolder) -> Material:
     material = folder.read()
     if not material.certificate:
         raise InvalidInput(
-            f"{folder.path} has no tls.crt and tls.key, and a service has to present a certificate; `paceline certs issue` makes one"
+            f"{folder.path} has no tls.crt and tls.key, but a service must present a certificate; `paceline certs issue` makes one"
         )
     return material
 
@@ -103,8 +104,9 @@ def address_of(name: str) -> str:
 
 @functools.lru_cache(MAX_PEERS)
 def host_of(name: str) -> str:
-    """Return the host in a peer's name, without scope, and IPv4 in its plain form, because a socket may take both
-    kinds; for other names, such as `unix:/tmp/socket`, their beginning."""
+    """Return the host in gRPC's name of a peer, without an IPv6 scope. An IPv4 address that is written as IPv6 becomes
+    plain IPv4, because a socket may accept both. For other names, such as `unix:/tmp/socket`, return their
+    beginning."""
     kind, _, rest = unquote(name).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
     return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

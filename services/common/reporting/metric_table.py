@@ -17,14 +17,14 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
     healthy: str = ""
-    """Expected values, and the meaning of others; empty if there is nothing to say."""
+    """Expected values, and the meaning of other values; empty if there is nothing to say."""
 
 
 class Part(NamedTuple):
     """Metrics that one section of the page shows."""
 
     kind: str
-    """`kind` of the lines of metrics.jsonl; in TensorBoard it comes before the name."""
+    """`kind` of the lines of metrics.jsonl that have these metrics; in TensorBoard a prefix of their names."""
     title: str
     remark: str
     metrics: tuple[Metric, ...]

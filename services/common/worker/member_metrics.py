@@ -22,7 +22,7 @@ from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."
 MAX_NAMES = 256
-"""Gauges of one process; further names are left out."""
+"""Most gauges of one process; further names are left out."""
 _SUMS = (PREFIX, SUM, COUNT)
 
 

@@ -72,7 +72,7 @@ def test_isolated_workers_take_code_of_bundles_only(tmp_path: Path, monkeypatch:
     own = make_spec(tmp_path, rewards=[{"function": f"{tmp_path}/f.py:f"}], folder=str(tmp_path))
     assert refusal_of_files(own, "", ()) == ""
     monkeypatch.setenv(surroundings.VARIABLE, "1")
-    assert "f.py:f comes from no bundle, and --require-isolation takes code of bundles only" in refusal_of_files(
+    assert "f.py:f is in no bundle, and --require-isolation accepts only code in bundles" in refusal_of_files(
         own, "", ()
     )
     assert refusal_of_files(own, "digest", ()) == ""

@@ -29,7 +29,7 @@ def test_the_file_has_digests_alone_and_is_its_owners(tmp_path: Path) -> None:
 def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     for name in ("", "a b", "x" * 65, BOOTSTRAP, "a\nb"):
-        with pytest.raises(InvalidInput, match="has to be"):
+        with pytest.raises(InvalidInput, match="must be"):
             create(path, name, CallerRole.VIEWER, 0.0)
     create(path, "ann", CallerRole.VIEWER, 0.0)
     with pytest.raises(Conflict, match="a token ann is valid already"):

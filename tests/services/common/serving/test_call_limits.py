@@ -139,7 +139,9 @@ async def test_streams_of_one_caller_and_of_all_are_bounded_and_freed() -> None:
         held = [await opened(stub, "ann"), await opened(stub, "ann")]
         assert (await refusal(stub, "ann")).startswith("ann has 2 calls of paceline.v1.RunService/Watch under way")
         held.append(await opened(stub, "ben"))
-        assert (await refusal(stub, "cid")).startswith("3 calls of paceline.v1.RunService/Watch are under way here")
+        assert (await refusal(stub, "cid")).startswith(
+            "3 calls of paceline.v1.RunService/Watch are in progress at this server"
+        )
         held[0].cancel()
         async with asyncio.timeout(WAIT_S):
             while len(held) == 3:  # until the server has noticed the end of the first
