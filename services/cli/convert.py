@@ -43,7 +43,7 @@ from paceline.services.common.options import json_option
 )
 @click.option(
     "--key",
-    help="For a checkpoint: entry of the state dict that has the weights; default model, or the whole state dict.",
+    help="For a checkpoint: entry of the state dict that has the weights. Default: `model`, or the whole state dict.",
 )
 @json_option
 def convert(
@@ -96,7 +96,7 @@ def _check_options(
     key: str | None,
 ) -> None:
     if of_dcp and to == "dcp":
-        raise click.UsageError("SOURCE is such a checkpoint already; omit --to dcp to make a model folder of it")
+        raise click.UsageError("SOURCE is a checkpoint of torch already; omit --to dcp to make a model folder of it")
     if of_dcp and (adapter or quantize):
         raise click.UsageError("--adapter and --quantize need a model folder; convert the checkpoint to one first")
     if not of_dcp and (config or key):

@@ -220,7 +220,8 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
-    """Return the rows of each data set in a list, with the share of the draws if it has weights."""
+    """Return the name and the number of rows of each data set in a list, with its share of the draws if there are
+    weights."""
     from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)
@@ -292,8 +293,8 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return a row as the tokenizer renders it, with special tokens, its number of tokens and that of the trained ones.
-    Raises InvalidInput if the chat template refuses it."""
+    """Return a row as the tokenizer renders it, with special tokens, then its numbers of tokens and of trained tokens.
+    Raises InvalidInput if the chat template refuses the row."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)

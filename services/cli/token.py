@@ -34,8 +34,8 @@ def token() -> None:
     "--role",
     required=True,
     type=click.Choice([role.value for role in CallerRole]),
-    help="viewer reads; submitter also submits, and controls their own runs; operator does everything but work; worker is for "
-    "workers; scraper reads metrics and the status.",
+    help="viewer reads; submitter also submits, and controls their own runs; operator does everything except a worker's calls; "
+    "worker is for workers; scraper reads metrics and the status.",
 )
 @click.option(
     "--days",

@@ -82,7 +82,7 @@ def metrics(
 
 
 def _explain(name: str, as_json: bool) -> None:
-    """Print the entries of the table that a name fits. Raises NotFound."""
+    """Print the entries of the table of metrics that fit a name. Raises NotFound."""
     found = entries_of(name)
     if not found:
         close = nearest(name, [metric.name for part in PARTS for metric in part.metrics])

@@ -96,7 +96,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--old-key-file",
     type=FILE,
-    help="File with the ledger's present storage key; default: it is not encrypted.",
+    help="File with the ledger's present storage key. Default: the ledger is not encrypted yet.",
 )
 @directory_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:

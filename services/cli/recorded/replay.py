@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     type=int,
     default=0,
     show_default=True,
-    help="First step: 0, or a step with a checkpoint.",
+    help="First step to train: 0, or a step with a checkpoint.",
 )
 @click.option("--to", "end", type=int, help="Step to stop before; default after the last trained step.")
 @click.option("--output", type=PATH, help="New folder for the results.")

@@ -86,7 +86,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Print on stderr which run is in front of a queued one, and every `every_s` again after a change."""
+    """Print on stderr which run a queued one waits for; check that every `every_s` seconds, and print changes."""
     shown = _tell(source, run_id, ())
     if every_s is None:
         yield

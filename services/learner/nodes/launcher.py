@@ -45,8 +45,8 @@ class NodeLauncher:
         self._backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def run(self, ranks: int, grace_s: float) -> int:
-        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only. Raises
-        Unavailable if too few nodes come; Conflict if node 0 refuses this one."""
+        """Run sessions until a signal, and return the status of the last; 0 if the signal came between two sessions.
+        Main thread only. Raises Unavailable if too few nodes come; Conflict if node 0 refuses this one."""
         with at_signals(self._stop):
             while True:
                 log.info(
@@ -114,7 +114,7 @@ class SessionPart:
 
 
 class Rendezvous:
-    """This node's side; on node 0 also the store and the decisions."""
+    """This node's side of the rendezvous; on node 0 also the store and the decisions."""
 
     def __init__(self, settings: NodeSettings, ranks: int, host: str, wait_s: float):
         """`host` is the address that node 0 listens on; `wait_s` is the longest wait for the other nodes. Raises

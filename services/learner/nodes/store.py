@@ -42,7 +42,7 @@ class NodeStore:
         self._is_silent = False
 
     def number(self, key: str, increment: int) -> int:
-        """Add to a counter, and return its value. Raises FAULTS."""
+        """Add to a counter, and return its new value. Raises FAULTS."""
         return int(self._bounded(lambda: self._store.add(PREFIX + key, increment)))
 
     def write(self, key: str, **value: Any) -> None:
@@ -78,7 +78,8 @@ class NodeStore:
 
 
 def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
-    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending it."""
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending the
+    operation."""
     result: Future[ResultT] = Future()
 
     def run() -> None:

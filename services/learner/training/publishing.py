@@ -46,8 +46,9 @@ Warn = Callable[[str], None]
 
 
 class Publishing:
-    """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective
-    calls; the control plane's thread calls the other methods, which ignore messages of another run."""
+    """One rank's part in publishing a run's weights. Without `open` nothing is published. `open`, `publish` and
+    `write_snapshot` are collective calls; the control plane's thread calls the other methods, which ignore messages of
+    another run."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Publishing:
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Guards the two above, because a roster that comes while the channel opens must reach it."""
+        """Guards the channel and the roster, because a roster that comes while the channel opens must reach it."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -208,7 +209,7 @@ class _WeightChannelFactory:
     def _fallback(self, result: PublishResult) -> str:
         return (
             f"{PATIENCE} attempts in a row to bring weights to {result.member_id} failed, the last with version "
-            f"{result.version.step}: {result.error}. It is offered the versions in {self._store.url} from now on"
+            f"{result.version.step}: {result.error}. From now on the member is offered the versions in {self._store.url}"
         )
 
     def _board(self) -> RankBoard:
