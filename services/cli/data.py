@@ -43,8 +43,8 @@ def prepare(
     as_json: bool,
 ) -> None:
     """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and print how
-    many rows each reason leaves out. A submission does the same by itself; `data.train: DESTINATION` trains on the
-    file.
+    many rows each reason leaves out. A submission prepares the rows by itself; `data.train: DESTINATION` trains on
+    the file.
 
     The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator.
     """

@@ -158,7 +158,7 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
 
 
 def examine_user_code() -> Finding:
-    """Return whether user code can be isolated here, as `--require-isolation` demands."""
+    """Return whether user code can be isolated on this machine, as `--require-isolation` demands."""
     why = why_no_isolation()
     if why:
         return Finding(

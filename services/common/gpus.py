@@ -20,7 +20,7 @@ from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
 
 ROLES = ("learner", "rollout", "reward")
-"""Roles for which `cluster` has a key of GPUs."""
+"""Roles with a key `ROLE_gpus` in the section `cluster`."""
 LISTING_S = 20.0
 """Seconds for `nvidia-smi -L`, which may have to wake the driver."""
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")

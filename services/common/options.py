@@ -82,8 +82,8 @@ only_option = click.option(
     multiple=True,
     metavar="FUNCTION",
     callback=_built_in,
-    help="Built-in reward function that may run here; may be given several times. Runs with any other function are not scored. For "
-    "a separate pool that runs code written by models: --only code_tests.",
+    help="Built-in reward function that this worker may run; may be given several times. Runs with any other function are not "
+    "scored. For a separate pool that runs code written by models: --only code_tests.",
 )
 store_option = click.option(
     "--store",
@@ -195,5 +195,5 @@ def make_directory(directory: Path) -> None:
         ) from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise Unreadable(
-            f"--directory {directory} cannot be used: you cannot write there; name a folder in which you can write"
+            f"--directory {directory} cannot be used: you cannot write in it; name a folder in which you can write"
         )

@@ -1,6 +1,6 @@
-"""Options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of
-the first two a worker beyond loopback hides secrets from user code if the kernel can (`choose_isolation`); otherwise
-its log warns of it at its start and every ten minutes."""
+"""Options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without the first
+two, a worker beyond loopback hides secrets from user code if the kernel can (`choose_isolation`); otherwise the
+worker's log has a warning at its start and every ten minutes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
         return
     if is_required and (why := why_no_isolation()):
         raise click.UsageError(
-            f"{option.opts[0]} is impossible here: {why}; docs/operate/security_setup.md has its requirements"
+            f"{option.opts[0]} is impossible on this host: {why}; docs/operate/security_setup.md has its requirements"
         )
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 

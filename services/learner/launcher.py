@@ -32,7 +32,7 @@ from paceline.services.common.processes.supervisor import FROM_OUTSIDE, ending
 from paceline.services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
-"""Environment variable with the file in which the ranks meet."""
+"""Environment variable with the path of the file in which the ranks meet."""
 KILL_AFTER_S = 10.0
 """Seconds after their grace until stopping ranks are killed."""
 OTHERS_END_S = 10.0
@@ -51,7 +51,7 @@ class EndAll(NamedTuple):
 
     reason: str
     orderly: bool
-    """True if they may end as at a signal; otherwise they have only OTHERS_END_S."""
+    """True if the ranks may end as at a signal; otherwise they have only OTHERS_END_S seconds."""
 
 
 @dataclass

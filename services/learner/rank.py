@@ -75,7 +75,7 @@ class LearnerRank:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
         self.reachable = reachable
-        """Address of this machine for others."""
+        """Address at which others reach this machine."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
         """Address that this machine listens on for weights and for the other ranks, and the address that others use."""
         self.cpu_chosen = False

@@ -278,7 +278,7 @@ class LocalCluster:
         self._lock.release()
 
     def _wait_ended(self, services: Sequence[Service]) -> None:
-        """Wait for terminated services; name those that take long, and kill them after their time."""
+        """Wait for terminated services; name those that are slow, and kill them after their time."""
         started_s = time.monotonic()
         allowed_s = self._grace_s + KILL_AFTER_S
         while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:

@@ -70,7 +70,7 @@ class _Source:
         self._imports: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._objects: dict[str, object] = {}
-        """Functions and classes by name, with those in progress."""
+        """Functions and classes by name, also those whose sources are not complete yet."""
         self._definitions: list[str] = []
         """Sources of functions and classes, each after the definitions that it uses."""
         self._folders: set[str] = set()

@@ -22,7 +22,7 @@ from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
 TIME = "time"
-"""Name of the wall-clock time of a step."""
+"""Name of the metric with the wall-clock time of a step."""
 Row = dict[str, Any]
 
 

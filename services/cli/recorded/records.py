@@ -100,8 +100,8 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 )
 @directory_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
-    """Encrypt the ledger with the storage key from the environment. Stop the coordinator before; the ledger's disk
-    needs room for a second copy meanwhile."""
+    """Encrypt the ledger with the storage key from the environment. Stop the coordinator first; meanwhile the ledger's
+    disk needs room for a second copy."""
     from paceline.services.coordinator.ledger.backup import encrypt_ledger
 
     new = storage_key()

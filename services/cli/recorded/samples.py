@@ -215,7 +215,7 @@ def export_all(
 @click.option(
     "--parquet",
     type=FILE,
-    help="Write the completions as a table to this Parquet file; without --step those of all steps.",
+    help="Write the completions as a table to this Parquet file; without --step the completions of all steps.",
 )
 @click.option("--no-pager", is_flag=True, help="Print without a pager, also on a terminal.")
 @source_options

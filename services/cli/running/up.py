@@ -253,7 +253,7 @@ def _begun(
 def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
-    """Return the spec with its open settings chosen for this host, and the services that `specs` need here; print the
+    """Return the spec with its open settings chosen for this host, and the services that `specs` need; print the
     choices. Raises SpecError for settings that do not fit."""
     sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
@@ -372,7 +372,7 @@ class LeftRuns:
         return sentences
 
     def chosen(self, run_id: str) -> RunSpec:
-        """Return the spec of a run that is to be resumed. Raises NotFound, SpecError."""
+        """Return the spec of a run to resume. Raises NotFound, SpecError."""
         from paceline.spec.reading import spec_of_run
 
         if run_id in self.failed:

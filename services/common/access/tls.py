@@ -15,9 +15,9 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""Number of client certificates whose names are cached."""
+"""Most client certificates whose names are cached."""
 MAX_PEERS = 8192
-"""Number of peers whose addresses are cached."""
+"""Most peers whose addresses are cached."""
 MAX_HOST = 64
 
 
@@ -97,7 +97,7 @@ def _context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def address_of(name: str) -> str:
-    """Return host:port from gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` or `ipv6:%5B::1%5D:5432`, else the name."""
+    """Return host:port from gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` or `ipv6:%5B::1%5D:5432`; other names unchanged."""
     kind, colon, address = unquote(name).partition(":")
     return address if colon and kind in ("ipv4", "ipv6") else name
 

@@ -65,7 +65,7 @@ class Call:
     code: grpc.StatusCode
     details: str
     certificate: str = ""
-    """Name in the client certificate; empty without one."""
+    """Name in the caller's client certificate; empty without a certificate."""
     answer: Any = None
     """Message that answered the call; None for a stream of answers, and for a refused call."""
 

@@ -29,9 +29,9 @@ def die_with_starter() -> None:
 
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every connection that its
-peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each
-model, which makes a line of hundreds of characters in a file."""
+"""Environment variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every
+connection that its peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for
+the weights of each model, which makes a line of hundreds of characters in a file."""
 
 
 def quiet_libraries() -> None:
@@ -98,7 +98,7 @@ class Capacity:
 
     def _sentence(self) -> str:
         if self.max_members == MAX_MEMBERS:
-            return f"a coordinator serves {MAX_MEMBERS} members at most; start another one for other runs"
+            return f"a coordinator serves {MAX_MEMBERS} members at most; start another coordinator for other runs"
         return (
             f"this coordinator can serve about {self.max_members} members with its limit of {self._max_files} open files; "
             "raise ulimit -n"

@@ -40,7 +40,7 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
-"""Seconds of life after which a life counts as progress, because by then the pool has started and worked."""
+"""Seconds after which a life counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
 """Deaths in a row that are each logged; of later ones only the fifth, the tenth, the twentieth and so on."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
@@ -307,7 +307,8 @@ TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
 """Prefix of the error message of a command."""
 LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
-"""Prefix of the message in a log line of an error, ours or vLLM's, which repeats it in each line of a traceback."""
+"""Prefix of the message in a log line of an error, Paceline's or vLLM's; vLLM repeats it in each line of a traceback.
+"""
 FOLLOWS = re.compile(
     r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
     r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"

@@ -52,8 +52,8 @@ class Limit:
 
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
-"""Limit of a method without another one. For example, one page of the dashboard makes some ten calls a second with the
-token of its server."""
+"""Limit of a method without a row in LIMITS. For example, one page of the dashboard makes some ten calls a second with
+the token of its server."""
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
 """Limit of calls that read a spec, or write events."""
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
@@ -61,8 +61,8 @@ STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Limit of streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Limit of calls by workers, which other limits bound: members the open files, completions the engine's capacity. The
-workers of a cluster share a token, and all call at once after the coordinator's restart."""
+"""Limit of calls by workers. Other limits bound them: the limit of open files the members, the engine's capacity the
+completions. The workers of a cluster share a token, and all call at once after the coordinator's restart."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,

@@ -39,7 +39,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
 """Most request bodies that are read at a time; bounded because everyone who can reach the port can send them."""
 BODY_S = 30.0
-"""Seconds for a body to arrive."""
+"""Seconds for a request's body to arrive."""
 SHUTDOWN_S = 2.0
 """Seconds that answers in progress have when the listener closes; by then their sequences have ended."""
 HTTP_LOG = "aiohttp.server"

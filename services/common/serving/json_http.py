@@ -81,7 +81,7 @@ def needs_token(host: str) -> bool:
 
 class JsonListener(HttpListener):
     def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
-        """`name` and `remedy` are for the message about a taken port; `limits` and `encrypted` are those of `HttpListener`. `guard`
+        """`name` and `remedy` are for the message about a taken port; `limits` and `encrypted` are as in `HttpListener`. `guard`
         checks each request if `needs_token` is true."""
         self.app = web.Application(middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES)
         self._guard, self._needs_token = guard, False

@@ -30,7 +30,7 @@ class AssignedRun:
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """Report of the last set-up if it failed."""
+        """Report of the last set-up's failure; None if it succeeded."""
         self.changed = asyncio.Event()
         """Event that is set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore

@@ -131,9 +131,9 @@ class Membership:
         self.term = 0
         self._public_key, self._private_key = zmq.curve_keypair() if tls_folder() is not None else (b"", b"")
         self._secret = b""
-        """Secret of the last Welcome."""
+        """Secret from the coordinator's last Welcome; empty before the first."""
         self.has_stream = False
-        """True while the coordinator hears this worker: from its Welcome until the stream breaks."""
+        """True while this worker has a control stream: from the Welcome until the stream breaks."""
         self.draining = False
         """True if this worker has to stop: a coordinator that stops too waits until the worker has left."""
         self._welcomed = asyncio.Event()
@@ -166,7 +166,7 @@ class Membership:
             self._context.term()
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """Log a stream that could not be opened, or broke, and is retried."""
+        """Log that a stream could not be opened or has broken, and that this worker tries again."""
         if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
@@ -190,7 +190,8 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; else ""."""
+        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; "" if
+        there was none."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S

@@ -90,7 +90,7 @@ class FunctionSums:
 
 SUM, COUNT = "logged_sum/", "logged_count/"
 MAX_NAMES = 32
-"""Most names of one worker; further ones are left out."""
+"""Most names of logged values of one worker; further names are left out."""
 
 
 class LoggedMetrics:

@@ -261,7 +261,7 @@ class SessionCheckpoints:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """State of the queue for an object store, for the heartbeat; empty without one."""
+        """State of the queue for an object store, for the heartbeat; empty without an object store."""
         return {} if self._uploads is None else self._uploads.gauges
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
@@ -300,7 +300,7 @@ class SessionCheckpoints:
 
 
 STORE_POLL_S = 0.5
-"""Seconds between two checks of all ranks for the end of the queue."""
+"""Seconds between two checks of all ranks whether the queue for the object store is empty."""
 
 
 class CheckpointUploads:

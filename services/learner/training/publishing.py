@@ -78,7 +78,7 @@ class Publishing:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
+        """Return whether to call `write_snapshot` on all ranks. Raises the error that ended a thread."""
         return self._channel is not None and self._channel.wants_snapshot
 
     def write_snapshot(self) -> None:
@@ -218,7 +218,8 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` needs memory there."""
+        """Return the delta channel: every rank writes, rank 0 makes the offers. If the copy is `on_device`, the device
+        needs memory for it."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)

@@ -65,7 +65,7 @@ def test_a_service_that_cannot_isolate_does_not_start(
         monkeypatch.setenv(surroundings.VARIABLE, "1")
     done = CliRunner().invoke(main, [*command, *option])
     assert done.exit_code == 2
-    assert "--require-isolation is impossible here: this kernel has no Landlock" in done.output
+    assert "--require-isolation is impossible on this host: this kernel has no Landlock" in done.output
 
 
 def test_isolated_workers_take_code_of_bundles_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
