@@ -40,7 +40,7 @@ def sections_of_apps() -> Sections:
 
 
 class LazyGroup(click.Group):
-    """A click group that imports a command when it runs. `sections` has the commands by heading: for each name
+    """A click group with lazily imported commands. `sections` has the commands by heading: for each name
     "module:attribute" and one line of help. Apps add commands, and replace none.
 
     The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes

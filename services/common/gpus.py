@@ -98,8 +98,8 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """Return the `cluster` section with the GPUs of a host with `number` GPUs divided among its roles, and a sentence
-    about the division, which is empty without GPUs.
+    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division, which
+    is empty without GPUs.
 
     GPUs in the spec stay, and the sentence names each role that computes on CPUs because the spec names no GPUs for it.
     Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
@@ -224,7 +224,7 @@ def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def for_cuda(gpus: Sequence[int], visible: Sequence[str]) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES for a process that gets `gpus`; `visible` has the names of all GPUs."""
+    """Return the value of CUDA_VISIBLE_DEVICES for a process with `gpus`, from the names in `visible`."""
     return ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)
 
 

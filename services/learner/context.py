@@ -157,7 +157,7 @@ def _check_room(orders: Sequence[object]) -> None:
 
 
 class RankContext(Protocol):
-    """The members of a rank that its parts use; `paceline.services.learner.rank.LearnerRank` implements them."""
+    """Members of a rank that its parts use, implemented by `paceline.services.learner.rank.LearnerRank`."""
 
     rank: int
     world_size: int

@@ -68,15 +68,15 @@ MAX_SIBLINGS = 1000
 
 
 def check_paths_are_here(spec: RunSpec) -> None:
-    """Raise SpecError, a line for each local path of a model, data file or code file that is missing on this machine."""
+    """Raise SpecError with a line for each missing local path of a model, data file or code file."""
     missing = missing_paths(spec)
     if missing:
         raise SpecError("\n".join(missing))
 
 
 def missing_paths(spec: RunSpec) -> list[str]:
-    """Return a sentence for each local path of a spec that is missing on this machine. Names of a hub and URLs are not
-    checked, because the workers read them."""
+    """Return a sentence for each missing local path of a spec. Names of a hub and URLs are not checked, because the
+    workers read them."""
     return [*_models(spec), *_data(spec), *_functions(spec)]
 
 

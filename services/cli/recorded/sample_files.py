@@ -46,7 +46,7 @@ EPISODE_COLUMNS = {"messages": "string", "ending": "string"}
 """Further columns of a run with an environment, with the types of their values."""
 
 KINDS = {int: "integer", float: "real", str: "text", list: "array", dict: "object"}
-"""Name for the kind of a JSON value, by the value's Python type."""
+"""Name for the kind of a JSON value, by its Python type."""
 
 PAIR_COLUMNS = {
     "group_id": "int64",
@@ -113,7 +113,7 @@ class TrainedGroups:
     """The trained groups of a run, read once into a temporary file, because the columns depend on all of them."""
 
     def __init__(self, records: Records, run_id: str, file: IO[str]):
-        """Raises NotFound if the run has trained no batch yet, or if its samples cannot be read."""
+        """Raises NotFound without a trained batch, or if samples cannot be read."""
         self._file = file
         self._kinds: dict[str, set[str]] = {}
         """Kinds of the values in each column of the data set, by the column's name."""

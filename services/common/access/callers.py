@@ -43,8 +43,8 @@ ALL_ROLES = frozenset(CallerRole)
 
 class Callers(Protocol):
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller that a token identifies, with the name in its client certificate. An empty string means
-        that the call has no token or certificate. Raises AccessDenied, Unavailable."""
+        """Return the caller that this token identifies, with the name in its client certificate; both may be empty.
+        Raises AccessDenied, Unavailable."""
 
 
 class TokenCallers:
@@ -168,7 +168,7 @@ CALL_S = 5.0
 MAX_KEPT = 1024
 """Most answers of the coordinator that are kept, the newest ones."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
-"""Name of a caller with the worker's token while the coordinator, which knows the caller's name, does not answer."""
+"""Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 

@@ -64,14 +64,12 @@ def insecure_option(command: CommandT) -> CommandT:
 
 
 def check_host(_context: click.Context, option: click.Parameter, host: str) -> str:
-    """Check the host of an option with an address to listen on. Raises click.UsageError if it is beyond this host,
-    without certificates and --insecure."""
+    """Refuse to listen beyond this host without certificates or --insecure. Raises click.UsageError."""
     return _checked(option, host, host)
 
 
 def check_coordinator(_context: click.Context, option: click.Parameter, address: str | None) -> str | None:
-    """Check the host of an option with HOST:PORT to connect to. Raises click.UsageError if it is beyond this host,
-    without certificates and --insecure."""
+    """Refuse to connect beyond this host without certificates or --insecure. Raises click.UsageError."""
     match = FORM.fullmatch(address or "")  # other texts are refused by their users
     return _checked(option, str(address), match[1]) if match else address
 

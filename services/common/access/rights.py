@@ -148,5 +148,5 @@ EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "receipt": frozenset({_LEARNER}),
 }
 """Roles of the workers that may send each kind of request to the exchange. Each request has the secret of a Welcome,
-which only a caller with the role `worker` gets. Workers of two roles can hold leases, but only one of them in each
-run (`holds_leases`)."""
+which only a caller with the role `worker` gets. Leases are held by workers of two roles, in each run by one
+(`holds_leases`)."""

@@ -104,9 +104,8 @@ def address_of(name: str) -> str:
 
 @functools.lru_cache(MAX_PEERS)
 def host_of(name: str) -> str:
-    """Return the host in gRPC's name of a peer, without an IPv6 scope. An IPv4 address that is written as IPv6 becomes
-    plain IPv4, because a socket may accept both. For other names, such as `unix:/tmp/socket`, return their
-    beginning."""
+    """Return the host in gRPC's name of a peer, without an IPv6 scope; an IPv4 address in IPv6 form becomes plain IPv4.
+    For other names, such as `unix:/tmp/socket`, return their beginning."""
     kind, _, rest = unquote(name).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
     return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

@@ -53,9 +53,9 @@ class NamedToken:
     sha256: str
     created_s: float
     expires_s: float = 0.0
-    """Time at which the token expires; 0 means never."""
+    """Expiry in seconds since 1970; 0 means never."""
     revoked_s: float = 0.0
-    """Time at which the token was revoked; 0 means that it is not revoked."""
+    """Time of revocation in seconds since 1970; 0 means not revoked."""
 
     def refusal(self, now_s: float) -> str:
         """Return the reason why the token is not valid; empty for a valid token."""

@@ -61,8 +61,8 @@ STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Limit of streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Limit of calls by workers. Other limits bound them: the limit of open files the members, the engine's capacity the
-completions. The workers of a cluster share a token, and all call at once after the coordinator's restart."""
+"""Limit of calls by workers. It is high because other limits bound them: open files the members, the engine's capacity
+the completions. The workers of a cluster share a token, and all call at once after the coordinator's restart."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
