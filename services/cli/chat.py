@@ -36,9 +36,9 @@ UNFINISHED = "\ufffd"
 
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
-@click.option("--system", help="System message; default the run's.")
-@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Most tokens of an answer; default the run's.")
+@click.option("--system", help="System message. Default: as in the run.")
+@click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of an answer. Default: as in the run.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
 @directory_option
 def chat(
@@ -265,8 +265,8 @@ def _read_line() -> str:
 @click.command()
 @click.argument("prompt")
 @click.option("--n", default=1, show_default=True, help="Number of completions.")
-@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Most tokens of a completion; default the run's.")
+@click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of a completion. Default: as in the run.")
 @click.option("--seed", default=0, show_default=True, help="The same seed and weights give the same completions.")
 @click.option(
     "--export",

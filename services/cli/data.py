@@ -53,7 +53,9 @@ def prepare(
     from paceline.spec.reading import load_spec
 
     if destination.suffix != ".jsonl":
-        raise click.UsageError(f"{destination.name} is not a .jsonl file; the rows are written as JSONL, so name one")
+        raise click.UsageError(
+            f"{destination.name} is not a .jsonl file; name one, because the rows are written as JSONL"
+        )
     loaded = load_spec(spec, overrides)
     if not loaded.data.preparation.is_used:
         raise InvalidInput("data.preparation is empty, so nothing changes; set its function or a filter")
@@ -151,7 +153,7 @@ def inspect(
         if each["rows"]:
             click.echo(
                 f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their 13-word sequences in "
-                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on it",
+                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on that set",
                 err=True,
             )
 

@@ -149,7 +149,7 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
     value = first + (f"; {' and '.join(others)} work too" if len(others) > 1 else "")
     value += f"; {others[0]} works too" if len(others) == 1 else ""
     for name, reason in found.reasons.items():
-        value += f"; not {name}: {reason}"
+        value += f"; {name} does not work: {reason}"
     return [
         Finding("sandbox", "ok", value),
         *(Finding(goal, "ok", means) for goal, means in found.means.items()),

@@ -119,7 +119,7 @@ def worker_options(
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
         insecure_option,
-        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free one."),
+        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free port."),
         click.option(
             "--advertise-host", default="", help="Address at which other workers reach this machine. Default: --host."
         ),

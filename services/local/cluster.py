@@ -51,7 +51,7 @@ KILL_AFTER_S = 15.0
 EXPLAIN_AFTER_S = 3.0
 """Seconds of waiting for services to end, after which a line names them."""
 
-LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before, training continues from the previous checkpoint"
+LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
 DASHBOARD = "dashboard"
 TRACKERS = "trackers"

@@ -44,7 +44,7 @@ def ledger() -> None:
     "--repair",
     "repairs",
     is_flag=True,
-    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before.",
+    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before that.",
 )
 @source_options
 @json_option
@@ -123,7 +123,7 @@ def _key_in(path: Path) -> StorageKey | None:
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Type of the weights; default the run's checkpointing.export_dtype.",
+    help="Type of the weights. Default: the run's checkpointing.export_dtype.",
 )
 @click.option("--adapter", is_flag=True, help="Write only the LoRA adapter.")
 @source_options

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="First step to train: 0, or a step with a checkpoint.",
 )
-@click.option("--to", "end", type=int, help="Step to stop before; default after the last trained step.")
+@click.option(
+    "--to", "end", type=int, help="Step before which the replay ends. Default: it ends after the last trained step."
+)
 @click.option("--output", type=PATH, help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
@@ -198,7 +200,7 @@ def _sentence(facts: dict[str, Any], plan: ReplayPlan) -> str:
         return f"{steps}\nthe run has no checkpoint after {facts['to']} steps to compare with"
     if facts["identical"]:
         return f"{steps}\nthe weights are bit-identical to {facts['compared_with']}"
-    why = "" if plan.steady else " (the run changed its number of ranks in between)"
+    why = "" if plan.steady else " (the run changed its number of ranks during these steps)"
     return (
         f"{steps}\nthe weights differ from {facts['compared_with']} in {len(facts['different_tensors'])} tensors, "
         f"by at most {facts['largest_difference']:.3g}{why}"

@@ -148,7 +148,7 @@ def samples() -> None:
 @click.option(
     "--pairs",
     is_flag=True,
-    help="Write the best and the worst completion of each group, as for `paceline dpo`.",
+    help="Write only the best and the worst completion of each group, in the format for `paceline dpo`.",
 )
 @click.option(
     "--best",

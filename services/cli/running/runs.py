@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
 @click.option(
-    "--wait", "and_wait", is_flag=True, help="Wait until the run has ended or is paused; the exit status says how."
+    "--wait", "and_wait", is_flag=True, help="Wait until the run has ended or is paused; the exit status says which."
 )
 @coordinator_option
 @shown_options

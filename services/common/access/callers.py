@@ -118,7 +118,7 @@ class TokenCallers:
     def _refusal_of_certificate(self, name: str) -> str:
         if not name or self._revoked is None or name not in self._revoked.content:
             return ""
-        return f"the certificates of {name} were revoked; ask an operator for one with another name"
+        return f"the certificates of {name} were revoked; ask an operator for a certificate with another name"
 
 
 CHECK_S = 0.5

@@ -222,10 +222,10 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 request = await anext(requests, None)
         except TimeoutError:
             raise Unavailable(
-                f"{method} takes one message, and none came within {self._message_s:g} s; call again"
+                f"{method} takes one message, but none came within {self._message_s:g} s; call again"
             ) from None
         if request is None:
-            raise InvalidInput(f"{method} takes one message, and none came")
+            raise InvalidInput(f"{method} takes one message, but the call ended without one")
         return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:

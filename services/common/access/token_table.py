@@ -60,10 +60,10 @@ class NamedToken:
     def refusal(self, now_s: float) -> str:
         """Return the reason why the token is not valid; empty for a valid token."""
         if self.revoked_s:
-            return f"the token {self.name} was revoked; ask an operator for another"
+            return f"the token {self.name} was revoked; ask an operator for another token"
         if self.expires_s and now_s >= self.expires_s:
             day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.expires_s))
-            return f"the token {self.name} expired at {day}; ask an operator for another"
+            return f"the token {self.name} expired at {day}; ask an operator for another token"
         return ""
 
 
@@ -95,7 +95,7 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
     now_s, token = time.time(), PREFIX + secrets.token_hex(32)
     with _edited(path) as table:
         if any(row.name == name and not row.refusal(now_s) for row in table.values()):
-            raise Conflict(f"a valid token is named {name} already; revoke it, or choose another name")
+            raise Conflict(f"a valid token named {name} exists already; revoke it, or choose another name")
         if len(table) >= MAX_TOKENS:
             raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked ones")
         row = NamedToken(name, role.value, digest_of(token), now_s, now_s + lasts_s if lasts_s else 0.0)

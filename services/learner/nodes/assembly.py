@@ -187,7 +187,7 @@ class Assembly:
             return True
         node_rank, ranks = entry.get("node_rank"), entry.get("ranks")
         if entry.get("revision") != REVISION:
-            why = f"its rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
+            why = f"the node's rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
         elif not isinstance(node_rank, int) or not 0 <= node_rank < self._settings.most:
             why = f"--node-rank {node_rank!r:.20} is none of the {self._settings.most} nodes in node 0's --nodes"
         elif not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:

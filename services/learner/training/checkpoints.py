@@ -134,7 +134,7 @@ class SessionCheckpoints:
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
                 f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
-                "hosts of the learner share, or set checkpointing.checkpoint_dir to one"
+                "hosts of the learner share, or set checkpointing.checkpoint_dir to such a place"
             )
 
     def _sees(self, name: str) -> bool:

@@ -208,7 +208,7 @@ class LearnerRun:
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
-        meeting, remedy = "a learner on several hosts, which meet", "start all ranks on one host"
+        meeting, remedy = "a learner whose hosts meet", "start all ranks on one host"
         check_plain(meeting, [meeting_host()], allowed=allowed, remedy=remedy)
         for url in (weights.store, checkpoints.checkpoint_dir, self._assignment.directory):
             check_store(url or "", os.environ, allowed=allowed)

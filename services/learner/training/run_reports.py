@@ -123,7 +123,7 @@ def describe(
     facts = [f"the peak was {_peak_bytes(device) / 2**30:.1f} GiB"]
     facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.row_tokens} tokens")
     if longest:
-        facts.append(f"the longest sequence has {longest}")
+        facts.append(f"the longest sequence has {longest} tokens")
     remedies = []
     if spec.policy.row_tokens > max(longest, 1):
         remedies.append("lower policy.train_mb_tokens")
