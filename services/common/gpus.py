@@ -131,7 +131,7 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
     return ""
 
 
-def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch finds no GPU on this host") -> None:
+def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch finds no GPU in this process") -> None:
     """Refuse to compute a run on CPUs if its spec names GPUs for the role. `sees` describes the GPUs of this process.
     Raises Unavailable, because another process of the role may have the GPUs."""
     if gpus := _gpus_of(cluster, role):
@@ -174,7 +174,11 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     room = number - 1 if shares else number
     ranks = cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
     if ranks > room:
-        raise SpecError(f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU")
+        raise SpecError(
+            f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
+            f"{' and the rollout workers another' if shares else ''}; lower it, name GPUs in cluster.learner_gpus and "
+            "cluster.rollout_gpus, or set cluster.device to cpu"
+        )
     learner = tuple(range(ranks))
     changed: dict[str, object] = {"learner_ranks": ranks, "learner_gpus": learner}
     if rollout:

@@ -152,7 +152,7 @@ def test_a_role_does_not_compute_on_cpus_where_the_spec_names_gpus() -> None:
     with pytest.raises(Unavailable) as refused:
         refuse_cpu(cluster, "learner")
     assert str(refused.value) == (
-        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch finds no GPU on this host; see `paceline doctor`, or set "
+        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch finds no GPU in this process; see `paceline doctor`, or set "
         "cluster.learner_gpus=[] for CPUs"
     )
 

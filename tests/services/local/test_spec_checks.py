@@ -38,7 +38,7 @@ def test_gpus_that_torch_does_not_see_are_a_fault(model: str) -> None:
 def test_a_host_that_is_too_small_is_named_with_both_figures(model: str) -> None:
     status, value, _ = found(model, [], 8 * GB)["its memory"]
     assert status == "absent"
-    assert "8.0 GB are free on this machine" in value
+    assert "8.0 GB are free here" in value
     assert "policy.activation_checkpointing=full" in value
     assert found(model, [])["its memory"][0] == "ok"
 
