@@ -198,7 +198,7 @@ class Finding:
     """`absent`: an optional part is missing; `fault`: something has to be fixed."""
     value: str
     remedy: str = ""
-    """What to do if something is missing."""
+    """Remedy for the part that is missing or faulty; empty if none is needed."""
 
 
 def examine(directory: Path) -> list[Finding]:

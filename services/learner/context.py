@@ -1,4 +1,4 @@
-"""What the parts of a learner's rank see of it: its number; its asyncio loop, which runs beside the computing main
+"""The parts of a learner's rank that others use: its number; its asyncio loop, which runs beside the computing main
 thread; and the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Course:
         self.values: list[float] = []
         """Rewards of the steps that had one; in a run on examples the losses."""
         self.measure = "reward"
-        """What `values` are: `reward` or `loss`."""
+        """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=INTERVALS + 1)
