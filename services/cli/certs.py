@@ -68,7 +68,9 @@ def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], da
 @certs.command("renew")
 @folder_argument
 @click.argument("names", nargs=-1)
-@click.option("--days", type=POSITIVE, help="Validity; default: that of the previous certificate.")
+@click.option(
+    "--days", type=POSITIVE, help="Validity of the new certificates. Default: the validity of the previous ones."
+)
 def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> None:
     """Issue new certificates for NAMES, or for all that have less than a third of their validity left."""
     due = names or tuple(name for name, certificate in issued(folder) if certificate.is_due)

@@ -36,9 +36,9 @@ UNFINISHED = "\ufffd"
 
 @click.command()
 @click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
-@click.option("--system", help="System message; default the run's.")
-@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Most tokens of an answer; default the run's.")
+@click.option("--system", help="System message. Default: as in the run.")
+@click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of an answer. Default: as in the run.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
 @directory_option
 def chat(
@@ -81,7 +81,9 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
     except NotFound as error:
         if not folder.is_dir():
             raise
-        raise NotFound(f"{error}; and the folder {model!r} has no config.json, as a model folder has") from None
+        raise NotFound(
+            f"{error}; the folder {model!r} is not a model folder either, because it has no config.json"
+        ) from None
     if not export or not (is_url(export) or (Path(export) / "config.json").is_file()):
         raise NotFound(
             f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
@@ -131,7 +133,7 @@ def _spec_of_folder(model: str) -> RunSpec:
 
 
 def changed(spec: RunSpec, temperature: float | None, max_new_tokens: int | None, system: str | None = None) -> RunSpec:
-    """Return the spec with the options of the command line. Raises InvalidInput."""
+    """Return the spec with the sampling options of the command line. Raises InvalidInput."""
     if temperature is not None and temperature <= 0:
         raise InvalidInput(f"--temperature is {temperature:g}, must be above 0; use 1e-4 for greedy decoding")
     longest = spec.policy.max_total_sequence_length
@@ -178,7 +180,7 @@ class Talk:
         return text
 
     async def sample(self, prompt_ids: Any, n: int, show: Any = None) -> list[Completion]:
-        """Return `n` completions of a prompt; `show` gets the pieces of a single one."""
+        """Return `n` completions of a prompt. If `n` is 1, `show` gets the pieces of the completion."""
         from paceline.rollout.engine import GenerationRequest, SamplingParams, sample_seed
         from paceline.rollout.stop_strings import StopStrings
 
@@ -263,8 +265,8 @@ def _read_line() -> str:
 @click.command()
 @click.argument("prompt")
 @click.option("--n", default=1, show_default=True, help="Number of completions.")
-@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
-@click.option("--max-new-tokens", type=int, help="Most tokens of a completion; default the run's.")
+@click.option("--temperature", type=float, help="Sampling temperature. Default: as in the run.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of a completion. Default: as in the run.")
 @click.option("--seed", default=0, show_default=True, help="The same seed and weights give the same completions.")
 @click.option(
     "--export",
@@ -301,7 +303,7 @@ def generate(
                 prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
             )
     except Unavailable as error:
-        raise Unavailable(f"{error}; without services --export RUN samples from a run's exported model") from None
+        raise Unavailable(f"{error}; --export RUN samples without services from a run's exported model") from None
     for completion in completions:
         spans = [[s.start, s.end, s.version.session, s.version.step] for s in completion.spans]
         _print(completion.text, completion, spans, as_json)

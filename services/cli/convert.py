@@ -24,7 +24,7 @@ from paceline.services.common.options import json_option
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Type of the weights; default the source's.",
+    help="Type of the weights. Default: as in SOURCE.",
 )
 @click.option(
     "--adapter",
@@ -39,11 +39,11 @@ from paceline.services.common.options import json_option
 @click.option(
     "--config",
     metavar="FOLDER|URL",
-    help="For a checkpoint: model folder with its config.json and tokenizer; default those in the checkpoint's folder.",
+    help="For a checkpoint: model folder with its config.json and tokenizer. Default: the checkpoint's folder.",
 )
 @click.option(
     "--key",
-    help="For a checkpoint: entry of the state dict that has the weights; default model, or the whole state dict.",
+    help="For a checkpoint: entry of the state dict that has the weights. Default: `model`, or the whole state dict.",
 )
 @json_option
 def convert(
@@ -96,9 +96,11 @@ def _check_options(
     key: str | None,
 ) -> None:
     if of_dcp and to == "dcp":
-        raise click.UsageError("SOURCE is such a checkpoint already; omit --to dcp to make a model folder of it")
+        raise click.UsageError("SOURCE is a checkpoint of torch already; omit --to dcp to make a model folder of it")
     if of_dcp and (adapter or quantize):
-        raise click.UsageError("--adapter and --quantize need a model folder; convert the checkpoint to one first")
+        raise click.UsageError(
+            "--adapter and --quantize need a model folder; convert the checkpoint to a model folder first"
+        )
     if not of_dcp and (config or key):
         raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is a model folder")
     if quantize and (to == "dcp" or adapter or dtype):

@@ -43,8 +43,8 @@ def prepare(
     as_json: bool,
 ) -> None:
     """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and print how
-    many rows each reason leaves out. A submission does the same by itself; `data.train: DESTINATION` trains on the
-    file.
+    many rows each reason leaves out. A submission prepares the rows by itself; `data.train: DESTINATION` trains on
+    the file.
 
     The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator.
     """
@@ -53,7 +53,9 @@ def prepare(
     from paceline.spec.reading import load_spec
 
     if destination.suffix != ".jsonl":
-        raise click.UsageError(f"{destination.name} is not a .jsonl file; the rows are written as JSONL, so name one")
+        raise click.UsageError(
+            f"{destination.name} is not a .jsonl file; name one, because the rows are written as JSONL"
+        )
     loaded = load_spec(spec, overrides)
     if not loaded.data.preparation.is_used:
         raise InvalidInput("data.preparation is empty, so nothing changes; set its function or a filter")
@@ -151,7 +153,7 @@ def inspect(
         if each["rows"]:
             click.echo(
                 f"warning: {each['rows']:,} rows of data.train have at least {OVERLAP:.0%} of their 13-word sequences in "
-                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on it",
+                f"{each['evaluation']} (first: row {each['first']}); a model trained on these rows cannot be measured fairly on that set",
                 err=True,
             )
 
@@ -220,7 +222,8 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
-    """Return the rows of each data set in a list, with the share of the draws if it has weights."""
+    """Return the name and the number of rows of each data set in a list, with its share of the draws if there are
+    weights."""
     from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)
@@ -292,8 +295,8 @@ def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
 
 
 def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
-    """Return a row as the tokenizer renders it, with special tokens, its number of tokens and that of the trained ones.
-    Raises InvalidInput if the chat template refuses it."""
+    """Return a row as the tokenizer renders it, with special tokens, then its numbers of tokens and of trained tokens.
+    Raises InvalidInput if the chat template refuses the row."""
     prompt, completion, _ = exchange_of(row, spec)
     template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
     tools = None if completion is None else tools_of(row)

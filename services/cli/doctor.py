@@ -77,7 +77,9 @@ def examine_spec(spec: RunSpec, gpu_bytes: Sequence[int] | None = None, free_byt
     findings = [Finding("its files", "fault", text) for text in missing_paths(spec)]
     if named_in(spec.cluster):
         missing = missing_gpus(spec.cluster, len(sizes))
-        status, value = ("fault", missing) if missing else ("ok", "all files and folders of the spec are here")
+        status, value = (
+            ("fault", missing) if missing else ("ok", "all files and folders of the spec are on this machine")
+        )
         findings.append(Finding("its GPUs", status, value))  # type: ignore[arg-type]
     try:
         cluster, _ = divide(spec.cluster, len(sizes), rollout=spec.samples)
@@ -98,9 +100,12 @@ def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_
     free = available_bytes() if free_bytes is None else free_bytes
     if warning := shortage(spec, free):
         return Finding(
-            "its memory", "absent", warning, "an estimate; train on a machine with more, or change these keys"
+            "its memory",
+            "absent",
+            warning,
+            "this is an estimate; train on a machine with more memory, or change these keys",
         )
-    return Finding("its memory", "ok", f"{sentence(needed, spec)}; {gigabytes(free)} are free here")
+    return Finding("its memory", "ok", f"{sentence(needed, spec)}; {gigabytes(free)} are free on this machine")
 
 
 def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str:
@@ -115,7 +120,7 @@ def _too_small(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int]) -> str
                 load[gpu] += size
     for gpu, size in load.items():
         if size > gpu_bytes[gpu]:
-            return f"GPU {gpu} has {gigabytes(gpu_bytes[gpu])}, its roles need {gigabytes(size)}"
+            return f"GPU {gpu} has {gigabytes(gpu_bytes[gpu])}, but its roles need {gigabytes(size)}"
     return ""
 
 
@@ -131,8 +136,8 @@ REMEDY = "only code rewards need a sandbox: install bubblewrap, or use a kernel 
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
-    """Return which sandbox works here, and its isolation of files, network, processes, memory and kernel. A `fault` is
-    a sandbox that `spec` names and that does not work here."""
+    """Return which sandbox works on this machine, and its isolation of files, network, processes, memory and kernel. A
+    sandbox that `spec` names and that does not work is a `fault`."""
     from paceline.reward.sandbox.choosing import report
 
     found = report()
@@ -144,7 +149,7 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
     value = first + (f"; {' and '.join(others)} work too" if len(others) > 1 else "")
     value += f"; {others[0]} works too" if len(others) == 1 else ""
     for name, reason in found.reasons.items():
-        value += f"; not {name}: {reason}"
+        value += f"; {name} does not work: {reason}"
     return [
         Finding("sandbox", "ok", value),
         *(Finding(goal, "ok", means) for goal, means in found.means.items()),
@@ -153,7 +158,7 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
 
 
 def examine_user_code() -> Finding:
-    """Return whether user code can be isolated here, as `--require-isolation` demands."""
+    """Return whether user code can be isolated on this machine, as `--require-isolation` demands."""
     why = why_no_isolation()
     if why:
         return Finding(
@@ -168,7 +173,7 @@ def examine_user_code() -> Finding:
 
 
 def _faults(spec: RunSpec) -> list[Finding]:
-    """Return the sandboxes of the spec's functions that do not work here, unless other hosts score."""
+    """Return a fault for each reward function whose sandbox does not work on this machine, unless other hosts score."""
     from paceline.reward.builtin import SETTINGS
 
     faults = []
@@ -190,10 +195,10 @@ GIB = 1 << 30
 class Finding:
     name: str
     status: Literal["ok", "absent", "fault"]
-    """`absent` is an optional part that is missing; a `fault` has to be fixed."""
+    """`absent`: an optional part is missing; `fault`: something has to be fixed."""
     value: str
     remedy: str = ""
-    """Remedy, if something is missing."""
+    """Remedy for the part that is missing or faulty; empty if none is needed."""
 
 
 def examine(directory: Path) -> list[Finding]:
@@ -312,7 +317,7 @@ def _torch() -> list[Finding]:
             Finding(
                 "NCCL",
                 "fault",
-                "this torch has none, but several learner ranks on GPUs need it",
+                "this torch has no NCCL, but several learner ranks on GPUs need it",
                 "install a CUDA build of torch",
             )
         )
@@ -322,16 +327,18 @@ def _torch() -> list[Finding]:
 def _no_gpu(built_for: str | None, warning: str) -> Finding:
     """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver is unsuitable."""
     if not Path("/dev/nvidiactl").exists():
-        return Finding("GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`")
+        return Finding("GPU", "absent", "this machine has no GPU", "small models train on the CPU; see `paceline demo`")
     if built_for is None:
         return Finding(
             "GPU",
             "fault",
-            "there is one, but this torch is a build for CPUs",
-            "install a CUDA build, see pytorch.org",
+            "this machine has a GPU, but this torch is a build for CPUs",
+            "install a CUDA build of torch, see pytorch.org",
         )
-    remedy = "compare the driver (nvidia-smi) with this version, and check CUDA_VISIBLE_DEVICES"
-    return Finding("GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy)
+    remedy = "compare the driver (nvidia-smi) with this version of CUDA, and check CUDA_VISIBLE_DEVICES"
+    return Finding(
+        "GPU", "fault", f"torch for CUDA {built_for} cannot use the GPU: {warning or 'no reason given'}", remedy
+    )
 
 
 def _division() -> list[Finding]:
@@ -347,5 +354,10 @@ def _vllm() -> Finding:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("vllm", "absent", "not installed; the native engine is", "pip install 'paceline[vllm]' for GPUs")
+        return Finding(
+            "vllm",
+            "absent",
+            "not installed; rollouts can use the native engine",
+            "pip install 'paceline[vllm]' for GPUs",
+        )
     return Finding("vllm", "ok", version)

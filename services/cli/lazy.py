@@ -40,8 +40,8 @@ def sections_of_apps() -> Sections:
 
 
 class LazyGroup(click.Group):
-    """`sections` has the commands by heading: for each name "module:attribute" and its one line of help. Apps add
-    commands, and replace none.
+    """A click group with lazily imported commands. `sections` has the commands by heading: for each name
+    "module:attribute" and one line of help. Apps add commands, and replace none.
 
     The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
     "Error: …" on stderr with exit status 1.
@@ -51,11 +51,11 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self._own_sections = sections
         self._own = {name: entry for section in sections.values() for name, entry in section.items()}
-        """The core's commands; apps are not loaded for them."""
+        """Commands of the core by name, which are found without loading apps."""
 
     @functools.cached_property
     def sections(self) -> Sections:
-        """Commands by heading, those of apps last."""
+        """Commands by heading; headings that only apps have come last."""
         of_apps = sections_of_apps()
         if self.name == "serve":
             of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
@@ -71,7 +71,7 @@ class LazyGroup(click.Group):
 
     @functools.cached_property
     def entries(self) -> Mapping[str, tuple[str, str]]:
-        """Module and line of help of each command."""
+        """Module and one line of help of each command, by the command's name."""
         return {name: entry for section in self.sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -148,7 +148,7 @@ MEANT = {
     }.items()
     for word in words.split()
 }
-"""Our command for each word of other libraries and command lines."""
+"""Command of Paceline for each word of other libraries and command lines."""
 
 
 def remedy(word: str, commands: Iterable[str]) -> str:
@@ -169,7 +169,8 @@ def remedy(word: str, commands: Iterable[str]) -> str:
 
 
 def setting_for(option: str) -> str:
-    """Return the clause for an unknown option that is a setting (`--learning_rate` is an override here); else empty."""
+    """Return a clause that says how to write a setting, if the unknown option is one (`--learning_rate` is an override
+    here); else empty."""
     from paceline.spec.faults import unknown_key
     from paceline.spec.foreign import look_up
     from paceline.spec.keys import keys

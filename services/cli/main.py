@@ -27,16 +27,16 @@ SECTIONS: Sections = {
         ),
         **_in("running.up", up="Start all services on this host, submit a spec and watch it."),
     },
-    "Train SPEC, here or at a coordinator": _in(
+    "Train SPEC, on this host or at a coordinator": _in(
         "running.train",
-        grpo="From rollouts and rewards.",
+        grpo="Learn from rollouts and rewards.",
         sft="Imitate a data set's completions.",
         dpo="Prefer chosen completions to rejected ones.",
-        kto="From good and bad completions.",
-        orpo="Imitate and prefer at once, without a reference.",
-        rm="A reward model from pairs.",
-        distillation="From rollouts and a teacher.",
-        offline_grpo="From recorded completions with rewards.",
+        kto="Learn from good and bad completions.",
+        orpo="Imitate chosen completions and prefer them, without a reference.",
+        rm="Train a reward model from pairs.",
+        distillation="Learn from rollouts and a teacher.",
+        offline_grpo="Learn from recorded completions with rewards.",
     ),
     "Before a run": _in("spec", spec="Check a spec and print it resolved, or explain its keys.")
     | _in("data", data="Show the data of a spec (counts, lengths, samples, overlap), or prepare them."),
@@ -116,7 +116,7 @@ SERVICES = {
         "reward": "A reward worker: scores completions.",
         "environment": "An environment worker: runs episodes of several turns.",
         "learner": "The learner: trains and publishes weights.",
-        "host-agent": "The relay that brings weights to a host's workers; they start one by themselves.",
+        "host-agent": "The relay that brings weights to the workers of a host, which start one by themselves.",
     }.items()
 }
 

@@ -34,15 +34,15 @@ def token() -> None:
     "--role",
     required=True,
     type=click.Choice([role.value for role in CallerRole]),
-    help="viewer reads; submitter also submits, and controls their own runs; operator does everything but work; worker is for "
-    "workers; scraper reads metrics and the status.",
+    help="viewer reads; submitter also submits, and controls their own runs; operator does everything except a worker's calls; "
+    "worker is for workers; scraper reads metrics and the status.",
 )
 @click.option(
     "--days",
     default=90.0,
     show_default=True,
     type=click.FloatRange(min=0.0),
-    help="Days for which the token is valid; 0 is without end.",
+    help="Days for which the token is valid; 0 means without end.",
 )
 @click.option("--out", type=PATH, help="New file for the token, mode 0600. Default: print it.")
 @directory_option

@@ -20,7 +20,7 @@ from paceline.errors import SpecError, Unavailable
 from paceline.spec import ClusterSection
 
 ROLES = ("learner", "rollout", "reward")
-"""Roles for which `cluster` has a key of GPUs."""
+"""Roles with a key `ROLE_gpus` in the section `cluster`."""
 LISTING_S = 20.0
 """Seconds for `nvidia-smi -L`, which may have to wake the driver."""
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -37,7 +37,7 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
 
 
 def memory_of_gpus() -> tuple[int, ...]:
-    """Return the bytes of each GPU that the driver shows; empty if `nvidia-smi` does not tell."""
+    """Return the memory in bytes of each GPU that the driver shows; empty if `nvidia-smi` does not report it."""
     listed = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
         return tuple(int(line) << 20 for line in (listed or "").split())
@@ -98,7 +98,8 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
-    """Return the cluster on a host with `number` GPUs, and a sentence about the division, empty without GPUs.
+    """Return the `cluster` section with `number` GPUs divided among its roles, and a sentence about the division, which
+    is empty without GPUs.
 
     GPUs in the spec stay, and the sentence names each role that computes on CPUs because the spec names no GPUs for it.
     Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
@@ -106,7 +107,7 @@ def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tup
     learner gets all. Raises SpecError, with the keys to set, if no division is possible.
     """
     if cluster.device == "cpu":
-        unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
+        unused = f"cluster.device is cpu, which leaves {_count(number)} of this host unused" if number else ""
         return cluster, unused
     if named_in(cluster):
         if missing := missing_gpus(cluster, number):
@@ -130,7 +131,7 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
     return ""
 
 
-def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch sees none here") -> None:
+def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch finds no GPU in this process") -> None:
     """Refuse to compute a run on CPUs if its spec names GPUs for the role. `sees` describes the GPUs of this process.
     Raises Unavailable, because another process of the role may have the GPUs."""
     if gpus := _gpus_of(cluster, role):
@@ -157,7 +158,7 @@ def _left_on_cpus(cluster: ClusterSection, number: int, rollout: bool) -> str:
 
 
 def unused_gpus(role: str, visible: Sequence[str] | None = None) -> str:
-    """Return a warning about GPUs on this host for a service that chose the CPU; empty without GPUs."""
+    """Return a warning for a service that chose the CPU although this host has GPUs; empty if it has none."""
     number = len(visible_gpus() if visible is None else visible)
     if not number:
         return ""
@@ -174,7 +175,7 @@ def _divided(cluster: ClusterSection, number: int, rollout: bool) -> ClusterSect
     ranks = cluster.learner_ranks if "learner_ranks" in set_keys else max(1, number // 2 if shares else number)
     if ranks > room:
         raise SpecError(
-            f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs one"
+            f"cluster.learner_ranks is {ranks} on a host with {_count(number)}: each rank needs a GPU"
             f"{' and the rollout workers another' if shares else ''}; lower it, name GPUs in cluster.learner_gpus and "
             "cluster.rollout_gpus, or set cluster.device to cpu"
         )
@@ -196,8 +197,8 @@ def _sentence(cluster: ClusterSection, number: int, rollout: bool) -> str:
     if idle:
         parts.append(f"{idle} left idle")
     return (
-        f"{_count(number)} here: {', '.join(parts)}; cluster.learner_gpus and cluster.rollout_gpus divide them otherwise, "
-        "cluster.device=cpu uses none"
+        f"{_count(number)} on this host: {', '.join(parts)}; set cluster.learner_gpus and cluster.rollout_gpus to divide them "
+        "otherwise, or cluster.device=cpu to use none"
     )
 
 
@@ -211,7 +212,7 @@ def share_gpus(gpus: tuple[int, ...], workers: int, role: str = "rollout") -> li
     if workers % len(gpus) == 0:
         return [(gpus[index % len(gpus)],) for index in range(workers)]
     raise SpecError(
-        f"cluster.{role}_gpus has {len(gpus)} GPUs for cluster.{role}_workers {workers}; one number has to divide "
+        f"cluster.{role}_gpus has {len(gpus)} GPUs for cluster.{role}_workers {workers}; one number must divide "
         "the other"
     )
 
@@ -221,13 +222,13 @@ def learner_gpus(cluster: ClusterSection) -> tuple[int, ...]:
     if cluster.learner_gpus and len(cluster.learner_gpus) != cluster.learner_ranks:
         raise SpecError(
             f"cluster.learner_gpus has {len(cluster.learner_gpus)} GPUs for cluster.learner_ranks "
-            f"{cluster.learner_ranks}; a rank needs one each"
+            f"{cluster.learner_ranks}; each rank needs one"
         )
     return cluster.learner_gpus
 
 
 def for_cuda(gpus: Sequence[int], visible: Sequence[str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES of a process that gets `gpus`."""
+    """Return the value of CUDA_VISIBLE_DEVICES for a process with `gpus`, from the names in `visible`."""
     return ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)
 
 

@@ -22,7 +22,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def linux_only(command: CommandT) -> CommandT:
-    """Have a command that starts services fail at once on another platform."""
+    """Make a command that starts services fail at once on a platform other than Linux."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -48,14 +48,15 @@ def _token_file_option(*, exists: bool) -> Callable[[CommandT], CommandT]:
         callback=_use_token_file,
         expose_value=False,
         is_eager=True,
-        help=f"File with the coordinator's token; default {VARIABLE}, else the one in the coordinator's directory (runs).",
+        help=f"File with the coordinator's token. Default: {VARIABLE}, else the file in the coordinator's directory (runs).",
     )
 
 
 token_file_option = _token_file_option(exists=False)
-"""For services: the coordinator makes the file, and workers may start before it."""
+"""Option --token-file of services. The file may be missing at first, because workers may start before the coordinator
+makes it."""
 caller_token_file_option = _token_file_option(exists=True)
-"""For commands that call a coordinator."""
+"""Option --token-file of commands that call a coordinator; the file must exist."""
 functions_from_option = click.option(
     "--functions-from",
     "functions_from",
@@ -81,15 +82,15 @@ only_option = click.option(
     multiple=True,
     metavar="FUNCTION",
     callback=_built_in,
-    help="Score only runs all of whose reward functions are built-ins named here; may be given several times. For a separate "
-    "pool that runs code written by models: --only code_tests.",
+    help="Built-in reward function that this worker may run; may be given several times. Runs with any other function are not "
+    "scored. For a separate pool that runs code written by models: --only code_tests.",
 )
 store_option = click.option(
     "--store",
     default="",
     metavar="FOLDER|URL",
     help="Root of checkpoints, exports and stored weights: a folder or an fsspec URL (s3://bucket/runs). Default: the folder "
-    "of --directory, which otherwise has the ledger alone.",
+    "of --directory. With --store, that folder has only the ledger.",
 )
 _address_option = click.option(
     "--coordinator",
@@ -118,8 +119,10 @@ def worker_options(
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
         insecure_option,
-        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free one."),
-        click.option("--advertise-host", default="", help="This machine's address for other workers; default --host."),
+        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free port."),
+        click.option(
+            "--advertise-host", default="", help="Address at which other workers reach this machine. Default: --host."
+        ),
         click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
         click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
         click.option(
@@ -130,7 +133,7 @@ def worker_options(
         click.option(
             "--ready-file",
             type=click.Path(path_type=Path),
-            help="File to write the address to, once it listens.",
+            help="File to write the address to, once the service listens.",
         ),
     )
 
@@ -154,7 +157,7 @@ directory_option = click.option(
 recorded_option = click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Read the records of this folder instead of calling a coordinator; default runs, if none answers.",
+    help="Read the records in this folder instead of calling a coordinator. Default: the folder runs, if no coordinator answers.",
 )
 
 
@@ -192,5 +195,5 @@ def make_directory(directory: Path) -> None:
         ) from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise Unreadable(
-            f"--directory {directory} cannot be used: you cannot write there; name a folder in which you can write"
+            f"--directory {directory} cannot be used: you cannot write in it; name a folder in which you can write"
         )

@@ -1,5 +1,5 @@
-"""Paths of large transfers to a host: a worker's connection to its host's relay, made when a run first needs it and
-kept for the worker's life; and the network interface (`--fabric`) for weights between hosts and a learner's
+"""Two paths for large transfers: a worker's connection to the relay of its host, made when a run first needs it and
+kept for the worker's life; and the network interface (`--fabric`) for weights between hosts and for a learner's
 collectives.
 
 Hosts often have a slow network, which has their names, and a fast one for data. Control stays on the first (`--host`,
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from paceline.spec import RunSpec
 
 FABRIC_VARIABLE = "PACELINE_FABRIC"
-"""Environment variable that stands for the option, and passes the address to a learner's ranks."""
+"""Environment variable with the effect of --fabric; it also passes the address to a learner's ranks."""
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def fabric_address(fabric: str) -> str:
-    """Return this host's address on `fabric`: an interface's name, an address of this host, or a network in CIDR
-    notation with one address of this host; empty for an empty one. For an interface its first IPv4 address is taken.
-    Raises InvalidInput that names the interfaces of this host."""
+    """Return this host's address on `fabric`; empty if `fabric` is. `fabric` is an interface's name, an address of this
+    host, or a network in CIDR notation that has one address of this host. Of an interface the first IPv4 address is
+    taken. Raises InvalidInput, which names the interfaces of this host."""
     if not fabric:
         return ""
     by_interface = addresses_by_interface()
@@ -54,7 +54,7 @@ def fabric_address(fabric: str) -> str:
     why = (
         f"fits {len(matching)} addresses of this host, {', '.join(matching)}"
         if matching
-        else "is not an interface, address or network of it"
+        else "is not an interface, address or network of this host"
     )
     raise InvalidInput(f"--fabric {fabric!r} {why}; this host has {named}. Name one interface or its address")
 
@@ -86,13 +86,13 @@ fabric_option = click.option(
     metavar="INTERFACE|ADDRESS|NETWORK",
     callback=_resolve,
     help="Interface for weights and for the learner's collectives: its name (ib0), an address of this host, or a network "
-    "(10.1.0.0/16). Default: that of --host or --advertise-host.",
+    "(10.1.0.0/16). Default: the interface of --host or --advertise-host.",
 )
 
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0
-"""Seconds in which a relay has to appear; without one, weights come by the object store."""
+"""Seconds to wait for the host's relay; if none appears, weights come by the object store."""
 MAX_ZONE = 64
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class RelayConnection:
 
     @property
     def identity(self) -> worker_pb2.HostAgent | None:
-        """The relay, for the control plane; None if there is none."""
+        """Identity of the relay, for the control plane; None without a relay."""
         return self._client.identity if self._client is not None else None
 
     def client(self) -> RelayClient:
@@ -134,7 +134,7 @@ class RelayConnection:
 
 
 def goes_by_host(spec: RunSpec) -> bool:
-    """Return whether the run's weights come by hosts' relays if there are any."""
+    """Return whether the run's weights are sent through hosts' relays, if there are any."""
     return spec.weights.channel == "collective"
 
 
@@ -153,5 +153,5 @@ zone_option = click.option(
     envvar=ZONE_VARIABLE,
     callback=_set_zone,
     expose_value=False,
-    help="Zone of this host (region, rack): weights cross the border of two zones once. Default: one zone.",
+    help="Zone of this host (region, rack): weights cross the border of two zones once. Default: all hosts are in one zone.",
 )

@@ -1,6 +1,6 @@
-"""Options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of
-the first two a worker beyond loopback hides secrets from user code if the kernel can (`choose_isolation`); otherwise
-its log warns of it at its start and every ten minutes."""
+"""Options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without the first
+two, a worker beyond loopback hides secrets from user code if the kernel can (`choose_isolation`); otherwise the
+worker's log has a warning at its start and every ten minutes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _require(_context: click.Context, option: click.Parameter, is_required: bool
         return
     if is_required and (why := why_no_isolation()):
         raise click.UsageError(
-            f"{option.opts[0]} is impossible here: {why}; docs/operate/security_setup.md has its requirements"
+            f"{option.opts[0]} is impossible on this host: {why}; docs/operate/security_setup.md has its requirements"
         )
     os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
 
 
 def _pass(_context: click.Context, option: click.Parameter, names: tuple[str, ...]) -> None:
-    """Add the names to those in the environment. Raises click.BadParameter."""
+    """Add the names to the variables for user code that the environment lists. Raises click.BadParameter."""
     for name in names:
         if not NAME.fullmatch(name):
             raise click.BadParameter(f"{name!r} is not the name of a variable; write {option.opts[0]} NAME")
@@ -55,9 +55,9 @@ _require_option = click.option(
     envvar=VARIABLE,
     callback=_require,
     expose_value=False,
-    help="Run user code of bundles only, and only if secrets and other programs' credentials can be hidden from it (Linux 6.12); also "
-    f"{VARIABLE}=1. Or hide nothing; also {VARIABLE}=0. Default: if coordinator and worker are on loopback nothing is hidden; else the "
-    "token, the certificates and other runs' bundles, if the kernel can.",
+    help="--require-isolation: run only user code from bundles, and only if secrets and other programs' credentials can be hidden from it "
+    f"(Linux 6.12); also {VARIABLE}=1. --no-isolation: hide nothing; also {VARIABLE}=0. Default: if coordinator and worker are on "
+    "loopback nothing is hidden; else the kernel, if it can, hides the token, the certificates and other runs' bundles.",
 )
 _pass_option = click.option(
     "--pass-env",
@@ -76,8 +76,8 @@ def user_code_options(command: CommandT) -> CommandT:
 
 def choose_isolation(coordinator: str, host: str) -> str:
     """Choose what to hide from this process' user code, and log it. Return the warning of a worker beyond loopback that
-    cannot hide anything, else "". coordinator: HOST:PORT that it connects to; host: address that it listens on.
-    Raises click.ClickException if the folder of bundles is unknown."""
+    cannot hide anything, else "". `coordinator` is the HOST:PORT that the worker connects to, `host` the address
+    that it listens on. Raises click.ClickException if the folder of bundles is unknown."""
     address = FORM.fullmatch(coordinator)
     is_beyond = not (is_loopback(address[1] if address else coordinator) and is_loopback(host))
     is_chosen = bool(os.environ.get(VARIABLE))
@@ -97,8 +97,8 @@ def choose_isolation(coordinator: str, host: str) -> str:
             log.info("user code can read the token, because coordinator and worker are on loopback")
         case Isolation.OPEN:
             return (
-                f"USER CODE CAN READ SECRETS: {_readable()}, because {why}. Run this worker on such a kernel, or give it no user code "
-                "(serve reward --only FUNCTION); --no-isolation accepts it (docs/operate/security_setup.md)"
+                f"USER CODE CAN READ SECRETS: {_readable()}, because {why}. Run this worker on a kernel that can hide them, or give it no "
+                "user code (serve reward --only FUNCTION); --no-isolation accepts it (docs/operate/security_setup.md)"
             )
     return ""
 

@@ -1,5 +1,5 @@
-"""The view of a learner's rank for its parts: its number, its asyncio loop beside the main thread, which computes, and
-the orders of checkpoints and exports, which all ranks carry out after the current step."""
+"""The parts of a learner's rank that others use: its number; its asyncio loop, which runs beside the computing main
+thread; and the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class BackgroundLoop:
 
 
 MAX_ORDERS = 16
-"""Orders of each kind that may wait at the same time."""
+"""Most orders of each kind that may wait at the same time."""
 
 
 class ExportOrder(NamedTuple):
     """An export of the weights after the current step."""
 
     name: str
-    """Folder under `exports/` in the run's directory; empty: by the step."""
+    """Folder under `exports/` in the run's directory; if empty, the step gives its name."""
     adapter_only: bool
 
 
@@ -157,7 +157,7 @@ def _check_room(orders: Sequence[object]) -> None:
 
 
 class RankContext(Protocol):
-    """Implemented by `paceline.services.learner.rank.LearnerRank`."""
+    """Members of a rank that its parts use, implemented by `paceline.services.learner.rank.LearnerRank`."""
 
     rank: int
     world_size: int
@@ -184,4 +184,4 @@ class RankContext(Protocol):
         """End after the current step."""
 
     def leave(self, reason: str) -> None:
-        """Leave because of a fault."""
+        """Leave the coordinator because of a fault."""

@@ -32,7 +32,7 @@ from paceline.services.common.processes.supervisor import FROM_OUTSIDE, ending
 from paceline.services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
-"""Environment variable with the file in which the ranks meet."""
+"""Environment variable with the path of the file in which the ranks meet."""
 KILL_AFTER_S = 10.0
 """Seconds after their grace until stopping ranks are killed."""
 OTHERS_END_S = 10.0
@@ -51,7 +51,7 @@ class EndAll(NamedTuple):
 
     reason: str
     orderly: bool
-    """True if they may end as at a signal; otherwise they have only OTHERS_END_S."""
+    """True if the ranks may end as at a signal; otherwise they have only OTHERS_END_S seconds."""
 
 
 @dataclass
@@ -60,12 +60,13 @@ class Ranks:
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     first_rank: int = 0
-    """Rank of the first process; others may run on other hosts."""
+    """Rank of the first process on this host; other hosts may have lower ranks."""
     events: queue.SimpleQueue[Ended | EndAll | None] = field(default_factory=queue.SimpleQueue)
-    """Ends of ranks, with their index among these processes; None for a signal to stop."""
+    """Ended ranks with their index on this host; an `EndAll` orders the end of all ranks, None reports a signal to
+    stop."""
     is_stopping: bool = False
     status: int = 0
-    """Return code of the first rank that failed, in the form of `subprocess`."""
+    """Return code of the first rank that failed, negative for a signal as in `subprocess`; 0 if none failed."""
     on_loss: Callable[[str], None] = field(default=lambda _: None)
     """Called when a rank has failed, with a sentence that says how, before the wait for the others."""
 
@@ -172,7 +173,8 @@ def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> in
 
 
 def end_as(status: int) -> None:
-    """End this process as a rank ended, because a supervisor distinguishes signals from outside from faults."""
+    """End this process with a rank's return code or signal, because a supervisor distinguishes signals from outside
+    from faults."""
     if -status in FROM_OUTSIDE:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

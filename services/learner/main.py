@@ -46,13 +46,13 @@ from paceline.services.learner.nodes.settings import is_rank, node_settings, ran
     metavar="N|MIN:MAX",
     help="Hosts of this learner. Default: from torchrun's, LeaderWorkerSet's or Slurm's variables, else 1.",
 )
-@click.option("--node-rank", type=int, help="Position of this host among them, from 0.")
+@click.option("--node-rank", type=int, help="Position of this host among the learner's hosts, from 0.")
 @click.option(
     "--rendezvous",
     default="",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help="Where node 0 waits for the others, on its --host.",
+    help="Address where node 0 waits for the others, on its --host.",
 )
 @click.option(
     "--node-wait",

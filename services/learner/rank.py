@@ -51,7 +51,7 @@ from paceline.wire import PROTOCOL
 
 ASSIGNMENT_POLL_S = 2.0
 OUTBOX_SIZE = 8
-"""Reports in the stream's outbox, which a newer report can no longer replace."""
+"""Most reports in the stream's outbox, where a newer report can no longer replace them."""
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +75,7 @@ class LearnerRank:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
         self.reachable = reachable
-        """Address of this machine for others."""
+        """Address at which others reach this machine."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
         """Address that this machine listens on for weights and for the other ranks, and the address that others use."""
         self.cpu_chosen = False
@@ -168,7 +168,7 @@ class LearnerRank:
         self.background.close()
 
     def leave(self, reason: str) -> None:
-        """Leave because of a fault, once the coordinator, if it is up, has read the report of it."""
+        """Leave because of a fault. If the coordinator is up, first wait until it has read the report of the fault."""
         with contextlib.suppress(TimeoutError):
             self.background.wait(self.membership.leave(reason=reason), LEAVE_WAIT_S + 1.0)
 
@@ -269,7 +269,7 @@ class LearnerRank:
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
-"""Steps whose token statistics may wait; those of an older step are replaced."""
+"""Most steps whose token statistics may wait; beyond that the oldest are replaced."""
 Key = tuple[str, str | int]
 
 

@@ -31,7 +31,7 @@ from paceline.services.learner.launcher import MEETING_VARIABLE
 STORE_VARIABLE = "PACELINE_RANKS_STORE"
 """Environment variable with HOST:PORT of the rendezvous store for ranks on several hosts."""
 SESSION_VARIABLE = "PACELINE_RANKS_SESSION"
-"""Environment variable with the name of their session in that store."""
+"""Environment variable with the name of the ranks' session in the rendezvous store."""
 LOADING_TIMEOUT_S = 1800.0
 """Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
 """
@@ -79,7 +79,7 @@ def set_collective_timeout(seconds: float) -> None:
 
 @contextmanager
 def long_collectives() -> Iterator[None]:
-    """Give the ranks LOADING_TIMEOUT_S for their collectives inside, because one of them may read or write large files."""
+    """Allow LOADING_TIMEOUT_S for collectives in the block, because a rank may read or write large files meanwhile."""
     if not dist.is_initialized():
         yield
         return
@@ -112,7 +112,8 @@ def interface_of(host: str) -> str | None:
 
 
 def _keep_to_this_host(host: str) -> None:
-    """Set the variables from which gloo and NCCL take their interface, instead of one that others reach."""
+    """Make gloo use the loopback interface, which others cannot reach, and NCCL the interface of `host`, by environment
+    variables."""
     loopback = interface_of("127.0.0.1")
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -122,7 +123,7 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """Set the same variables for ranks on several hosts: that of `--host`, else of the route to `address`."""
+    """Make gloo and NCCL use the interface of `host`, else that of the route to `address`, for ranks on several hosts."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -143,7 +144,7 @@ def set_up_device(device: str, host: str) -> torch.device:
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda and rank >= (number := torch.cuda.device_count()):
         raise Unavailable(
-            f"rank {rank} of the learner needs a GPU for itself, and torch sees {number} here, counted from 0; see "
+            f"rank {rank} of the learner needs a GPU for itself, and torch finds only {number}, counted from 0; see "
             "`paceline doctor`, or start fewer ranks (cluster.learner_ranks)"
         )
     if device == "auto" and not cuda and (idle := unused_gpus("learner")):

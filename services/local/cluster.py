@@ -39,7 +39,7 @@ LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
 """Default ports of the coordinator and of its page, if they are free."""
 NOT_READY_S = 60.0
-"""Seconds without listening after which, and again after each such time, a line says that the coordinator still starts.
+"""Seconds after which a line says that the coordinator does not listen yet; the line is repeated after each such time.
 """
 
 GRACE_S = 25.0
@@ -51,7 +51,7 @@ KILL_AFTER_S = 15.0
 EXPLAIN_AFTER_S = 3.0
 """Seconds of waiting for services to end, after which a line names them."""
 
-LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if that is cut off, training continues from the checkpoint before"
+LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
 DASHBOARD = "dashboard"
 TRACKERS = "trackers"
@@ -67,7 +67,7 @@ class LocalCluster:
     """A coordinator, rollout × N, reward × M, environment × E and one learner of K ranks on this host, supervised."""
 
     coordinator_backoff_s = 10.0
-    """Longest back-off before the coordinator is restarted, because everything waits for it."""
+    """Longest back-off in seconds before the coordinator is restarted, because everything waits for it."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class LocalCluster:
         self.directory = Path(directory).resolve()
         self.cluster = cluster
         self.address = ""
-        """host:port of the coordinator, once it has started."""
+        """HOST:PORT of the coordinator; empty before it has started."""
         self.failure: PacelineError | None = None
-        """Why a service was given up, if any was."""
+        """The reason why a service was given up; None if none was."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called once, from another thread, when a service is given up."""
         self._host = host
@@ -178,8 +178,8 @@ class LocalCluster:
                 self.add(role)
 
     def start_dashboard(self, port: int) -> Path:
-        """Start the page of this coordinator and return the file that will have its address; 0 takes a free port. Does
-        not wait for the page, because nothing depends on it."""
+        """Start the dashboard of this coordinator, and return the file that will have its address; `port` 0 takes a
+        free port. Does not wait for the dashboard, because nothing depends on it."""
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
@@ -200,8 +200,8 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name: that of a removed service that has ended, if there is
-        one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        """Start one more service of `role` and return its name, which is the name of a removed service that has ended,
+        if there is one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -231,7 +231,7 @@ class LocalCluster:
         return service.name
 
     def size(self, role: str) -> int:
-        """Return the number of services of `role` that were not told to end."""
+        """Return the number of services of `role`, without those that are being removed."""
         return sum(service.stays for service in self._services[role])
 
     def resize(self, role: str, size: int) -> None:
@@ -278,7 +278,7 @@ class LocalCluster:
         self._lock.release()
 
     def _wait_ended(self, services: Sequence[Service]) -> None:
-        """Wait for terminated services; name those that take long, and kill them after their time."""
+        """Wait for terminated services; name those that are slow, and kill them after their time."""
         started_s = time.monotonic()
         allowed_s = self._grace_s + KILL_AFTER_S
         while (waited_s := time.monotonic() - started_s) < EXPLAIN_AFTER_S:
@@ -333,7 +333,9 @@ class LocalCluster:
     def _service(self, role: str, index: int) -> Service:
         services = self._services.get(role, [])
         if not 0 <= index < len(services):
-            raise NotFound(f"there is no {role}-{index}; the roles are {', '.join(ROLES)}, counted from 0")
+            raise NotFound(
+                f"there is no {role}-{index}; the roles are {', '.join(ROLES)}, and the services of a role are numbered from 0"
+            )
         return services[index]
 
     def _give_up(self, reason: PacelineError) -> None:

@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time works there, and the error for the next process names the holder.
+"""A lock on a folder: one process at a time works in it, and the error for the next process names the holder.
 
 The lock ends with its holder's process. Its file stays, with the holder's process id for people.
 """

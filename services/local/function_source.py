@@ -39,7 +39,7 @@ def named_function(function: Callable[..., Any], folder: Path) -> str:
     """
     if not isinstance(function, FunctionType):
         raise InvalidInput(
-            f"{_name(function)} is {type(function).__name__}; a reward function has to be a function that was defined with "
+            f"{_name(function)} is {type(function).__name__}; a reward function must be a function that was defined with "
             "`def`, or a name (`math_accuracy`, `file.py:function`)"
         )
     own_file = _importable_file(function)
@@ -56,7 +56,7 @@ def named_function(function: Callable[..., Any], folder: Path) -> str:
 
 
 def _importable_file(function: FunctionType) -> Path | None:
-    """Return the file of a function at the top of a module that is not a script; None for any other."""
+    """Return the file of a function at the top of a module that is not a script; None for any other function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     at_top = getattr(module, function.__name__, None) is function
@@ -70,9 +70,9 @@ class _Source:
         self._imports: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._objects: dict[str, object] = {}
-        """Functions and classes by name, with those in progress."""
+        """Functions and classes by name, also those whose sources are not complete yet."""
         self._definitions: list[str] = []
-        """Their sources, each after those that it uses."""
+        """Sources of functions and classes, each after the definitions that it uses."""
         self._folders: set[str] = set()
         """Folders of modules that only this process finds."""
 
@@ -81,8 +81,8 @@ class _Source:
         self._objects[function.__name__] = function
         if function.__code__.co_freevars:
             raise InvalidInput(
-                f"{function.__name__} uses {', '.join(function.__code__.co_freevars)} of the enclosing function, which its source "
-                "alone does not have; pass values as kwargs of the reward, or define them at the top"
+                f"{function.__name__} uses {', '.join(function.__code__.co_freevars)} of the enclosing function, but only the source of "
+                f"{function.__name__} is written; pass values as kwargs of the reward, or define them at the top of the module"
             )
         for name in sorted(_global_names(function.__code__) | _names_in_head(source)):
             if name in function.__globals__:
@@ -174,7 +174,7 @@ def _source_of(function: FunctionType) -> str:
 
 
 def _class_source(value: type, functions: list[FunctionType]) -> str:
-    """Return the source of a class, found by that of its methods, because a notebook's classes have no file."""
+    """Return the source of a class, found by the source of its methods, because a notebook's classes have no file."""
     for function in functions:
         lines = linecache.getlines(function.__code__.co_filename)
         for node in ast.walk(ast.parse("".join(lines))):
@@ -192,7 +192,7 @@ def _without_source(value: object) -> InvalidInput:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the global names that code reads, with that of its inner functions."""
+    """Return the global names that a code object and its inner functions read."""
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in reads}
     for constant in code.co_consts:

@@ -18,15 +18,15 @@ EVENTS_AT_ONCE = 500
 
 
 class Called(Protocol):
-    """A method of a service."""
+    """A called method of a gRPC service."""
 
     @property
     def path(self) -> str:
-        """`package.Service/Method`."""
+        """Name of the method as `package.Service/Method`."""
 
 
 class LedgerCalls:
-    """A read-only ledger. One thread reads."""
+    """Answers calls from a read-only ledger, which one thread reads."""
 
     def __init__(self, path: Path):
         self._path = path

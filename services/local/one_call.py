@@ -50,7 +50,7 @@ class TrainedRun:
 
     run_id: str
     directory: Path
-    """Its folder: metrics.jsonl, tensorboard/, checkpoints/, summary.json."""
+    """Folder of the run, with metrics.jsonl, tensorboard/, checkpoints/ and summary.json."""
     export_path: Path | None
     """Model folder for `from_pretrained`; None if the run has exported none."""
     metrics: list[dict[str, float]]
@@ -58,7 +58,7 @@ class TrainedRun:
     evaluations: list[dict[str, float]]
     """Results of each evaluation, with the version as `step`."""
     summary: dict[str, Any] = field(repr=False)
-    """Content of summary.json."""
+    """Content of the run's summary.json."""
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions
@@ -157,7 +157,7 @@ def assembled(
         if source is not None:
             section = tree.setdefault("data", {})
             if not isinstance(section, dict):
-                raise InvalidInput(f"data is {type(section).__name__}, it has to be a mapping")
+                raise InvalidInput(f"data is {type(section).__name__}, must be a mapping")
             section[key] = _data_file(source, directory / "data")
     folder = tree.pop("folder", "")
     return parse_spec(tree, base=Path.cwd()).model_copy(update={"folder": folder})
@@ -206,7 +206,7 @@ def _data_file(source: Data, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Restore the environment's token afterwards, because the next call may have another directory."""
+    """Restore the environment's token file after the block, because the next call may have another directory."""
     before = os.environ.get(VARIABLE)
     try:
         yield

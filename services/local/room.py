@@ -20,14 +20,15 @@ from paceline.spec.reading import MODEL_FIELDS, code_paths, file_of
 
 
 def room_here() -> Room:
-    """Return the memory of the smallest GPU of this host, if it has any that torch can use, and its free memory."""
+    """Return the memory of this host's smallest GPU, None if torch can use no GPU, and the host's free memory, in
+    bytes."""
     sizes = memory_of_gpus() if usable_gpus() else ()
     return Room(min(sizes, default=None), available_bytes())
 
 
 def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
-    """Return the spec with the GPUs of this host divided as by `paceline up`, and a sentence on it; unchanged if the
-    spec names GPUs, or the size of GPUs elsewhere."""
+    """Return the spec with the GPUs of this host divided as by `paceline up`, and a sentence about it. The spec is
+    unchanged if it names GPUs, or the size of other hosts' GPUs (`cluster.gpu_gb`)."""
     if spec.cluster.gpu_gb is not None or spec.cluster.learner_gpus or spec.cluster.rollout_gpus:
         return spec, ""
     cluster, division = divide(spec.cluster, len(usable_gpus()), rollout=spec.samples)
@@ -35,7 +36,7 @@ def cluster_here(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` for a run on this host, and sentences on the chosen values.
+    """Return the spec with each `auto` replaced by a value for this host, and sentences on the chosen values.
 
     Raises SpecError if a GPU cannot hold its load. A spec that does not fit into the host's free memory, which changes,
     gets only a warning (`paceline.models.memory_estimate.shortage`).
@@ -48,8 +49,9 @@ def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
 
 
 def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
-    """Return the services that the runs need, as the first of them with rollouts says. Runs on examples need no
-    workers, and only runs with an environment need environment workers: one unless they say how many."""
+    """Return the `cluster` section for the services that the runs need, from the first spec with rollouts. Runs on
+    examples need no workers, and only runs with an environment need environment workers: one unless they say how
+    many."""
     sizes = next((spec.cluster for spec in specs if spec.samples), specs[0].cluster)
     if not any(spec.samples for spec in specs):
         none = {"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
@@ -66,14 +68,15 @@ MAX_SIBLINGS = 1000
 
 
 def check_paths_are_here(spec: RunSpec) -> None:
-    """Raise SpecError, a line for each local path of a model, data file or code file that is missing here."""
+    """Raise SpecError with a line for each missing local path of a model, data file or code file."""
     missing = missing_paths(spec)
     if missing:
         raise SpecError("\n".join(missing))
 
 
 def missing_paths(spec: RunSpec) -> list[str]:
-    """Return a sentence for each such path. Names of a hub and URLs are not checked, because the workers read them."""
+    """Return a sentence for each missing local path of a spec. Names of a hub and URLs are not checked, because the
+    workers read them."""
     return [*_models(spec), *_data(spec), *_functions(spec)]
 
 

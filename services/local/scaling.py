@@ -21,20 +21,20 @@ from paceline.spec import ClusterSection
 from paceline.v1 import status_pb2, status_pb2_grpc
 
 ASK_S = 2.0
-"""Seconds between two requests."""
+"""Seconds between two requests of the coordinator's status."""
 
 CALL_S = 10.0
 AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
-"""Statuses after which the request is simply repeated."""
+"""Statuses of a failed request after which it is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Settings of a host's pools: processes start faster than hosts do, and cost only the host's cores."""
+"""Seconds in the settings of a host's pools: processes start faster than hosts do, and cost only the host's cores."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are fewest and most
-    workers by role; the default is none between runs, and as many as the host has cores, or with GPUs as the spec
-    says."""
+    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are the fewest and most
+    workers by role. By default a pool has no workers between runs, and at most one for each core, or with GPUs as
+    many as the spec says."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),
@@ -85,7 +85,8 @@ class LocalScaler:
                     self._apply(pool.name, pool.desired)
 
     def _scaled(self, stub: status_pb2_grpc.StatusServiceStub) -> list[status_pb2.PoolStatus]:
-        """Return the pools with a size to follow; none while the coordinator is away or does not know the sizes."""
+        """Return the pools with a size to follow; none while the coordinator does not answer or does not know the
+        sizes."""
         try:
             status = stub.Status(status_pb2.StatusRequest(), timeout=CALL_S)
         except grpc.RpcError as error:

@@ -22,7 +22,7 @@ from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
 TIME = "time"
-"""Name of the wall-clock time of a step."""
+"""Name of the metric with the wall-clock time of a step."""
 Row = dict[str, Any]
 
 
@@ -82,7 +82,7 @@ def metrics(
 
 
 def _explain(name: str, as_json: bool) -> None:
-    """Print the entries of the table that a name fits. Raises NotFound."""
+    """Print the entries of the table of metrics that fit a name. Raises NotFound."""
     found = entries_of(name)
     if not found:
         close = nearest(name, [metric.name for part in PARTS for metric in part.metrics])

@@ -44,7 +44,7 @@ def ledger() -> None:
     "--repair",
     "repairs",
     is_flag=True,
-    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before.",
+    help="First generate untrained groups with damaged arrays again, and mark damaged checkpoints. Stop the coordinator before that.",
 )
 @source_options
 @json_option
@@ -96,12 +96,12 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @click.option(
     "--old-key-file",
     type=FILE,
-    help="File with the ledger's present storage key; default: it is not encrypted.",
+    help="File with the ledger's present storage key. Default: the ledger is not encrypted yet.",
 )
 @directory_option
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
-    """Encrypt the ledger with the storage key from the environment. Stop the coordinator before; the ledger's disk
-    needs room for a second copy meanwhile."""
+    """Encrypt the ledger with the storage key from the environment. Stop the coordinator first; meanwhile the ledger's
+    disk needs room for a second copy."""
     from paceline.services.coordinator.ledger.backup import encrypt_ledger
 
     new = storage_key()
@@ -123,7 +123,7 @@ def _key_in(path: Path) -> StorageKey | None:
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Type of the weights; default the run's checkpointing.export_dtype.",
+    help="Type of the weights. Default: the run's checkpointing.export_dtype.",
 )
 @click.option("--adapter", is_flag=True, help="Write only the LoRA adapter.")
 @source_options

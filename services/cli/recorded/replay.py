@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     type=int,
     default=0,
     show_default=True,
-    help="First step: 0, or a step with a checkpoint.",
+    help="First step to train: 0, or a step with a checkpoint.",
 )
-@click.option("--to", "end", type=int, help="Step to stop before; default after the last trained step.")
+@click.option(
+    "--to", "end", type=int, help="Step before which the replay ends. Default: it ends after the last trained step."
+)
 @click.option("--output", type=PATH, help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
@@ -175,7 +177,7 @@ def _written(
 
 
 def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
-    """Compare the weights with those of the run's checkpoint after the same steps, if it has one."""
+    """Compare the weights with the run's checkpoint after the same steps, if the run has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
     from paceline.learner.checkpoints.export import checkpoint_weights, compare_weights
@@ -198,7 +200,7 @@ def _sentence(facts: dict[str, Any], plan: ReplayPlan) -> str:
         return f"{steps}\nthe run has no checkpoint after {facts['to']} steps to compare with"
     if facts["identical"]:
         return f"{steps}\nthe weights are bit-identical to {facts['compared_with']}"
-    why = "" if plan.steady else " (the run changed its number of ranks in between)"
+    why = "" if plan.steady else " (the run changed its number of ranks during these steps)"
     return (
         f"{steps}\nthe weights differ from {facts['compared_with']} in {len(facts['different_tensors'])} tensors, "
         f"by at most {facts['largest_difference']:.3g}{why}"

@@ -43,10 +43,10 @@ COMPLETION_COLUMNS = {
     "extra": "string",
 }
 EPISODE_COLUMNS = {"messages": "string", "ending": "string"}
-"""Further columns of a run with an environment."""
+"""Further columns of a run with an environment, with the types of their values."""
 
 KINDS = {int: "integer", float: "real", str: "text", list: "array", dict: "object"}
-"""Kinds of JSON values."""
+"""Name for the kind of a JSON value, by its Python type."""
 
 PAIR_COLUMNS = {
     "group_id": "int64",
@@ -113,10 +113,10 @@ class TrainedGroups:
     """The trained groups of a run, read once into a temporary file, because the columns depend on all of them."""
 
     def __init__(self, records: Records, run_id: str, file: IO[str]):
-        """Raises NotFound."""
+        """Raises NotFound without a trained batch, or if samples cannot be read."""
         self._file = file
         self._kinds: dict[str, set[str]] = {}
-        """Kinds of the values of the data set's columns."""
+        """Kinds of the values in each column of the data set, by the column's name."""
         self._prompt_kinds: set[str] = set()
         self._message_keys: set[str] = set()
         trained = {batch.step for batch in records.batches(run_id) if batch.trained}
@@ -178,7 +178,7 @@ def _rows_of_step(groups: list[Row], columns: dict[str, str], make: Callable[[Ro
 
 
 def _completion_rows(group: Row) -> list[Row]:
-    """Return a row for each completion: sessions and versions by token, the columns as JSON."""
+    """Return a row for each completion of a group, with sessions and versions by token, and the columns as JSON."""
     rows = []
     for index, completion in enumerate(group["completions"]):
         lengths = [end - start for start, end, _, _ in completion["spans"]]
@@ -208,7 +208,7 @@ def _completion_rows(group: Row) -> list[Row]:
 
 
 def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
-    """Return the group's best and worst completion as a pair; none if they are equal, empty or outside the bounds."""
+    """Return the group's best and worst completion as a pair; no row if the two are equal, empty or outside the bounds."""
     rewarded = [c for c in group["completions"] if c["reward"] is not None and c["text"]]
     if not rewarded:
         return []

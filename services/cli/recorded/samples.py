@@ -54,8 +54,8 @@ class SampleChoice:
     """Fields of ListSamplesRequest that are set."""
 
     def groups(self, source: Source, run_id: str, limit: int) -> list[dict[str, Any]]:
-        """Return the groups as `paceline samples --json` prints them, with only the completions that pass; with filters
-        at most `limit`, unless it is 0. Raises NotFound."""
+        """Return the groups as `paceline samples --json` prints them, with only the completions that pass the filters.
+        With filters there are at most `limit` groups, unless it is 0. Raises NotFound."""
         source.get(run_id)  # raises NotFound, with the existing runs
         request = self._request(source.records, run_id)
         found: list[dict[str, Any]] = []
@@ -76,7 +76,9 @@ class SampleChoice:
                         err=True,
                     )
         if not found:
-            raise NotFound(f"run {run_id} has no sample that passes; `paceline runs` shows how many steps it has")
+            raise NotFound(
+                f"run {run_id} has no sample that passes the filters; `paceline runs` shows how many steps it has"
+            )
         return found
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
@@ -89,7 +91,7 @@ class SampleChoice:
             raise NotFound(f"no folder {destination.parent}; create it first")
         columns = source.records.samples(run_id, **self._request(source.records, run_id, all_steps=True))
         if not columns:
-            raise NotFound(f"run {run_id} has no sample that passes")
+            raise NotFound(f"run {run_id} has no sample that passes the filters")
         if any(not isinstance(prompt, str) for prompt in columns["prompt"]):
             columns["prompt"] = [json.dumps(prompt) for prompt in columns["prompt"]]
         write_parquet(columns, destination)
@@ -125,7 +127,8 @@ SHOWN = 4
 
 
 class _ShowByDefault(click.Group):
-    """`samples RUN` is `samples show RUN`. No command has the name of a run, because a run's id ends with a number."""
+    """Click group that reads `samples RUN` as `samples show RUN`. No command has the name of a run, because a run's id
+    ends with a number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -145,7 +148,7 @@ def samples() -> None:
 @click.option(
     "--pairs",
     is_flag=True,
-    help="Write the best and the worst completion of each group, as for `paceline dpo`.",
+    help="Write only the best and the worst completion of each group, in the format for `paceline dpo`.",
 )
 @click.option(
     "--best",
@@ -212,7 +215,7 @@ def export_all(
 @click.option(
     "--parquet",
     type=FILE,
-    help="Write the completions as a table to this file; those of all steps without --step.",
+    help="Write the completions as a table to this Parquet file; without --step the completions of all steps.",
 )
 @click.option("--no-pager", is_flag=True, help="Print without a pager, also on a terminal.")
 @source_options
@@ -276,7 +279,8 @@ def _check_options(
 
 
 def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, Any]]:
-    """Return a group for each completion that has a reward, best or worst first; equal ones in their order."""
+    """Return a group for each completion that has a reward, best or worst first; completions with equal rewards keep
+    their order."""
     alone = [
         group | {"completions": [completion], "reward": completion["reward"]}
         for group in groups

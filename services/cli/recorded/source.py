@@ -44,7 +44,7 @@ _coordinator_option = click.option(
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help=f"Read from the coordinator at this address instead of files; also {VARIABLE}, if --directory has no ledger.",
+    help=f"Read from the coordinator at this address instead of from files. Default: {VARIABLE}, if --directory has no ledger.",
 )
 
 
@@ -87,7 +87,8 @@ class LedgerRuns:
         return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, even with unreadable columns; runs with lost rows come last."""
+        """Return the ids of all runs, oldest first, even of runs with unreadable columns; runs with lost rows come
+        last."""
         from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
@@ -97,7 +98,7 @@ class LedgerRuns:
 
 
 Source: TypeAlias = Client | LedgerRuns
-"""The source of the commands: a coordinator, or a ledger here."""
+"""The source of the commands: a coordinator, or a ledger on this machine."""
 
 
 def run_ids(source: Source) -> list[str]:
@@ -199,7 +200,8 @@ def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
 
 @contextlib.contextmanager
 def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
-    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict beside a coordinator."""
+    """Open the registered models to change them. Raises NotFound, Unavailable; Conflict if a coordinator uses the
+    ledger."""
     with records_of(directory, coordinator) as source:
         if isinstance(source, Client):
             yield source.models
@@ -212,7 +214,7 @@ def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Mod
     try:
         ledger = Ledger(path)
     except Conflict as error:
-        raise Conflict(f"{error}. Name the coordinator that uses it with --coordinator HOST:PORT") from None
+        raise Conflict(f"{error}. Name the coordinator that uses the ledger with --coordinator HOST:PORT") from None
     with contextlib.closing(ledger):
         yield _local(ledger)
 

@@ -26,18 +26,18 @@ ALWAYS = frozenset({"warning", "state"})
 
 BAR_CURVE_COLUMNS = 16
 INTERVALS = 20
-"""Newest steps whose pace gives the remaining time."""
+"""Number of newest steps from whose pace the remaining time is computed."""
 
 Show = Callable[[Event], None]
 
 
 class Shown(NamedTuple):
     as_json: bool = False
-    """JSON lines instead of text."""
+    """True to print JSON lines instead of text."""
     quiet: bool = False
-    """Only warnings, changes of state and the outcome."""
+    """True to print only warnings, changes of state and the outcome."""
     bar: bool = True
-    """A progress bar, if the output is a terminal."""
+    """True to show a progress bar, if the output is a terminal."""
 
 
 def shown_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,16 +57,16 @@ def shown_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Course:
-    """A run's progress by its events."""
+    """A run's progress, as computed from its events."""
 
     def __init__(self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic):
-        """Events from the step `live_from` on happen now; with infinity none does."""
+        """Events from the step `live_from` on count as live; with infinity no event does."""
         self.total_steps = total_steps
         self._live_from = live_from
         self.step = 0
-        """Trained steps."""
+        """Number of trained steps."""
         self.values: list[float] = []
-        """Rewards (of a run on examples: losses) of the steps that had one."""
+        """Rewards of the steps that had one; in a run on examples the losses."""
         self.measure = "reward"
         """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class Course:
         return self.step >= self._live_from
 
     def note(self, event: Event) -> None:
-        """Note an event; the pace is that of the live ones."""
+        """Note an event; only live events count for the pace."""
         if event.kind == "evaluation":
             self.evaluations.append(event.content)
         if event.kind != "step":

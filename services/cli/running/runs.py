@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--watch", "and_watch", is_flag=True, help="Follow the run until it ends.")
 @click.option(
-    "--wait", "and_wait", is_flag=True, help="Wait until the run has ended or is paused; the exit status says how."
+    "--wait", "and_wait", is_flag=True, help="Wait until the run has ended or is paused; the exit status says which."
 )
 @coordinator_option
 @shown_options
@@ -153,7 +153,8 @@ def drop(run: str, groups: tuple[int, ...], coordinator: str, as_json: bool) -> 
 
 
 def _shortage_here(spec: RunSpec, coordinator: str) -> str:
-    """Return a warning if the coordinator and its workers are on this machine and it has too little memory for the run."""
+    """Return a warning if the coordinator and its workers are on this machine and it has too little memory for the run;
+    empty otherwise."""
     from paceline.host.resources import available_bytes
     from paceline.models.memory_estimate import shortage
 
@@ -228,7 +229,7 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""Seconds after its grace in which a worker leaves: it returns unfinished work, or writes a checkpoint."""
+"""Seconds after a worker's grace in which it should leave: it returns unfinished work, or writes a checkpoint."""
 POLL_S = 0.2
 
 
@@ -244,7 +245,9 @@ def members(coordinator: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("member")
-@click.option("--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which it may finish its work.")
+@click.option(
+    "--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which the worker may finish its work."
+)
 @coordinator_option
 @json_option
 def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
@@ -280,5 +283,5 @@ def _member(client: Client, text: str) -> str:
         members = f"the members are {', '.join(ids)}" if ids else "there are no members"
         raise NotFound(f"no member {text!r}; {members}")
     if len(found) > 1:
-        raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more characters")
+        raise InvalidInput(f"{text!r} is the beginning of several member ids: {', '.join(found)}; give more characters")
     return found[0]

@@ -49,7 +49,7 @@ def _command(algorithm: str) -> click.Command:
         "--coordinator",
         metavar="HOST:PORT",
         callback=check_coordinator,
-        help="Queue the run at this coordinator instead of starting services here.",
+        help="Queue the run at this coordinator instead of starting services on this host.",
     )
     @insecure_option
     @directory_option

@@ -50,7 +50,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
         match = re.fullmatch(r"(\w+)=(\d{1,5}):(\d{1,5})", text)
         if match is None or match[1] not in SCALED_ROLES or not max(1, int(match[2])) <= int(match[3]):
             raise click.UsageError(
-                f"--bounds {text}: has to be POOL=FEWEST:MOST, such as rollout=0:4, of {', '.join(SCALED_ROLES)}"
+                f"--bounds {text}: must be POOL=FEWEST:MOST, such as rollout=0:4, and POOL one of {', '.join(SCALED_ROLES)}"
             )
         bounds[match[1]] = (int(match[2]), int(match[3]))
     return bounds
@@ -85,7 +85,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     "--min-free-mb",
     default=MIN_FREE_MB,
     show_default=True,
-    help="Admit no new groups while the directory's disk has less than this free.",
+    help="Admit no new groups while the directory's disk has less free space than this.",
 )
 @click.option(
     "--grace",
@@ -98,7 +98,7 @@ def _bounds(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     "--scale",
     is_flag=True,
     help="Add and remove workers of this host as the run needs them; `paceline status` explains the sizes. Between runs there are "
-    "none.",
+    "no workers.",
 )
 @click.option(
     "--bounds",
@@ -253,7 +253,7 @@ def _begun(
 def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
-    """Return the spec with its open settings chosen for this host, and the services that `specs` need here; print the
+    """Return the spec with its open settings chosen for this host, and the services that `specs` need; print the
     choices. Raises SpecError for settings that do not fit."""
     sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
@@ -348,13 +348,13 @@ class LeftRuns:
     """Open and failed runs by id, oldest first."""
 
     open: dict[str, RunSpec] = field(default_factory=dict)
-    """Runs that have not ended."""
+    """Specs of the runs that have not ended, by run id."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Runs that have not ended and whose spec this version cannot read, with the reason and the remedy."""
+    """Reason and remedy, by run id, for each run that has not ended and whose spec this version cannot read."""
     failed: dict[str, Failed] = field(default_factory=dict)
-    """Runs that `resume` would queue again."""
+    """Runs that `resume` would queue again, by run id."""
     events: dict[str, int] = field(default_factory=dict)
-    """Sequence number of the newest event of each of these runs."""
+    """Sequence number of the newest event of each run, by run id."""
 
     def advice(self, resumed: Sequence[str] = ()) -> list[str]:
         """Return a sentence for each run that needs a person, without the `resumed` ones."""
@@ -372,7 +372,7 @@ class LeftRuns:
         return sentences
 
     def chosen(self, run_id: str) -> RunSpec:
-        """Return the spec of a run that is to be resumed. Raises NotFound, SpecError."""
+        """Return the spec of a run to resume. Raises NotFound, SpecError."""
         from paceline.spec.reading import spec_of_run
 
         if run_id in self.failed:

@@ -22,7 +22,7 @@ from paceline.services.common.reporting.terminal import visible
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
 QUEUE_S = 2.0
-"""Seconds between two queries for the run in front of a queued one."""
+"""Seconds between two queries for the run that a queued run waits for."""
 
 if TYPE_CHECKING:
     from paceline.services.cli.recorded.source import Source
@@ -86,7 +86,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 @contextlib.contextmanager
 def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
-    """Print on stderr which run is in front of a queued one, and every `every_s` again after a change."""
+    """Print on stderr which run a queued one waits for; check that every `every_s` seconds, and print changes."""
     shown = _tell(source, run_id, ())
     if every_s is None:
         yield
@@ -107,7 +107,7 @@ def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[
 
 
 def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
-    """Print which run is in front if it is not `shown`, and return it."""
+    """Print the run that a queued run waits for, unless it is in `shown`; return its id, state and message."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()

@@ -1,5 +1,5 @@
-"""Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and those
-of `tokens.json`; a worker's services ask the coordinator, with the digests of the tokens.
+"""Identifies the callers that a service accepts, by their tokens. A coordinator accepts the bootstrap token and the
+tokens in `tokens.json`; a worker's services send a token's digest to the coordinator and ask whose it is.
 
 The token decides the role. A client certificate tells the host that uses it: its name is recorded, and a call over a
 connection of a revoked name is refused whatever its token. A change of either file takes effect within a second.
@@ -43,8 +43,8 @@ ALL_ROLES = frozenset(CallerRole)
 
 class Callers(Protocol):
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller with a token (empty: none) and the name in its client certificate (empty: none). Raises
-        AccessDenied, Unavailable."""
+        """Return the caller that this token identifies, with the name in its client certificate; both may be empty.
+        Raises AccessDenied, Unavailable."""
 
 
 class TokenCallers:
@@ -56,8 +56,8 @@ class TokenCallers:
         clock: Callable[[], float] = time.time,
         note: Callable[[str, str], None] = lambda what, name: None,
     ):
-        """`bootstrap` returns the bootstrap token, `file` is its name on this host, for messages. `table` is `tokens.json`; the
-        revoked certificates are beside it. `note` is called for each change of either file, with the change and the name. Raises
+        """`bootstrap` returns the bootstrap token; `file` is the path of its file on this host, for messages. `table` is `tokens.json`;
+        the revoked certificates are beside it. `note` is called for each change of either file, with the change and the name. Raises
         Conflict for a damaged file."""
         self._note = note
         self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
@@ -67,19 +67,19 @@ class TokenCallers:
             self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller with a token. Raises AccessDenied."""
+        """Return the caller that a token identifies. Raises AccessDenied."""
         if refusal := self._refusal_of_certificate(certificate):
             raise AccessDenied(refusal)
         caller = self.by_digest(digest_of(token)) if token else None
         if caller is not None:
             return replace(caller, certificate=certificate) if certificate else caller
         has_token = bool(self._bootstrap() or self._rows())
-        also = ", or one of `paceline token create`"
+        also = ", or a token from `paceline token create`"
         raise AccessDenied(_refusal(self._file, has_token=has_token, is_other=bool(token), also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
-        """Return the caller whose token has a digest; None for an unknown one. Raises AccessDenied for a token that is
-        revoked or has expired."""
+        """Return the caller whose token has this digest; None if no token has it. Raises AccessDenied for a token that
+        is revoked or has expired."""
         if row := self._rows().get(digest):
             if refusal := row.refusal(self._clock()):
                 raise AccessDenied(refusal)
@@ -90,7 +90,7 @@ class TokenCallers:
         return None
 
     def refusal(self, caller: Caller) -> str:
-        """Return the reason why an accepted caller is no longer valid; empty if it is."""
+        """Return the reason why a caller that was accepted is no longer valid; empty while the caller is valid."""
         if refusal := self._refusal_of_certificate(caller.certificate):
             return refusal
         try:
@@ -118,11 +118,11 @@ class TokenCallers:
     def _refusal_of_certificate(self, name: str) -> str:
         if not name or self._revoked is None or name not in self._revoked.content:
             return ""
-        return f"the certificates of {name} were revoked; ask an operator for one with another name"
+        return f"the certificates of {name} were revoked; ask an operator for a certificate with another name"
 
 
 CHECK_S = 0.5
-"""Seconds after which the file is checked again."""
+"""Seconds between two checks of a polled file."""
 
 ContentT = TypeVar("ContentT")
 seldom = RateLimitedLog(logging.getLogger(__name__))
@@ -158,7 +158,7 @@ class PolledFile(Generic[ContentT]):
                 self._stamp = stamp
                 self._changed(before, self._content)
             except Conflict as fault:
-                seldom.warning(self._path.name, "%s; its previous content stays in effect", fault)
+                seldom.warning(self._path.name, "%s. The file's previous content stays in effect", fault)
         return self._content
 
 
@@ -166,9 +166,9 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Number of answers that are kept, the newest ones."""
+"""Most answers of the coordinator that are kept, the newest ones."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
-"""Name of a caller that only its token identifies."""
+"""Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -181,12 +181,12 @@ class _Answer:
 
 class WorkerCallers:
     def __init__(self, coordinator: str):
-        """`coordinator` is its address; empty: none, and only the worker's token is valid, with every role."""
+        """`coordinator` is its HOST:PORT. If it is empty, only the worker's token is valid, and it has every role."""
         self._coordinator = coordinator
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
 
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller with a token. Raises AccessDenied, Unavailable."""
+        """Return the caller that a token identifies. Raises AccessDenied, Unavailable."""
         worker_token = read_token(token_path())
         if not worker_token or not token:
             raise AccessDenied(_refusal(token_path(), has_token=bool(worker_token)))
@@ -238,7 +238,7 @@ class WorkerCallers:
 def _refusal(path: Path, *, has_token: bool, is_other: bool = False, also: str = "") -> str:
     file = path.resolve()
     if not has_token:
-        why = f"this service has no token: its file {file} is not there, so it refuses every call"
+        why = f"this service has no token: its file {file} is missing, so it refuses every call"
     else:
         has = "another" if is_other else "no"
         why = f"the call has {has} token; this service requires the token in its file {file}{also}"

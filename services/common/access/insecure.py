@@ -18,7 +18,7 @@ from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.tls.folder import tls_folder
 
 REMIND_S = 600.0
-"""Seconds between two lines of a reminder."""
+"""Seconds between two log lines that repeat a warning."""
 
 
 def _use_folder(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
@@ -33,12 +33,12 @@ tls_option: Callable[[Any], Any] = click.option(
     callback=_use_folder,
     expose_value=False,
     is_eager=True,
-    help=f"Folder with ca.crt, and with tls.crt and tls.key for a process: connections are encrypted; also {TLS_VARIABLE}.",
+    help=f"Folder with ca.crt, and for a process also tls.crt and tls.key; connections are then encrypted. Or set {TLS_VARIABLE}.",
 )
 
 
 VARIABLE = "PACELINE_INSECURE"
-"""Environment variable that stands for the option, also for the processes that a command starts."""
+"""Environment variable with the effect of --insecure, also on the processes that a command starts."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
@@ -53,7 +53,7 @@ _insecure_option = click.option(
     callback=_accept,
     expose_value=False,
     is_eager=True,
-    help=f"Listen and connect beyond this host, unencrypted, if there is no --tls-dir; also {VARIABLE}=1.",
+    help=f"Listen and connect beyond this host without encryption if there is no --tls-dir. Or set {VARIABLE}=1.",
 )
 
 
@@ -64,12 +64,12 @@ def insecure_option(command: CommandT) -> CommandT:
 
 
 def check_host(_context: click.Context, option: click.Parameter, host: str) -> str:
-    """Callback of options with an address to listen on. Raises click.UsageError for one beyond this host."""
+    """Refuse to listen beyond this host without certificates or --insecure. Raises click.UsageError."""
     return _checked(option, host, host)
 
 
 def check_coordinator(_context: click.Context, option: click.Parameter, address: str | None) -> str | None:
-    """Callback of options with HOST:PORT to connect to. Raises click.UsageError for one beyond this host."""
+    """Refuse to connect beyond this host without certificates or --insecure. Raises click.UsageError."""
     match = FORM.fullmatch(address or "")  # other texts are refused by their users
     return _checked(option, str(address), match[1]) if match else address
 
@@ -87,7 +87,8 @@ def _checked(option: click.Parameter, value: str, host: str) -> str:
 
 
 def insecurity(host: str) -> str:
-    """Return the warning about a process that listens on `host`; empty if it is encrypted or this host's alone."""
+    """Return the warning about a process that listens on `host`; empty if its connections are encrypted or stay on this
+    host."""
     if is_loopback(host) or tls_folder() is not None:
         return ""
     return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"

@@ -1,4 +1,5 @@
-"""Access to the dashboard: for holders of the coordinator's token, and of the two keys that its links carry.
+"""Access to the dashboard, for holders of the coordinator's token or of one of the two keys that links to the dashboard
+contain.
 
 A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat exposes the page
 but not the cluster. A browser sends it in a header, not in a cookie, so no other page can make a browser use it.
@@ -33,7 +34,7 @@ class Access:
         self._file = token_file
         self._read_only = read_only
         self._instead = secrets.token_hex(32)
-        """Secret of a dashboard without a token file."""
+        """Secret from which the keys are derived if there is no token file."""
 
     def key(self, role: Role) -> str:
         """Return the key of a role."""
@@ -42,7 +43,7 @@ class Access:
         return hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()[:KEY_LENGTH]
 
     def role(self, authorization: str) -> Role:
-        """Return the role of a caller with this header `Authorization`."""
+        """Return the caller's role by the value of the request's header `Authorization`."""
         sent = authorization.removeprefix("Bearer ").encode()
         token = read_token(self._file)
         granted = Role.NOBODY
@@ -54,5 +55,5 @@ class Access:
         return self.limited(granted)
 
     def limited(self, role: Role) -> Role:
-        """Return a role, limited to what this dashboard permits."""
+        """Return the role; READER at most if this dashboard is read-only."""
         return min(role, Role.READER) if self._read_only else role

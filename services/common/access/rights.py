@@ -16,7 +16,7 @@ from paceline.v1 import common_pb2
 
 
 class CallerRole(StrEnum):
-    """Role of a caller (`services/common/access/rights.py` has the calls of each)."""
+    """Role of a caller. The table RPCS says which calls each role may make."""
 
     VIEWER = "viewer"
     SUBMITTER = "submitter"
@@ -30,13 +30,14 @@ class Caller:
     name: str
     roles: frozenset[CallerRole]
     digest: str = ""
-    """SHA-256 of its token, in hexadecimal digits."""
+    """SHA-256 of the caller's token, in hexadecimal digits."""
     certificate: str = ""
-    """Name in its client certificate; empty without one. It gives no right, but revoking it removes all of them."""
+    """Name in the caller's client certificate; empty without a certificate. The name gives no right, but revoking it
+    removes all rights of the caller."""
 
     @property
     def steers_all(self) -> bool:
-        """Return whether it may control the runs of others."""
+        """Return whether the caller may control the runs of others."""
         return CallerRole.OPERATOR in self.roles
 
 
@@ -62,9 +63,9 @@ class Right:
 
     roles: frozenset[CallerRole]
     changes: bool = False
-    """True if the call changes something; then the audit log records it, permitted or not."""
+    """True if the call changes something. The audit log records such a call, whether it was permitted or not."""
     own_run: bool = False
-    """True if a submitter may make it only for their own runs; the request's field `run_id` names the run."""
+    """True if a submitter may make the call only for their own runs; the request's field `run_id` names the run."""
 
 
 def _reads(*more: CallerRole) -> Right:
@@ -126,9 +127,9 @@ RPCS: Mapping[str, Right] = {
 }
 """The right to each rpc, by `package.Service/Method`."""
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
-"""Roles that the OpenAI-compatible endpoint serves, if it requires a token (`services/common/serving/json_http.py`)."""
+"""Roles that may use the OpenAI-compatible endpoint if it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
-"""Roles that `/metrics` and `/scale` serve, likewise."""
+"""Roles that may read `/metrics` and `/scale` if these require a token."""
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,
     common_pb2.ROLE_REWARD,
@@ -146,5 +147,6 @@ EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "batch": frozenset({_LEARNER}),
     "receipt": frozenset({_LEARNER}),
 }
-"""Workers that may send each kind of request to the exchange. Each request carries the secret of a Welcome, which only
-a caller with the role `worker` gets. Two kinds of workers hold leases, a run has one (`holds_leases`)."""
+"""Roles of the workers that may send each kind of request to the exchange. Each request has the secret of a Welcome,
+which only a caller with the role `worker` gets. Leases are held by workers of two roles, in each run by one
+(`holds_leases`)."""

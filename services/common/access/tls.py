@@ -15,15 +15,16 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""Number of client certificates whose names are cached."""
+"""Most client certificates whose names are cached."""
 MAX_PEERS = 8192
-"""Number of peers whose addresses are cached."""
+"""Most peers whose addresses are cached."""
 MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
-    """Return the credentials of a gRPC port. With `mutual` clients need a certificate of the authority; without, none
-    is requested, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
+    """Return the credentials of a gRPC port. With `mutual`, clients must present a certificate of the authority;
+    without it no certificate is requested, because gRPC for Python has no optional client certificates. Raises
+    InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -83,7 +84,7 @@ def _own(folder: TlsFolder) -> Material:
     material = folder.read()
     if not material.certificate:
         raise InvalidInput(
-            f"{folder.path} has no tls.crt and tls.key, and a service has to present a certificate; `paceline certs issue` makes one"
+            f"{folder.path} has no tls.crt and tls.key, but a service must present a certificate; `paceline certs issue` makes one"
         )
     return material
 
@@ -96,15 +97,15 @@ def _context(folder: TlsFolder) -> ssl.SSLContext:
 
 
 def address_of(name: str) -> str:
-    """Return host:port from gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` or `ipv6:%5B::1%5D:5432`, else the name."""
+    """Return host:port from gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` or `ipv6:%5B::1%5D:5432`; other names unchanged."""
     kind, colon, address = unquote(name).partition(":")
     return address if colon and kind in ("ipv4", "ipv6") else name
 
 
 @functools.lru_cache(MAX_PEERS)
 def host_of(name: str) -> str:
-    """Return the host in a peer's name, without scope, and IPv4 in its plain form, because a socket may take both
-    kinds; for other names, such as `unix:/tmp/socket`, their beginning."""
+    """Return the host in gRPC's name of a peer, without an IPv6 scope; an IPv4 address in IPv6 form becomes plain IPv4.
+    For other names, such as `unix:/tmp/socket`, return their beginning."""
     kind, _, rest = unquote(name).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
     return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

@@ -36,7 +36,8 @@ from paceline.services.common.access.tls import address_of, certificate_name
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
 MESSAGE_S = 60.0
-"""Seconds in which the message of a permitted call has to arrive; a stream's handler waits for its messages."""
+"""Seconds in which the message of a permitted call must arrive. It does not limit a stream of requests, whose handler
+waits for each message itself."""
 OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Statuses of calls that are refused because of their caller."""
 ENDS_OF_STREAMS = (
@@ -54,23 +55,23 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 @dataclass(frozen=True)
 class Call:
-    """A call, for the audit log."""
+    """A call, as the audit log records it."""
 
     method: str
     caller: Caller | None
     peer: str
     request: Any
-    """Its message, or a stream's first one; None if none was read."""
+    """Message of the call, or the first message of a stream; None if no message was read."""
     code: grpc.StatusCode
     details: str
     certificate: str = ""
-    """Name in the client certificate; empty without one."""
+    """Name in the caller's client certificate; empty without a certificate."""
     answer: Any = None
-    """The message that answered it; None for a stream of answers, and for a refusal."""
+    """Message that answered the call; None for a stream of answers, and for a refused call."""
 
 
 class _Requests:
-    """The requests of a call, starting with the one that was read already."""
+    """Iterator over the requests of a call, starting with the request that was already read."""
 
     def __init__(self, requests: AsyncIterator[Any]):
         self._requests: Any = aiter(requests)
@@ -192,7 +193,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     async def _admit(
         self, handler: Any, method: str, token: str, requests: _Requests, context: Context
     ) -> tuple[Caller, Any]:
-        """Return the caller and the request (or the stream of requests) of a permitted call; abort any other."""
+        """Return the caller and the request (or the stream of requests) of a permitted call; abort any other call."""
         caller: Caller | None = None
         request: Any = None
         certificate = ""
@@ -221,10 +222,10 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 request = await anext(requests, None)
         except TimeoutError:
             raise Unavailable(
-                f"{method} takes one message, and none came within {self._message_s:g} s; call again"
+                f"{method} takes one message, but none came within {self._message_s:g} s; call again"
             ) from None
         if request is None:
-            raise InvalidInput(f"{method} takes one message, and none came")
+            raise InvalidInput(f"{method} takes one message, but the call ended without one")
         return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:
@@ -234,8 +235,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             return
         if owner != caller.name:
             raise NotPermitted(
-                f"run {run_id[:80]!r} is not a run of {caller.name}, and a submitter steers their own runs alone; an "
-                "operator may do it"
+                f"run {run_id[:80]!r} is not a run of {caller.name}, and a submitter may control only their own runs; ask an operator"
             )
 
     @contextlib.contextmanager
@@ -288,7 +288,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 
 def worker_guard(coordinator: str = "") -> TokenGuard:
-    """Return the guard of a worker's services: it asks the coordinator for callers, and logs refused ones."""
+    """Return the guard of a worker's services. It asks the coordinator who a caller is, and logs refused calls."""
     return TokenGuard(WorkerCallers(coordinator), note=_log_refusal)
 
 
@@ -305,7 +305,7 @@ def _check_role(method: str, right: Right | None, caller: Caller) -> None:
 
 
 def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:
-    """Raise NotPermitted for a caller that has none of the roles, here and at HTTP ports."""
+    """Raise NotPermitted if the caller has none of the `allowed` roles, for gRPC calls and for HTTP requests."""
     if not allowed & caller.roles:
         roles = ", ".join(role for role in CallerRole if role in allowed)
         has = ", ".join(sorted(caller.roles)) or "none"
@@ -324,9 +324,9 @@ STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
     (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )
-"""The one table from an error to its gRPC status; the first match wins."""
+"""gRPC status for each type of error; the first type that matches counts."""
 
 
 def status_of(error: Exception) -> grpc.StatusCode | None:
-    """Return the status of an error; None for an unforeseen one."""
+    """Return the status of an error; None for an unexpected error."""
     return next((code for kind, code in STATUS if isinstance(error, kind)), None)

@@ -53,17 +53,17 @@ class NamedToken:
     sha256: str
     created_s: float
     expires_s: float = 0.0
-    """0: never."""
+    """Expiry in seconds since 1970; 0 means never."""
     revoked_s: float = 0.0
-    """0: not revoked."""
+    """Time of revocation in seconds since 1970; 0 means not revoked."""
 
     def refusal(self, now_s: float) -> str:
-        """Return the reason why the token is not valid; empty if it is."""
+        """Return the reason why the token is not valid; empty for a valid token."""
         if self.revoked_s:
-            return f"the token {self.name} was revoked; ask an operator for another"
+            return f"the token {self.name} was revoked; ask an operator for another token"
         if self.expires_s and now_s >= self.expires_s:
             day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.expires_s))
-            return f"the token {self.name} expired at {day}; ask an operator for another"
+            return f"the token {self.name} expired at {day}; ask an operator for another token"
         return ""
 
 
@@ -90,21 +90,22 @@ def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
     name that a valid token has."""
     if not NAME.fullmatch(name) or name == BOOTSTRAP:
         raise InvalidInput(
-            f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ @ -, and not {BOOTSTRAP!r}"
+            f"the name {name[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ @ -, and not {BOOTSTRAP!r}"
         )
     now_s, token = time.time(), PREFIX + secrets.token_hex(32)
     with _edited(path) as table:
         if any(row.name == name and not row.refusal(now_s) for row in table.values()):
-            raise Conflict(f"a token {name} is valid already; revoke it, or choose another name")
+            raise Conflict(f"a valid token named {name} exists already; revoke it, or choose another name")
         if len(table) >= MAX_TOKENS:
-            raise Conflict(f"{path} has {MAX_TOKENS} tokens, which is the most; remove revoked ones")
+            raise Conflict(f"{path} has {MAX_TOKENS} tokens, the maximum; remove revoked ones")
         row = NamedToken(name, role.value, digest_of(token), now_s, now_s + lasts_s if lasts_s else 0.0)
         table[row.sha256] = row
     return token
 
 
 def revoke(path: Path, name: str, bootstrap: str = "") -> int:
-    """Revoke the tokens of a name; return how many. `bootstrap` is the bootstrap token, for its name. Raises NotFound."""
+    """Revoke the tokens of a name, and return their number. `bootstrap` is the bootstrap token, in case its name is
+    given. Raises NotFound."""
     now_s, number = time.time(), 0
     with _edited(path) as table:
         if name == BOOTSTRAP and bootstrap:
@@ -149,7 +150,8 @@ def replace_whole(path: Path, content: Any) -> None:
 
 
 def read_revoked(path: Path) -> Mapping[str, float]:
-    """Return the revoked names, with seconds since 1970; none if the file is missing. Raises Conflict for a bad file."""
+    """Return the revoked names, each with the time of its revocation in seconds since 1970; none if the file is
+    missing. Raises Conflict for a damaged file."""
 
     def parsed(content: Any) -> Mapping[str, float]:
         return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
@@ -158,15 +160,15 @@ def read_revoked(path: Path) -> Mapping[str, float]:
 
 
 def revoke_certificate(path: Path, name: str) -> None:
-    """Revoke a name. Raises InvalidInput; Conflict for one that is revoked already."""
+    """Revoke a name of certificates. Raises InvalidInput; Conflict for a name that is revoked already."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise InvalidInput(f"the name {name[:80]!r} has to be 1 to {MAX_NAME} printable characters")
+        raise InvalidInput(f"the name {name[:80]!r} must be 1 to {MAX_NAME} printable characters")
     with locked(path):
         names = dict(read_revoked(path))
         if name in names:
             raise Conflict(f"the certificates of {name} are revoked already")
         if len(names) >= MAX_NAMES:
-            raise Conflict(f"{path} has {MAX_NAMES} names, which is the most; make a new authority instead")
+            raise Conflict(f"{path} has {MAX_NAMES} names, the maximum; make a new authority instead")
         names[name] = time.time()
         rows = [{"name": each, "revoked_s": revoked_s} for each, revoked_s in names.items()]
         replace_whole(path, {"format": FORMAT, "names": rows})
@@ -177,7 +179,9 @@ def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
-            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+            raise Conflict(
+                f"{path} has format {content['format']!r}, but this version of Paceline reads {FORMAT}; update Paceline"
+            )
         return parsed(content)
     except FileNotFoundError:
         return {}

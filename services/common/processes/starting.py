@@ -21,21 +21,21 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Request SIGTERM for the starting process's death, if that process named itself in the environment. Linux only;
-    elsewhere nothing happens, and the starter has to clean up."""
+    """Have the kernel send SIGTERM to this process when its starter dies, if the starter named itself in the
+    environment. Linux only; elsewhere nothing happens, and the starter must end this process."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)
 
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every connection that its
-peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each
-model, which makes a line of hundreds of characters in a file."""
+"""Environment variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every
+connection that its peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for
+the weights of each model, which makes a line of hundreds of characters in a file."""
 
 
 def quiet_libraries() -> None:
-    """Set those variables that are not set, for this process and its later children."""
+    """Set those variables of QUIET that are not set yet, for this process and its later children."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -47,15 +47,16 @@ def announce(ready_file: Path | None, address: str) -> None:
 
 
 FILES_PER_MEMBER = 2
-"""A control stream and a connection to the exchange; a second port for people may have as many connections."""
+"""Open files of the coordinator for one member: its control stream and its connection to the exchange. A second port
+for people may have as many connections."""
 RESERVED_FILES = 160
-"""Files for the ledger, its segments, run files, libraries, and watching clients."""
+"""Open files that are reserved for the ledger, its segments, run files, libraries and watching clients."""
 RESERVED_FOR_CLIENTS = 64
-"""Connections to the control plane besides those of members; part of RESERVED_FILES."""
+"""Connections to the control plane that are reserved for clients other than members; part of RESERVED_FILES."""
 MAX_MEMBERS = 8192
-"""Most members, whatever the limit of open files: each connection takes memory."""
+"""Most members of a coordinator, whatever the limit of open files: each connection takes memory."""
 TIGHT = 0.9
-"""A warning is logged from this share of the possible members on."""
+"""Share of the possible members from which on a warning is logged."""
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def raise_file_limit() -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:  # a system may not allow its hard limit
-            log.warning("the limit of open files stays %d, %d cannot be set: %s", soft, hard, error)
+            log.warning("the limit of open files stays %d, because %d cannot be set: %s", soft, hard, error)
             return soft
     log.info("limit of open files: %d (soft limit at start: %d)", hard, soft)
     return hard
@@ -82,7 +83,7 @@ class Capacity:
         spare = max_files - RESERVED_FILES - has_people_port * RESERVED_FOR_CLIENTS
         self.max_members = min(MAX_MEMBERS, max(1, spare // files))
         self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
-        """Connections to each port of the control plane."""
+        """Most connections to each port of the control plane."""
         self._has_warned = False
 
     def refusal(self, members: int) -> str:
@@ -97,7 +98,7 @@ class Capacity:
 
     def _sentence(self) -> str:
         if self.max_members == MAX_MEMBERS:
-            return f"a coordinator serves {MAX_MEMBERS} members at most; start another one for other runs"
+            return f"a coordinator serves {MAX_MEMBERS} members at most; start another coordinator for other runs"
         return (
             f"this coordinator can serve about {self.max_members} members with its limit of {self._max_files} open files; "
             "raise ulimit -n"

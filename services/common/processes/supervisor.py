@@ -40,25 +40,25 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
-"""A longer life counts as progress, because by then the pool has started and worked."""
+"""Seconds after which a life counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
-"""Deaths in a row that are logged one by one; later only the fifth, the tenth, the twentieth and so on."""
+"""Deaths in a row that are each logged; of later ones only the fifth, the tenth, the twentieth and so on."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
-"""Signals from outside the program: a person, or the kernel for lack of memory, killed it."""
+"""Signals that come from outside the program: from a person, or from the kernel for lack of memory."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass(frozen=True)
 class Death:
-    """The end of one life."""
+    """The end of one life of a service's process."""
 
     status: int
-    """Return code; negative is the signal, as in `subprocess`."""
+    """Return code of the process; negative if a signal ended it, as in `subprocess`."""
     life_s: float
     reason: str = ""
-    """Line of its log with the reason of the death."""
+    """Line of the service's log with the reason of the death."""
     by_supervisor: bool = False
-    """True if the supervisor itself killed it, for a known reason."""
+    """True if the supervisor itself killed the service, for a known reason."""
 
     @property
     def way(self) -> tuple[int, str]:
@@ -73,11 +73,11 @@ class RestartPolicy:
         self._max_backoff_s = max_backoff_s
         self._way: tuple[int, str] | None = None
         self.in_a_row = 0
-        """Deaths since it last worked, without those that the supervisor caused."""
+        """Deaths since the service last worked, without those that the supervisor caused."""
         self.same_way = 0
         """Deaths of one cause in a row, however long the lives between them."""
         self.pause_s = FIRST_BACKOFF_S
-        """Seconds until the next life."""
+        """Seconds until the service is started again."""
 
     def count(self, death: Death) -> None:
         if death.by_supervisor:
@@ -107,7 +107,7 @@ class RestartPolicy:
 
 KILL_WAIT_S = 10.0
 CANNOT_START = 127
-"""Status of a life that never began, as in shells."""
+"""Exit status of a service that could not be started, as in shells."""
 KEPT_DEATHS = 1000
 SHOWN_LINES = 5
 """Lines of the log that are shown when a service is given up."""
@@ -131,9 +131,10 @@ class Service:
         self.command = command
         self.log_path = log_path
         self.max_deaths = max_deaths
-        """Deaths in a row after which it is given up; None means never. Deaths that `kill` caused do not count."""
+        """Deaths in a row after which the service is given up; None means never. Deaths that `kill` caused do not
+        count."""
         self.deaths: deque[str] = deque(maxlen=KEPT_DEATHS)
-        """Its last deaths, oldest first."""
+        """How the service's last lives ended, as sentences, oldest first."""
         self._environment = environment
         self._say = say
         self._gave_up = gave_up
@@ -170,17 +171,17 @@ class Service:
 
     @property
     def ends(self) -> bool:
-        """Return whether the child was told to end and has not ended yet."""
+        """Return whether `terminate` was called and the child has not ended yet."""
         return self._stopping.is_set() and self._keeper.is_alive()
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the child was told to end and has ended."""
+        """Return whether `terminate` was called and the child has ended."""
         return self._stopping.is_set() and not self._keeper.is_alive()
 
     @property
     def stays(self) -> bool:
-        """Return whether the child was not told to end."""
+        """Return whether `terminate` was not called."""
         return not self._stopping.is_set()
 
     def wait_ended(self, grace_s: float) -> None:
@@ -225,7 +226,8 @@ class Service:
                 return
 
     def _live_once(self) -> int | None:
-        """Run one life of the child, from start to reaping; return its return code, None if it must not start."""
+        """Run one life of the child, from start to reaping, and return its return code; None if `terminate` was called
+        before the start."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -272,7 +274,7 @@ class Service:
 
 
 def _outside_group(pid: int) -> list[psutil.Process]:
-    """Return processes that a child, such as a launcher, has started in other groups."""
+    """Return processes that a child, such as a launcher, has started in other process groups."""
     try:
         started = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -296,15 +298,17 @@ def ending(status: int) -> str:
 
 
 LOG_TAIL_BYTES = 1 << 16
-"""Bytes that are read from the end: vLLM writes lines of several thousand characters before the reason why it ends."""
+"""Bytes that are read from the end of a log: vLLM writes lines of several thousand characters before the reason why it
+ends."""
 MAX_REASON_CHARS = 500
 FRAME = " |+-"
-"""Prefix of the lines of an exception group."""
+"""Characters before the text in lines of an exception group."""
 TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
 """Prefix of the error message of a command."""
 LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
-"""Prefix of the message in a log line of an error, ours or vLLM's, which repeats it in each line of a traceback."""
+"""Prefix of the message in a log line of an error, Paceline's or vLLM's; vLLM repeats it in each line of a traceback.
+"""
 FOLLOWS = re.compile(
     r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
     r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"

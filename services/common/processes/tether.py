@@ -1,4 +1,4 @@
-"""Launcher that becomes another program, which cannot outlive its starter, however the starter ends.
+"""Launcher that replaces itself by another program, which then cannot outlive its starter, however the starter ends.
 
 It runs as a file by a bare interpreter (`tethered` gives the command line), so it costs some 20 ms and imports no
 module of Paceline; that is why it repeats the call of `paceline.host.process.die_with_parent`. The kernel sends the

@@ -20,7 +20,7 @@ class ProgressLog:
         self._sums: dict[str, float] = {}
 
     def note(self, line: Callable[[dict[str, float], float], str], **amounts: float) -> None:
-        """Add the amounts; if the period is over, write `line` with all sums since the last line and its seconds."""
+        """Add the amounts. If the period is over, write `line` with the sums and the seconds since the last line."""
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + amount
         elapsed_s = self._clock() - self._since_s
@@ -30,7 +30,7 @@ class ProgressLog:
 
 
 class Occupancy:
-    """Share of the capacity in use; a worker begins idle."""
+    """Share of a worker's capacity in use; it begins with 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

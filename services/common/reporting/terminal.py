@@ -28,12 +28,13 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return one line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more."""
+    """Return one line of at most `width` characters for values in [0, 1]; neighbours are averaged if there are more
+    values."""
     return "".join(BLOCKS[round(_clamped(value) * (len(BLOCKS) - 1))] for value in _averaged(values, width))
 
 
 def scaled(values: list[float]) -> list[float]:
-    """Return finite values scaled from [least, greatest] to [0, 1]; values that all lie in [0, 1] are unchanged."""
+    """Return finite values scaled from [least, greatest] to [0, 1]; unchanged if all values are within [0, 1] already."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if low >= 0.0 and high <= 1.0:

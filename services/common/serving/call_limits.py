@@ -32,7 +32,8 @@ from paceline.services.common.access.tls import host_of
 from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
-"""Callers and methods whose calls are counted; beyond it the counts that were idle the longest start again."""
+"""Most pairs of caller and method whose calls are counted. Beyond that number, the counts that were idle the longest
+start again."""
 NO_LIMIT = 1 << 31
 
 
@@ -41,26 +42,27 @@ class Limit:
     """The limit on the calls of one method."""
 
     per_s: float
-    """Sustained calls of one caller a second."""
+    """Calls a second that one caller may make continuously."""
     burst: int
-    """Calls of one caller that may come at once beyond that."""
+    """Calls that one caller may make at once, before `per_s` limits further ones."""
     under_way: int
-    """Calls of one caller at a time."""
+    """Most calls of one caller in progress."""
     in_all: int
-    """Calls of all callers at a time."""
+    """Most calls of all callers together in progress."""
 
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
-"""For example, one page of the dashboard makes some ten calls a second with the token of its server."""
+"""Limit of a method without a row in LIMITS. For example, one page of the dashboard makes some ten calls a second with
+the token of its server."""
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
-"""Calls that read a spec, or write events."""
+"""Limit of calls that read a spec, or write events."""
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
-"""Streams that a client keeps open."""
+"""Limit of streams that a client keeps open."""
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
-"""Streams that need no token."""
+"""Limit of streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Calls of workers, which other limits bound: members the open files, completions the engine's capacity. The workers of
-a cluster share a token, and all call at once after the coordinator's restart."""
+"""Limit of calls by workers. It is high because other limits bound them: open files the members, the engine's capacity
+the completions. The workers of a cluster share a token, and all call at once after the coordinator's restart."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
@@ -89,8 +91,8 @@ Key = tuple[str, str]
 
 
 class Rates:
-    """The rate of each caller's calls of each method, by the generic cell rate algorithm: one number each, the time at
-    which all its calls until now would be due."""
+    """The rate of each caller's calls of each method, by the generic cell rate algorithm. It keeps one number for each pair:
+    the time at which all calls until now would be due."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_kept: int = MAX_KEPT):
         self._clock, self._max_kept = clock, max_kept
@@ -100,7 +102,7 @@ class Rates:
         return len(self._due_s)
 
     def wait_s(self, key: Key, limit: Limit) -> float:
-        """Count a call and return 0; or, for one that comes too early, return the seconds to wait."""
+        """Count a call and return 0; for a call that comes too early, return the seconds to wait."""
         now_s = self._clock()
         due_s = max(now_s, self._due_s.pop(key, now_s))
         early_s = due_s - now_s - (limit.burst - 1) / limit.per_s
@@ -113,7 +115,7 @@ class Rates:
 
 
 class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
-    """The limits of one server; the innermost interceptor, so that the caller is known."""
+    """Interceptor that enforces the limits of one server; it is the innermost one, so that the caller is known."""
 
     def __init__(self, limits: Mapping[str, Limit] = LIMITS, usual: Limit = USUAL, rates: Rates | None = None):
         self._limits, self._usual = limits, usual
@@ -156,13 +158,16 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return self._taken(key)
 
     def _refusal(self, key: Key, limit: Limit) -> tuple[str, float]:
-        """Return the reason why a call is refused, empty if it is accepted, and the seconds after which it may come."""
+        """Return the reason why a call is refused, empty if it is accepted, and the seconds after which to call again."""
         who, method = key
         if self._in_all[method] >= limit.in_all:
-            return f"{limit.in_all} calls of {method} are under way here, the most; try again later", USUAL_S
+            return (
+                f"{limit.in_all} calls of {method} are in progress at this server, the maximum; try again later",
+                USUAL_S,
+            )
         if self._under_way[key] >= limit.under_way:
             return (
-                f"{who} has {limit.under_way} calls of {method} under way, the most; end one, or try again later",
+                f"{who} has {limit.under_way} calls of {method} in progress, the maximum; end one, or try again later",
                 USUAL_S,
             )
         if wait_s := self._rates.wait_s(key, limit):
@@ -187,7 +192,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
 
 class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
-    """The interceptor; it has to be the first."""
+    """Interceptor that frees the memory of aborted calls; it must be the first."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

@@ -38,7 +38,7 @@ def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidInput(
-            f"--host {host!r} listens on every address, and the one for others could not be found from the route "
+            f"--host {host!r} listens on every address, and the address for others could not be found from the route "
             f"to the coordinator {coordinator!r} ({error}); give --advertise-host"
         ) from None
 
@@ -46,11 +46,11 @@ def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
 PING_S = 2.0
 SILENCE_S = 10.0
 CONNECT_S = 5.0
-"""Limit of an attempt to connect. The kernel's attempts come further and further apart."""
+"""Seconds for one attempt to connect, because the kernel repeats its own attempts at ever longer intervals."""
 
 
 def watch(socket: zmq.Socket[Any]) -> None:
-    """Set the keepalive of a socket, before it is bound or connected."""
+    """Set the keepalive of a ZeroMQ socket; call it before the socket is bound or connected."""
     for option, seconds in (
         (zmq.HEARTBEAT_IVL, PING_S),
         (zmq.HEARTBEAT_TIMEOUT, SILENCE_S),
@@ -61,7 +61,7 @@ def watch(socket: zmq.Socket[Any]) -> None:
 
 
 def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Allow a socket to bind or connect to an endpoint with an IPv6 host, as `tcp://[::1]:7071`. Call it before."""
+    """Allow a socket to bind or connect to an endpoint with an IPv6 host, such as `tcp://[::1]:7071`. Call it before either."""
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
 

@@ -29,18 +29,19 @@ from paceline.services.common.serving.endpoints import in_brackets
 from paceline.tls.folder import TlsFolder, tls_folder
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest gRPC message either way; weights manifests are the largest messages here."""
+"""Largest gRPC message in either direction; manifests of weights are the largest messages."""
 MAX_DETAILS_BYTES = 4096
-"""Bytes of a status's text on the wire, at three for a byte beyond printable ASCII: gRPC refuses longer trailers."""
+"""Most bytes of a status's text on the wire, where a byte beyond printable ASCII counts as three: gRPC refuses longer
+trailers."""
 HANDSHAKE_S = 10.0
-"""Seconds in which a new connection has to complete its handshakes, those of TLS and HTTP/2."""
+"""Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
 """Seconds after which a connection without a call is closed, so that strangers cannot occupy all connections of a port.
 A channel opens the next one when it needs it."""
 MAX_STREAMS = 4096
-"""Calls in progress on one connection; a channel delays further ones."""
+"""Most calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096
-"""Connections to each port of a server that sets no other number; a further one is closed at once."""
+"""Most connections to each port of a server that sets no other number; a further connection is closed at once."""
 STOP_GRACE_S = 1.0
 """Seconds that calls in progress have when the service ends."""
 LIMITS = [
@@ -68,7 +69,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
 GRPC_LOG = "grpc._cython.cygrpc"
-"""Logger of gRPC's traceback for each request that cannot be decoded."""
+"""Name of the logger for gRPC's traceback of each request that cannot be decoded."""
 
 seldom = SeldomFilter()
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def details_of(text: str) -> str:
 
 
 class GrpcServer:
-    """A listening gRPC server with its services: with TLS if the environment names a folder with certificates."""
+    """A gRPC server with its services, which uses TLS if the environment names a folder with certificates."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run `main` with an event that SIGTERM and SIGINT set; then `main` ends regularly. A PacelineError ends the
+    """Run `main` with an event that SIGTERM and SIGINT set, after which `main` should end. A PacelineError ends the
     process with its message and status 1, any other exception with its traceback."""
     try:
         asyncio.run(_until_signal(main))
@@ -250,7 +251,7 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
 
 
 async def remind(sentence: str, period_s: float = REMIND_S) -> None:
-    """Log a warning, now and every `period_s` seconds, until cancelled; return at once if it is empty."""
+    """Log a warning, now and every `period_s` seconds, until cancelled; return at once if the warning is empty."""
     while sentence:
         log.warning("%s", sentence)
         await asyncio.sleep(period_s)

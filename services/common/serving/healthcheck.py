@@ -1,5 +1,5 @@
-"""Health check `python -m paceline.services.common.serving.healthcheck HOST:PORT`: exit status 0 if the server there is
-SERVING.
+"""Health check `python -m paceline.services.common.serving.healthcheck HOST:PORT`: exit status 0 if the server at this
+address is SERVING.
 
 Containers use it. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is checked by a page,
 `http://HOST:PORT/PATH`, which has to answer with status 200.
@@ -22,7 +22,7 @@ from paceline.tls.folder import tls_folder
 @click.command()
 @click.argument("address")
 @click.option("--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
-@click.option("--service", default="", help="gRPC service to check. Default: the server.")
+@click.option("--service", default="", help="gRPC service to check. Default: the server as a whole.")
 def main(address: str, timeout_s: float, service: str) -> None:
     """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""
     if address.startswith("http://"):
@@ -32,8 +32,8 @@ def main(address: str, timeout_s: float, service: str) -> None:
 
 
 def _get(address: str, timeout_s: float) -> None:
-    """Get a page, without a proxy, and over TLS if this host's services use it. Raises click.ClickException unless it
-    is 200."""
+    """Get a page, without a proxy, and over TLS if this host's services use it. Raises click.ClickException unless the
+    answer has status 200."""
     parts, folder = urlsplit(address), tls_folder()
     connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     if folder is not None:

@@ -26,31 +26,31 @@ from paceline.services.common.access.tls import server_context
 from paceline.tls.folder import tls_folder
 
 MAX_CONNECTIONS = 512
-"""Number of connections; bounded because the process needs files for other purposes."""
+"""Most connections to a port; bounded because the process needs files for other purposes."""
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that none excludes all others."""
 IDLE_S = 75.0
-"""Seconds for which a connection may be without a request: before the first one is complete, or between two. Proxies
-keep theirs for a minute."""
+"""Seconds for which a connection may be without a request: before the first request is complete, or between two.
+Proxies keep idle connections for a minute."""
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""Request bodies that are read at a time; bounded because everyone who can reach the port can send them."""
+"""Most request bodies that are read at a time; bounded because everyone who can reach the port can send them."""
 BODY_S = 30.0
-"""Seconds for a body to arrive."""
+"""Seconds for a request's body to arrive."""
 SHUTDOWN_S = 2.0
 """Seconds that answers in progress have when the listener closes; by then their sequences have ended."""
 HTTP_LOG = "aiohttp.server"
-"""Logger of aiohttp's lines for requests that are not HTTP."""
+"""Name of the logger for aiohttp's lines about requests that are not HTTP."""
 
 seldom = SeldomFilter()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpListener:
-    """The port of one application."""
+    """Port of one aiohttp application, with limits."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class HttpListener:
         encrypted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` and `remedy` are for the message about a taken port; the limits default to those of this module. `encrypted`
-        False listens without TLS in any case."""
+        """`name` and `remedy` are for the message about a taken port; the limits default to those of this module. If `encrypted`
+        is false, the port never uses TLS."""
         logging.getLogger(HTTP_LOG).addFilter(seldom)
         self._name, self._remedy, self._clock = name, remedy, clock
         self._limits = max_connections, max_bodies, share_of_address
         self._encrypted = encrypted
         self._connections: dict[asyncio.Protocol, _Connection] = {}
-        """Connections by aiohttp's protocol."""
+        """Open connections, by aiohttp's protocol object."""
         self._of_address: Counter[str] = Counter()
         self._bodies = 0
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -123,7 +123,8 @@ class HttpListener:
         await self._runner.cleanup()
 
     async def body(self, request: web.Request) -> bytes:
-        """Return the body of a request. Raises InvalidInput for one that does not come in time, Busy beyond the limit."""
+        """Return the body of a request. Raises InvalidInput for a body that does not arrive in time, Busy if too many
+        are read."""
         if self._bodies >= (self._limits[1] or MAX_BODIES):
             raise Busy(f"{self._bodies} requests are being read; try again")
         self._bodies += 1
@@ -155,11 +156,11 @@ class HttpListener:
         """Register a connection; return the reason why it is refused, empty if it is accepted."""
         most = self._limits[0] or MAX_CONNECTIONS
         if len(self._connections) >= most:
-            return f"{self._name} has {most} connections, the most; try again later"
+            return f"{self._name} has {most} connections, the maximum; try again later"
         of_address = max(1, int((self._limits[2] or SHARE_OF_ADDRESS) * most))
         if self._of_address[connection.address] >= of_address:
             return (
-                f"{self._name} has {of_address} connections from {connection.address}, the most from one address; close some, or "
+                f"{self._name} has {of_address} connections from {connection.address}, the maximum from one address; close some, or "
                 "try again later"
             )
         self._connections[connection.inner] = connection
@@ -184,14 +185,14 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._requests = 0
         self._quiet_s = clock()
-        """Time since which there is no request."""
+        """Time, by `clock`, since which the connection has no request."""
         self.unread_s: float | None = None
-        """Time since which the client leaves its answer unread; None while it reads."""
+        """Time, by `clock`, since which the client leaves its answer unread; None while it reads."""
         self._refused = False
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Count a request as in progress."""
+        """Count a request as in progress during the block."""
         self._requests += 1
         try:
             yield

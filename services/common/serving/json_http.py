@@ -43,7 +43,7 @@ MAX_TOKEN = 512
 
 
 class HttpGuard:
-    """The check at one port, for callers with one of `roles`."""
+    """Check of the requests at one HTTP port, whose callers must have one of `roles`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class HttpGuard:
         seldom: RateLimitedLog,
         note: Callable[[Call], None] = lambda call: None,
     ) -> None:
-        """`seldom` logs refused requests, `note` gets each of them."""
+        """`seldom` is the log for refused requests; `note` gets each refused request."""
         self._callers, self._roles, self._seldom, self._note = callers, roles, seldom, note
 
     async def check(self, request: web.Request) -> None:
@@ -81,7 +81,7 @@ def needs_token(host: str) -> bool:
 
 class JsonListener(HttpListener):
     def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
-        """`name` and `remedy` are for the message about a taken port; `limits` and `encrypted` are those of `HttpListener`. `guard`
+        """`name` and `remedy` are for the message about a taken port; `limits` and `encrypted` are as in `HttpListener`. `guard`
         checks each request if `needs_token` is true."""
         self.app = web.Application(middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES)
         self._guard, self._needs_token = guard, False
@@ -93,7 +93,8 @@ class JsonListener(HttpListener):
         return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
-        """Return the document in a request. Raises InvalidInput if there is none, Busy beyond the limit."""
+        """Return the JSON document in a request's body. Raises InvalidInput if there is none, Busy if too many are
+        read."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
@@ -135,7 +136,7 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
             headers["WWW-Authenticate"] = "Bearer"
         return web.json_response(body, status=status, headers=headers)
     except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for the models here"
+        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for the models of this server"
         return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
     except Exception as error:  # any error is answered to its sender, and others continue to be served
         message = unforeseen.note(f"an HTTP {request.method}", error)
@@ -152,7 +153,7 @@ STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
     (Unavailable, 503, "service_unavailable_error", None),
     (PacelineError, 500, "server_error", None),
 )
-"""Error, status, type and code; the first match wins."""
+"""HTTP status, type and code for each type of error; the first type that matches counts."""
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:

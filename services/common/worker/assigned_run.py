@@ -30,15 +30,15 @@ class AssignedRun:
     def __init__(self) -> None:
         self.assignment: worker_pb2.RunAssignment | None = None
         self.failure: worker_pb2.ConnectRequest | None = None
-        """Report of the last set-up if it failed."""
+        """Report of the last set-up's failure; None if it succeeded."""
         self.changed = asyncio.Event()
-        """Set by a directive that changes the work; the worker clears it."""
+        """Event that is set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Callback with whether the worker can work on its run, called at every change."""
+        """Called at every change with whether the worker can work on its run."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Follow a directive to work on a run; return whether the run is another one than before. A run that is
-        assigned again after a failed set-up is set up again at once."""
+        """Follow a directive to work on a run; return whether it is another run than before. A run that is assigned
+        again after a failed set-up is set up again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None
@@ -64,7 +64,7 @@ class AssignedRun:
         await self.on_readiness(True)
 
     async def report(self, run_id: str | None, report: Report) -> None:
-        """Report the run `run_id` as ready, or its failure if there is one."""
+        """Report that the run `run_id` is ready, or the failure of its set-up."""
         if run_id is not None:
             await report(worker_pb2.ConnectRequest(run_report=worker_pb2.RunReport(run_id=run_id)))
         elif self.failure is not None:
@@ -76,13 +76,13 @@ async def _ignore(ready: bool) -> None:
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
-    """Return the spec of an assignment, without keys of another version, which are logged. Raises Unavailable if it is
-    unreadable."""
+    """Return the spec of an assignment without the keys that only another version knows, which are logged. Raises
+    Unavailable if the spec is unreadable."""
     try:
         spec, warnings = spec_from_ledger(assignment.spec_yaml)
     except SpecError as error:
         raise Unavailable(
-            f"this worker does not understand the run's spec: {error}. Bring worker and coordinator to one version"
+            f"this worker does not understand the run's spec: {error}. Use one version for worker and coordinator"
         ) from None
     for warning in warnings:
         log.warning("%s", warning)
@@ -109,24 +109,24 @@ def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2
 
 
 def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:
-    """Return the reason why a worker may not load a spec's code from its disk, as a sentence; empty if it may, and for
+    """Return the reason, as a sentence, why a worker may not load a spec's code from its disk; empty if it may, and for
     code in a bundle. `allowed` are the folders of `--functions-from`."""
     if bundle:
         return ""
     if isolation_is_required() and (named := code_paths(spec)):
         field, code = next(iter(named.items()))
         return (
-            f"{field}: {code} comes from no bundle, and --require-isolation takes code of bundles only; submit the run with a client that "
+            f"{field}: {code} is in no bundle, and --require-isolation accepts only code in bundles; submit the run with a client that "
             "sends its files"
         )
     return allowed_code.refusal_of_files(spec, allowed)
 
 
 class BundledSpec:
-    """A spec whose files keep their paths until `close`."""
+    """A spec whose bundled files stay on disk until `close`."""
 
     def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
-        """Fetch the files of some kinds that are not in this user's cache; without a bundle there are none. Blocks.
+        """Fetch the bundle's files of these kinds, unless this user's cache has them; without a bundle fetch nothing. Blocks.
         `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code outside them; Unavailable; InvalidInput.
         """
         self.original = self.spec = spec

@@ -1,4 +1,4 @@
-"""A worker's numbers at `/metrics`: those of its heartbeats, for scrapers of each process.
+"""Serves the numbers of a worker's heartbeats at `/metrics`, for scrapers of each process.
 
 Promise: a scrape calls nothing of the worker, but reads the numbers of the last heartbeat; names are bounded; sums that
 a heartbeat only carries to the coordinator are left out. Nothing listens without --metrics-port.
@@ -22,7 +22,7 @@ from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."
 MAX_NAMES = 256
-"""Gauges of one process; further names are left out."""
+"""Most gauges of one process; further names are left out."""
 _SUMS = (PREFIX, SUM, COUNT)
 
 
@@ -38,7 +38,7 @@ class MemberMetrics:
         self._meter.create_observable_gauge(
             f"{NAMES}connected",
             [lambda _: [Observation(float(is_connected()), self._attributes)]],
-            description="1 while the coordinator hears this worker",
+            description="1 while this worker has a control stream to the coordinator",
         )
 
     def note(self, gauges: Mapping[str, float]) -> None:

@@ -46,22 +46,22 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
-"""Default of the time that a leaving worker waits until the coordinator has read its last reports."""
+"""Default of the seconds that a leaving worker waits until the coordinator has read its last reports."""
 RESEND_S = 60.0
-"""A request without a reply for this long is sent again, then after twice as long, and so on. Longer than any wait that
-a request may ask for. More frequent sending would not speed up a slow answer."""
+"""Seconds without a reply after which a request is sent again; the next pause is twice as long, and so on. Longer than
+any wait that a request may ask for. More frequent sending would not speed up a slow answer."""
 MAX_SENDINGS = 16
-"""Transmissions of one request whose replies still count."""
+"""Most transmissions of one request whose replies still count."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
 leases, so the coordinator has revoked anything that an earlier reply granted."""
 MAX_BULK = 4
-"""Requests with payloads that wait for their replies at a time; others wait to be sent. Bounded because the coordinator
-has to keep all received payloads, also while its disk is full."""
+"""Most requests with payloads that wait for their replies at a time; others wait to be sent. Bounded because the
+coordinator must keep all received payloads, also while its disk is full."""
 TROUBLE_LOG_S = 60.0
-"""Shortest time between two log lines about a coordinator that is away or refuses this worker."""
+"""Shortest time between two log lines about a coordinator that does not answer or refuses this worker."""
 MAX_TURNS = 64
-"""Finished turns of episodes that wait for their replies at a time. They are small, and those that arrive together
+"""Most finished turns of episodes that wait for their replies at a time. They are small, and those that arrive together
 share one synced write."""
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
@@ -70,7 +70,7 @@ REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
-"""Statuses after which the worker waits for a person, or for time: another protocol, a token or a taken id."""
+"""Statuses of refusals that only a person or time can end: another protocol, a wrong token or a taken id."""
 
 log = logging.getLogger(__name__)
 Directive = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
@@ -85,7 +85,7 @@ class Pending:
     payloads: list[bytes]
     reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
     terms: dict[int, int] = field(default_factory=dict)
-    """Term of each transmission whose reply counts, by its number."""
+    """Term in which each transmission was sent, by the transmission's number; only those whose replies still count."""
     pause_s: float = field(default_factory=lambda: RESEND_S)
     sent_s: float = field(default_factory=time.monotonic)
 
@@ -102,10 +102,10 @@ class Membership:
         outbox_size: int = OUTBOX_SIZE,
         on_refused: Callable[[], object] = lambda: None,
     ):
-        """`on_refused` is called once when the coordinator begins to refuse this worker for now: it should save its
+        """`on_refused` is called once when the coordinator begins to refuse this worker temporarily: it should save the worker's
         state."""
         self.coordinator = checked_address(coordinator)
-        """Address of the coordinator."""
+        """Address of the coordinator, HOST:PORT."""
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
@@ -122,7 +122,7 @@ class Membership:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """True while there is a connection to the exchange."""
+        """Set while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
@@ -131,11 +131,11 @@ class Membership:
         self.term = 0
         self._public_key, self._private_key = zmq.curve_keypair() if tls_folder() is not None else (b"", b"")
         self._secret = b""
-        """Secret of the last Welcome."""
+        """Secret from the coordinator's last Welcome; empty before the first."""
         self.has_stream = False
-        """True while the coordinator hears this worker: from its Welcome until the stream breaks."""
+        """True while this worker has a control stream: from the Welcome until the stream breaks."""
         self.draining = False
-        """Set by a worker that has to stop: a coordinator that stops too stays until the worker has left."""
+        """True if this worker has to stop: a coordinator that stops too waits until the worker has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
@@ -166,7 +166,7 @@ class Membership:
             self._context.term()
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
-        """Log a stream that could not be opened, or broke, and is retried."""
+        """Log that a stream could not be opened or has broken, and that this worker tries again."""
         if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
@@ -190,7 +190,8 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; else ""."""
+        """Return the TLS error of the last TROUBLE_LOG_S seconds that keeps this worker from the coordinator; "" if
+        there was none."""
         now_s = time.monotonic()
         if now_s >= self._next_diagnosis_s:
             self._next_diagnosis_s = now_s + TROUBLE_LOG_S
@@ -207,8 +208,8 @@ class Membership:
         await self._outbox.put(report)
 
     async def leave(self, wait_s: float = LEAVE_WAIT_S, *, reason: str = "") -> bool:
-        """Leave, with a reason if it is a fault; return whether the coordinator read all reports and ended the stream
-        within `wait_s` seconds."""
+        """Leave the coordinator; `reason` is the fault, if a fault is the cause. Return whether the coordinator read
+        all reports and ended the stream within `wait_s` seconds."""
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):
@@ -285,7 +286,7 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; only that number if the
+        """Return the worker's gauges, its memory, its GPUs and its number of unexpected errors; only that number if the
         gauges fail, because the heartbeat matters more than they do."""
         try:
             gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()

@@ -36,9 +36,9 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Metrics of the sums of requests to services (`paceline.reward.trainer_view.USAGE`)."""
+"""Metric for each sum of requests to services (`paceline.reward.trainer_view.USAGE`)."""
 MAX_SUMS = 256
-"""Number of sums of one worker; further ones are left out."""
+"""Most sums of one worker; further ones are left out."""
 
 
 class FunctionSums:
@@ -53,7 +53,7 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group; `functions` are all functions of the run; the first ones ran."""
+        """Add the calls of one group. `functions` are all functions of the run, of which the first ones ran."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
@@ -90,11 +90,11 @@ class FunctionSums:
 
 SUM, COUNT = "logged_sum/", "logged_count/"
 MAX_NAMES = 32
-"""Number of names of one worker; further ones are left out."""
+"""Most names of logged values of one worker; further names are left out."""
 
 
 class LoggedMetrics:
-    """Sum and number of values by name."""
+    """Sum and number of logged values, by name."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, tuple[float, int]] = {}
@@ -106,12 +106,12 @@ class LoggedMetrics:
                 self._metrics[name] = (before[0] + total, before[1] + count)
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Return sums and numbers by name, and clear them."""
+        """Return the sums and numbers by name, and clear them."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     def take_gauges(self) -> dict[str, float]:
-        """Return them as gauges of a heartbeat, and clear them."""
+        """Return the sums and numbers as gauges of a heartbeat, and clear them."""
         taken = self.take().items()
         sums = {f"{SUM}{name}": total for name, (total, _) in taken}
         return sums | {f"{COUNT}{name}": float(count) for name, (_, count) in taken}
@@ -132,11 +132,12 @@ class LoggedMetrics:
 
 EXTRA_NAME = "extra.jsonl"
 MAX_BYTES = 256 << 10
-"""Largest size of one group's columns on the wire."""
+"""Most characters of one group's columns on the wire."""
 
 
 def extra_json(columns: Mapping[str, list[Any]]) -> str:
-    """Return the columns as a JSON object, without the last ones if it would exceed MAX_BYTES; empty for none."""
+    """Return the columns as a JSON object, without the last columns if it would exceed MAX_BYTES; empty without
+    columns."""
     kept = dict(columns)
     while kept:
         text = json.dumps(kept)
@@ -147,8 +148,8 @@ def extra_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
-    """Return the line of a group whose text has this digest; empty unless `text` is a JSON object with a list of that
-    many values for each name."""
+    """Return the line of extra.jsonl for a group whose text has this digest; empty unless `text` is a JSON object that
+    has for each name a list with a value for each completion."""
     if not text or len(text) > MAX_BYTES:
         return ""
     try:
@@ -163,8 +164,8 @@ def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> s
 
 
 def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the columns of groups by the digest of their text; the newest line of each counts. Unreadable lines are
-    left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
+    """Return the columns of groups, by the digest of the group's text; the newest line of a group counts. Unreadable
+    lines are left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
     columns: dict[str, dict[str, list[Any]]] = {}
     try:
         lines = LineReader(folder / EXTRA_NAME, storage_key())
@@ -185,8 +186,8 @@ TRAINER_STATE = "paceline.trainer_state"
 
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
-    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. It includes the
-    number of reward workers, which divide limits of services by it; user functions do not see that."""
+    """Return the trainer's state after `trained_steps`: steps trained, steps of the run, and epochs trained. It
+    includes the number of reward workers, which divide limits of services by it; user functions do not see that."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,
@@ -197,7 +198,7 @@ def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_worke
 
 
 def with_trainer_state(columns_json: str, state: dict[str, Any]) -> str:
-    """Return the columns of a group, a JSON object, with the state beside them."""
+    """Return a group's columns, a JSON object, with the trainer's state added."""
     if not columns_json.startswith("{"):
         return columns_json  # damaged columns, which the worker reports
     inside = columns_json.strip()[1:-1].strip()

@@ -16,7 +16,7 @@ from paceline.services.learner.nodes.settings import NodeSettings
 from paceline.services.learner.nodes.store import NodeStore
 
 REVISION = 1
-"""Revision of the entries that nodes write; nodes with another one are refused."""
+"""Revision of the entries that nodes write; nodes with another revision are refused."""
 SILENT_S = 15.0
 """Seconds without a heartbeat after which a node counts as dead."""
 ALIVE_S, DEAD_S = 1.5, 3.0
@@ -26,7 +26,7 @@ LAST_CALL_S = 10.0
 """Seconds for which a session that could begin waits for further nodes."""
 MAX_RANKS = 1024
 MAX_NEW = 256
-"""Nodes that are introduced at the same time."""
+"""Most nodes that are introduced at the same time."""
 
 
 @dataclass
@@ -37,18 +37,18 @@ class Node:
     joined_s: float
     heard_s: float
     node_rank: int = -1
-    """Its position; -1 until it has written that."""
+    """Position of the node; -1 until the node has written it."""
     ranks: int = 0
     host: str = ""
     life: str = ""
-    """Random id of its process."""
+    """Random id of the node's process."""
     started_s: float = 0.0
-    """Start of its process, by its host's clock."""
+    """Start of the node's process in seconds, by its host's clock."""
     beat: Any = None
     contested: bool = False
     """True while it is undecided which of two lives of its position counts."""
     has_part: bool = False
-    """True once it has a part in a session; it joins again for the next."""
+    """True once this life has a part in a session; the node joins again for the next session."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Assembly:
         return end
 
     def end(self, reason: str) -> None:
-        """Write at once that this node ends the session, because no other node decides that."""
+        """Write at once that node 0 ends the session, because no other node decides that."""
         if self._session is not None:
             self._store.write(f"over/{self._session.name}", reason=reason, orderly=False)
 
@@ -157,7 +157,7 @@ class Assembly:
         self._keep_one_life(now_s)
 
     def _keep_one_life(self, now_s: float) -> None:
-        """Remove all lives of a position but one, if it is decided which counts."""
+        """Keep one life of each position and remove the others, where it is decided which life counts."""
         counting: dict[int, Node] = {}
         for number in sorted(self._nodes):
             newer = self._nodes[number]
@@ -187,7 +187,7 @@ class Assembly:
             return True
         node_rank, ranks = entry.get("node_rank"), entry.get("ranks")
         if entry.get("revision") != REVISION:
-            why = f"its rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
+            why = f"the node's rendezvous has revision {entry.get('revision')!r:.20}, not {REVISION}: use one version on all nodes"
         elif not isinstance(node_rank, int) or not 0 <= node_rank < self._settings.most:
             why = f"--node-rank {node_rank!r:.20} is none of the {self._settings.most} nodes in node 0's --nodes"
         elif not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:

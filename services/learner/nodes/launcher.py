@@ -45,8 +45,8 @@ class NodeLauncher:
         self._backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def run(self, ranks: int, grace_s: float) -> int:
-        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only. Raises
-        Unavailable if too few nodes come; Conflict if node 0 refuses this one."""
+        """Run sessions until a signal, and return the status of the last; 0 if the signal came between two sessions.
+        Main thread only. Raises Unavailable if too few nodes come; Conflict if node 0 refuses this one."""
         with at_signals(self._stop):
             while True:
                 log.info(
@@ -114,7 +114,7 @@ class SessionPart:
 
 
 class Rendezvous:
-    """This node's side; on node 0 also the store and the decisions."""
+    """This node's side of the rendezvous; on node 0 also the store and the decisions."""
 
     def __init__(self, settings: NodeSettings, ranks: int, host: str, wait_s: float):
         """`host` is the address that node 0 listens on; `wait_s` is the longest wait for the other nodes. Raises
@@ -126,7 +126,7 @@ class Rendezvous:
         if self._is_first and _is_loopback(host) and not _is_loopback(self._host):
             raise InvalidInput(
                 f"--host {host} can be reached only from this host, so the other nodes cannot come to --rendezvous "
-                f"{settings.rendezvous}; give the address that node 0 has there, or 0.0.0.0, as --host"
+                f"{settings.rendezvous}; give node 0's address in --rendezvous, or 0.0.0.0, as --host"
             )
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
         self._assembly = Assembly(self._store, settings) if self._store is not None else None
@@ -228,7 +228,7 @@ class Rendezvous:
         expected = str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
         if not present:
             return (
-                f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 there, correct "
+                f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 at this address, correct "
                 "--rendezvous, or wait longer with --node-wait"
             )
         return (

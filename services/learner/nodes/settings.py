@@ -28,7 +28,7 @@ class NodeSettings:
     """This host among the nodes of a learner."""
 
     least: int
-    """Nodes without which no session begins."""
+    """Least number of nodes with which a session begins."""
     most: int
     """Largest number of nodes in a session."""
     node_rank: int
@@ -39,7 +39,7 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Values of a launcher's variables; empty if a variable is missing."""
+    """Values of a launcher's variables; a missing variable is an empty text."""
 
     source: str = ""
     nodes: str = ""
@@ -98,7 +98,7 @@ def _range(text: str, source: str) -> tuple[int, int]:
     match = NODES.fullmatch(text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most <= MAX_NODES:
-        raise InvalidInput(f"{source} {text!r} is malformed: it has to be a number of nodes, or MIN:MAX such as 2:4")
+        raise InvalidInput(f"{source} {text!r} is malformed: it must be a number of nodes, or MIN:MAX such as 2:4")
     return least, most
 
 

@@ -25,9 +25,9 @@ MAX_VALUE = 4096
 WAIT_S = 15.0
 """Seconds to wait for an answer of the store."""
 CONNECT_S = 2.0
-"""Seconds for each attempt to reach its port."""
+"""Seconds for each attempt to reach the store's port."""
 ANSWER_S = 20.0
-"""Seconds for each attempt to open it. Torch first resolves the name of each host: 5 s for a lost answer."""
+"""Seconds for each attempt to open the store. Torch first resolves the name of each host: 5 s for a lost answer."""
 FAULTS = (RuntimeError, OSError)
 """Errors of an operation if the store cannot be reached; torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
@@ -42,7 +42,7 @@ class NodeStore:
         self._is_silent = False
 
     def number(self, key: str, increment: int) -> int:
-        """Add to a counter, and return its value. Raises FAULTS."""
+        """Add to a counter, and return its new value. Raises FAULTS."""
         return int(self._bounded(lambda: self._store.add(PREFIX + key, increment)))
 
     def write(self, key: str, **value: Any) -> None:
@@ -50,7 +50,8 @@ class NodeStore:
         self._bounded(lambda: self._store.set(PREFIX + key, json.dumps(value)))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return an object without waiting for it; None if there is none, empty for any other value. Raises FAULTS."""
+        """Return an object without waiting for it; None if there is none, empty for a value that is no object. Raises
+        FAULTS."""
 
         def read() -> bytes | None:
             return self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
@@ -78,7 +79,8 @@ class NodeStore:
 
 
 def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
-    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending it."""
+    """Return an operation's result, or raise its error. Raises TimeoutError after `wait_s`, without ending the
+    operation."""
     result: Future[ResultT] = Future()
 
     def run() -> None:

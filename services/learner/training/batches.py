@@ -28,16 +28,17 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""No limit, because the connection retries for as long as this rank lives; `BackgroundLoop.wait` raises if it has
-given up."""
+"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives;
+`BackgroundLoop.wait` raises if it has given up."""
 
 
 class RankBatch(NamedTuple):
-    """This rank's part of a step's batch, or the news that the run has ended or ends here."""
+    """This rank's part of a step's batch, or the answer that the run, or this session of it, has ended."""
 
     reply: pb.BatchReply
     groups: list[Group]
-    """With the log-probabilities of the reward pool's reference; empty if the learner reads the data set itself."""
+    """Groups with the log-probabilities of the reward pool's reference; empty if the learner reads the data set itself.
+    """
 
     @property
     def is_end(self) -> bool:
@@ -83,15 +84,17 @@ class BatchClient:
 
     def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
-        """Set when this session is over, by this thread or by the control plane's."""
+        """Set when this session is over, by this thread or by the control plane's thread."""
         self.receipted = 0
-        """Steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first."""
+        """Number of steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first
+        receipt."""
         self.audit_head = pb.AuditHead()
-        """Newest record of the coordinator's audit log, as of this rank's newest receipt; empty before the first."""
+        """Newest record of the coordinator's audit log, as of this rank's newest receipt; empty before the first
+        receipt."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
-        """Return this rank's part of a step's batch; None if there is none yet, or this rank stops. A damaged one is
+        """Return this rank's part of a step's batch; None if there is none yet, or this rank stops. A damaged part is
         fetched again."""
         rank = self._rank
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
@@ -147,7 +150,7 @@ class BatchClient:
             self.audit_head = reply.receipt.audit_head
 
     def _request(self, grace_s: float, **content: Any) -> tuple[pb.ExchangeReply, list[bytes]]:
-        """Return the reply. Raises Unavailable `grace_s` after this rank has got the order to stop."""
+        """Return the reply to a request. Raises Unavailable `grace_s` after this rank has got the order to stop."""
         rank = self._rank
         request = pb.ExchangeRequest(run_id=self._run_id, session=self._session, **content)
         try:
@@ -174,22 +177,22 @@ def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerCompariso
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """Facts that decide what happens before the next step: of one rank, or of any."""
+    """Facts that decide what happens before the next step, on one rank or on any rank."""
 
     batch_missing: bool
-    """No rank trains before every rank has its part of the batch."""
+    """True if this rank's part of the batch is missing: no rank trains before every rank has its part."""
     run_ended: bool
-    """The run, or this session of it, has ended."""
+    """True if the run, or this session of it, has ended."""
     run_complete: bool
-    """The run ends normally before this step."""
+    """True if the run ends normally before this step."""
     stopping: bool
-    """The learner ends after this step."""
+    """True if the learner ends after this step."""
     checkpoint_ordered: bool
     export_ordered: bool
     checkpoint_unwritten: bool
-    """A checkpoint is in progress, so that `SessionCheckpoints.finish` would wait."""
+    """True if a checkpoint is in progress, so that `SessionCheckpoints.finish` would wait."""
     snapshot_wanted: bool
-    """A member needs the newest version in full from the object store."""
+    """True if a member needs the newest version in full from the object store."""
 
     def on_any_rank(self, device: torch.device) -> StepAgreement:
         """Return the facts that are true on at least one rank. A collective call."""

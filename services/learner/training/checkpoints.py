@@ -58,7 +58,8 @@ class NotShared(PacelineError):
 
 
 class SessionCheckpoints:
-    """One rank's side. `report` sends the report of a complete checkpoint, `warn` a warning about a failed one."""
+    """One rank's part of a session's checkpoints. `report` sends the report of a complete checkpoint, `warn` a warning
+    about a failed one."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class SessionCheckpoints:
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
-        """Seconds that writing took, by step, of checkpoints that are not reported yet."""
+        """Seconds that writing took, by step, for each checkpoint that is not reported yet."""
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
@@ -99,8 +100,8 @@ class SessionCheckpoints:
             self._check_shared(device, pause)
 
     def _taken(self) -> str:
-        """Return a checkpoint of this or a later session, if there is one; empty without. Remember the checkpoints of
-        steps after this session's first step, because this session must not delete them."""
+        """Return a checkpoint of this or a later session; empty if there is none. Remember the checkpoints of steps
+        after this session's first step, because this session must not delete them."""
         if not is_first_rank():
             return ""
         session, start = self._assignment.session, self._assignment.start_step
@@ -133,7 +134,7 @@ class SessionCheckpoints:
             raise NotShared(
                 f"checkpoint_dir must be seen by all ranks: rank {', '.join(map(str, missing))} of the learner does not see "
                 f"what rank 0 writes to {self._directory}. Start the coordinator with --store and a URL or a folder that all "
-                "hosts of the learner share, or set checkpointing.checkpoint_dir to one"
+                "hosts of the learner share, or set checkpointing.checkpoint_dir to such a place"
             )
 
     def _sees(self, name: str) -> bool:
@@ -198,8 +199,8 @@ class SessionCheckpoints:
         log.info("session %d continues from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str, *, unchanged: bool = False) -> None:
-        """Copy the state after `step` steps, whose batches' chain ends with `chain`, and start to write it. `unchanged`
-        promises that the state does not change before `finish`, so that no copy is made."""
+        """Copy the state after `step` steps and start to write it; `chain` is the end of the chain of their batches.
+        `unchanged` promises that the state does not change before `finish`, so that no copy is made."""
         if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
             return  # the session began from this checkpoint
         if step == self._writer.step:
@@ -211,8 +212,8 @@ class SessionCheckpoints:
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
-        """Name the newest record of the coordinator's audit log in later manifests: its end cannot be cut off
-        unnoticed."""
+        """Name the newest record of the coordinator's audit log in later manifests, so that nobody can cut off the
+        log's end unnoticed."""
         if sequence:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
@@ -260,7 +261,7 @@ class SessionCheckpoints:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """State of the queue for an object store, for the heartbeat; empty without one."""
+        """State of the queue for an object store, for the heartbeat; empty without an object store."""
         return {} if self._uploads is None else self._uploads.gauges
 
     def until_stored(self, ended: Callable[[], bool]) -> bool:
@@ -299,7 +300,7 @@ class SessionCheckpoints:
 
 
 STORE_POLL_S = 0.5
-"""Seconds between two checks of all ranks for the end of the queue."""
+"""Seconds between two checks of all ranks whether the queue for the object store is empty."""
 
 
 class CheckpointUploads:

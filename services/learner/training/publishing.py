@@ -46,8 +46,9 @@ Warn = Callable[[str], None]
 
 
 class Publishing:
-    """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective
-    calls; the control plane's thread calls the other methods, which ignore messages of another run."""
+    """One rank's part in publishing a run's weights. Without `open` nothing is published. `open`, `publish` and
+    `write_snapshot` are collective calls; the control plane's thread calls the other methods, which ignore messages of
+    another run."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Publishing:
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Guards the two above, because a roster that comes while the channel opens must reach it."""
+        """Guards the channel and the roster, because a roster that comes while the channel opens must reach it."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -77,7 +78,7 @@ class Publishing:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether `write_snapshot` is to be called on all ranks. Raises the error that ended a thread."""
+        """Return whether to call `write_snapshot` on all ranks. Raises the error that ended a thread."""
         return self._channel is not None and self._channel.wants_snapshot
 
     def write_snapshot(self) -> None:
@@ -208,7 +209,7 @@ class _WeightChannelFactory:
     def _fallback(self, result: PublishResult) -> str:
         return (
             f"{PATIENCE} attempts in a row to bring weights to {result.member_id} failed, the last with version "
-            f"{result.version.step}: {result.error}. It is offered the versions in {self._store.url} from now on"
+            f"{result.version.step}: {result.error}. From now on the member is offered the versions in {self._store.url}"
         )
 
     def _board(self) -> RankBoard:
@@ -217,7 +218,8 @@ class _WeightChannelFactory:
         return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` needs memory there."""
+        """Return the delta channel: every rank writes, rank 0 makes the offers. If the copy is `on_device`, the device
+        needs memory for it."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
             return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)

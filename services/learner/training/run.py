@@ -99,11 +99,11 @@ class LearnerRun:
         self._is_complete = False
         """True if the run ended before its last step: the coordinator has no further batch."""
         self._longest = 0
-        """Tokens of the longest sequence in this rank's last part."""
+        """Tokens of the longest sequence in this rank's part of the last batch."""
 
     @property
     def receipted(self) -> int:
-        """Steps up to which the coordinator has this rank's receipts; 0 before the session's first."""
+        """Number of steps up to which the coordinator has this rank's receipts; 0 before the session's first receipt."""
         return self._batches.receipted
 
     @property
@@ -208,7 +208,7 @@ class LearnerRun:
         check_key(self._assignment)
         weights, checkpoints = self.spec.weights, self.spec.checkpointing
         allowed = weights.allow_plaintext_network
-        meeting, remedy = "a learner on several hosts, which meet", "start all ranks on one host"
+        meeting, remedy = "a learner whose hosts meet", "start all ranks on one host"
         check_plain(meeting, [meeting_host()], allowed=allowed, remedy=remedy)
         for url in (weights.store, checkpoints.checkpoint_dir, self._assignment.directory):
             check_store(url or "", os.environ, allowed=allowed)
@@ -376,7 +376,10 @@ class LearnerRun:
         self._begin_save(unchanged=True)
         failure = self._checkpoints.finish()
         if not self._checkpoints.until_stored(_after(ORDER_STORE_S)):
-            failure = failure or "it is written, but waits on the learner's disk until the store can be written again"
+            failure = (
+                failure
+                or "the checkpoint is written, but waits on the learner's disk until the store can be written again"
+            )
         for order in self._rank.orders.take_checkpoints():
             if failure:
                 order.set_exception(Unavailable(failure))
@@ -428,7 +431,8 @@ class LearnerRun:
 
     def _end_at_step(self, error: Exception) -> None:
         """End the session, and the process with it, because the state of the device's memory and of the other ranks'
-        collectives is unknown. The coordinator counts it against the step and gives the next process a new session."""
+        collectives is unknown. The coordinator counts the failure against the step and gives the next process a new
+        session."""
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
         kind, message = describe(error, self.spec, self._rank.device, self._longest)
         self._fail(f"{message} (rank {self._rank.rank})", fault=kind)

@@ -41,7 +41,7 @@ class RunReports:
         self._send, self._is_first = send, is_first
         self._kept: list[worker_pb2.ConnectRequest] = []
         self._lock = threading.Lock()
-        """Uploads report checkpoints from another thread."""
+        """Guards the kept reports, because uploads report checkpoints from another thread."""
 
     def fail(self, **facts: Any) -> None:
         """Report a fault of this rank; `facts` are fields of `RunReport`."""
@@ -77,7 +77,7 @@ class RunReports:
 
 
 MAX_TOKENS = 100_000
-"""Tokens of one report; further completions are left out."""
+"""Most tokens in one report of token statistics; further completions are left out."""
 
 
 def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatistics | None:
@@ -107,7 +107,7 @@ def report_of(
 
 
 MAX_TEXT = 2000
-"""Characters of an exception's text that are reported."""
+"""Most characters of an exception's text in a report."""
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts of torch's errors that mean a lack of memory."""
 
@@ -123,7 +123,7 @@ def describe(
     facts = [f"the peak was {_peak_bytes(device) / 2**30:.1f} GiB"]
     facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.row_tokens} tokens")
     if longest:
-        facts.append(f"the longest sequence has {longest}")
+        facts.append(f"the longest sequence has {longest} tokens")
     remedies = []
     if spec.policy.row_tokens > max(longest, 1):
         remedies.append("lower policy.train_mb_tokens")
@@ -152,7 +152,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def pace(metrics: Mapping[str, float], ranks: int, device: torch.device) -> dict[str, float]:
-    """Return the metrics of the pace, from those of the step on `ranks` ranks."""
+    """Return the metrics of a step's pace, from the step's other metrics and the number of `ranks`."""
     reached = {"learner/tokens_per_s": metrics["tokens"] / metrics["step_s"]}
     if "teraflop" not in metrics:
         return reached
@@ -167,7 +167,7 @@ def pace(metrics: Mapping[str, float], ranks: int, device: torch.device) -> dict
 
 @contextlib.contextmanager
 def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, float]]:
-    """Yield a dict that has the metrics of the block once it has ended; nothing is profiled unless `wanted`.
+    """Yield a dict that gets the times of collectives once the block has ended; nothing is profiled unless `wanted`.
     `learner/collectives_s` counts a moment once, however many collectives run in it. On GPUs
     `learner/exposed_collectives_s` is the part in which the GPU computed nothing else."""
     metrics: dict[str, float] = {}

@@ -87,7 +87,7 @@ def test_the_gpus_of_this_host_are_divided_as_by_up(spec: Path, monkeypatch: pyt
     words = ["plan", str(spec), "cluster.learner_ranks=2", "policy.cpu_offload=true"]
     result = CliRunner().invoke(main, words)
     assert result.output.startswith(
-        "4 GPUs here: learner GPU 0 to 1 (one for each rank), rollout GPU 2 to 3 (2 workers)"
+        "4 GPUs on this host: learner GPU 0 to 1 (one for each rank), rollout GPU 2 to 3 (2 workers)"
     )
     assert "offloaded state of 2 ranks" in result.output
 

@@ -89,7 +89,7 @@ def test_a_ledger_that_a_coordinator_has_is_not_written(place: Workplace) -> Non
     ledger = Ledger(place.runs / LEDGER_NAME)
     refused = place.run("models", "promote", "sums:1")
     assert refused.exit_code == 1
-    assert "Name the coordinator that uses it with --coordinator HOST:PORT" in refused.output
+    assert "Name the coordinator that uses the ledger with --coordinator HOST:PORT" in refused.output
     assert place.done("models", "list")["models"][0]["stage"] == "passed"
     ledger.close()
 

@@ -53,7 +53,7 @@ def test_options_that_do_not_fit_a_checkpoint_are_refused(model: Path, tmp_path:
     paceline("convert", model, tmp_path / "dcp", "--to", "dcp")
     for options, expected in (
         (["--to", "dcp"], "omit --to dcp"),
-        (["--quantize", "int8"], "convert the checkpoint to one first"),
+        (["--quantize", "int8"], "convert the checkpoint to a model folder first"),
     ):
         done = paceline("convert", tmp_path / "dcp", tmp_path / "out", *options)
         assert done.exit_code == 2

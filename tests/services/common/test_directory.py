@@ -27,5 +27,5 @@ def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
 def test_a_folder_of_others_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    with pytest.raises(Unreadable, match="you cannot write there"):
+    with pytest.raises(Unreadable, match="you cannot write in it"):
         make_directory(tmp_path)

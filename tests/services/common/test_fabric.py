@@ -49,7 +49,8 @@ def test_an_interface_an_address_or_a_network() -> None:
 @pytest.mark.parametrize("given", ["ib7", "down", "10.2.0.0/16", "10.1.0.10", "no address"])
 def test_what_this_host_has_not(given: str) -> None:
     with pytest.raises(
-        InvalidInput, match=r"not an interface, address or network of it; this host has lo 127\.0\.0\.1; eth0 192"
+        InvalidInput,
+        match=r"not an interface, address or network of this host; this host has lo 127\.0\.0\.1; eth0 192",
     ) as caught:
         fabric_address(given)
     assert given in str(caught.value)

@@ -66,15 +66,15 @@ def test_numbers_that_the_spec_sets_stay(number: int, cluster: dict[str, int], e
 def test_runs_on_examples_give_every_gpu_to_the_learner() -> None:
     divided, sentence = divide(ClusterSection(), 4, rollout=False)
     assert (divided.learner_ranks, divided.learner_gpus, divided.rollout_gpus) == (4, (0, 1, 2, 3), ())
-    assert sentence.startswith("4 GPUs here: learner GPU 0 to 3 (one for each rank); ")
+    assert sentence.startswith("4 GPUs on this host: learner GPU 0 to 3 (one for each rank); ")
 
 
 def test_the_division_is_said(tmp_path: Path) -> None:
     assert divide(ClusterSection(), 0) == (ClusterSection(), "")
     _, sentence = divide(ClusterSection(), 1)
     assert sentence == (
-        "1 GPU here: learner GPU 0 (one for each rank), rollout GPU 0 (1 workers); cluster.learner_gpus and "
-        "cluster.rollout_gpus divide them otherwise, cluster.device=cpu uses none"
+        "1 GPU on this host: learner GPU 0 (one for each rank), rollout GPU 0 (1 workers); set cluster.learner_gpus and "
+        "cluster.rollout_gpus to divide them otherwise, or cluster.device=cpu to use none"
     )
     assert "rollout GPU 4 to 6 (3 workers), 1 left idle;" in divide(ClusterSection(rollout_workers=3), 8)[1]
 
@@ -88,7 +88,7 @@ def test_every_division_can_be_started(tmp_path: Path, number: int) -> None:
 
 def test_opting_out_is_said_and_named_gpus_stay() -> None:
     cpu = ClusterSection(device="cpu")
-    assert divide(cpu, 2) == (cpu, "cluster.device is cpu: 2 GPUs of this host not used")
+    assert divide(cpu, 2) == (cpu, "cluster.device is cpu, which leaves 2 GPUs of this host unused")
     assert divide(cpu, 0) == (cpu, "")
     named = ClusterSection(learner_gpus=(1,), rollout_gpus=(0,))
     assert divide(named, 2) == (named, "")
@@ -125,9 +125,9 @@ def test_a_service_that_finds_no_device_among_gpus_says_so() -> None:
         (
             1,
             {"learner_ranks": 2},
-            "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one; lower it",
+            "cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU; lower it",
         ),
-        (2, {"learner_ranks": 2}, "each rank needs one and the rollout workers another; lower it"),
+        (2, {"learner_ranks": 2}, "each rank needs a GPU and the rollout workers another; lower it"),
         (0, {"rollout_gpus": (0,)}, r"GPU 0 \(cluster.rollout_gpus\), and this host shows 0 GPUs"),
         (
             4,
@@ -152,7 +152,7 @@ def test_a_role_does_not_compute_on_cpus_where_the_spec_names_gpus() -> None:
     with pytest.raises(Unavailable) as refused:
         refuse_cpu(cluster, "learner")
     assert str(refused.value) == (
-        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch sees none here; see `paceline doctor`, or set "
+        "the run asks for GPU 0 to 1 (cluster.learner_gpus), and torch finds no GPU in this process; see `paceline doctor`, or set "
         "cluster.learner_gpus=[] for CPUs"
     )
 
@@ -274,7 +274,7 @@ def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.M
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
     result = paceline("up", spec, "cluster.learner_ranks=2", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs one")
+    assert result.stderr.startswith("Error: cluster.learner_ranks is 2 on a host with 1 GPU: each rank needs a GPU")
     assert not (tmp_path / "runs" / "logs").exists()
 
 

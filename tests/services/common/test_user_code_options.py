@@ -65,14 +65,14 @@ def test_a_service_that_cannot_isolate_does_not_start(
         monkeypatch.setenv(surroundings.VARIABLE, "1")
     done = CliRunner().invoke(main, [*command, *option])
     assert done.exit_code == 2
-    assert "--require-isolation is impossible here: this kernel has no Landlock" in done.output
+    assert "--require-isolation is impossible on this host: this kernel has no Landlock" in done.output
 
 
 def test_isolated_workers_take_code_of_bundles_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = make_spec(tmp_path, rewards=[{"function": f"{tmp_path}/f.py:f"}], folder=str(tmp_path))
     assert refusal_of_files(own, "", ()) == ""
     monkeypatch.setenv(surroundings.VARIABLE, "1")
-    assert "f.py:f comes from no bundle, and --require-isolation takes code of bundles only" in refusal_of_files(
+    assert "f.py:f is in no bundle, and --require-isolation accepts only code in bundles" in refusal_of_files(
         own, "", ()
     )
     assert refusal_of_files(own, "digest", ()) == ""

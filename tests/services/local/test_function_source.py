@@ -107,7 +107,7 @@ def test_functions_that_use_each_other_come_once(script: dict[str, Any], tmp_pat
         ("undefined", "undefined uses no_such_name, which is not defined"),
         ("shifted", "shifted uses offset of the enclosing function"),
         ("short", "a lambda has no name to load it by"),
-        ("called", "is Callable; a reward function has to be a function"),
+        ("called", "is Callable; a reward function must be a function"),
     ],
 )
 def test_what_cannot_be_a_file_is_named(name: str, message: str, script: dict[str, Any], tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_gpu_that_is_too_small_is_named(model: str) -> None:
     assert found(model, [80 * GB], cluster=cluster)["its memory"][0] == "ok"
     status, _, remedy = found(model, [8 * GB], cluster=cluster)["its memory"]
     assert status == "absent"
-    assert remedy.startswith("GPU 0 has 8.0 GB, its roles need ")
+    assert remedy.startswith("GPU 0 has 8.0 GB, but its roles need ")
 
 
 def test_a_model_that_is_not_here_is_not_estimated(tmp_path: Path) -> None:

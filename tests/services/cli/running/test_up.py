@@ -121,7 +121,7 @@ def test_scaled_pools_have_the_bounds_of_the_command(
 def test_bounds_that_are_none_are_refused(bounds: str, up: Callable[..., Result]) -> None:
     result = up("--scale", "--bounds", bounds)
     assert result.exit_code == 2
-    assert f"--bounds {bounds}: has to be POOL=FEWEST:MOST, such as rollout=0:4" in result.output
+    assert f"--bounds {bounds}: must be POOL=FEWEST:MOST, such as rollout=0:4" in result.output
 
 
 def test_trackers_start_where_the_spec_names_them(up: Callable[..., Result]) -> None:

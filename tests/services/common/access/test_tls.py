@@ -150,7 +150,7 @@ def test_a_plain_channel_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_service_needs_a_certificate(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(folders["person"]))
-    with pytest.raises(InvalidInput, match="a service has to present a certificate"):
+    with pytest.raises(InvalidInput, match="a service must present a certificate"):
         GrpcServer("127.0.0.1", 0)
 
 

@@ -29,10 +29,10 @@ def test_the_file_has_digests_alone_and_is_its_owners(tmp_path: Path) -> None:
 def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     for name in ("", "a b", "x" * 65, BOOTSTRAP, "a\nb"):
-        with pytest.raises(InvalidInput, match="has to be"):
+        with pytest.raises(InvalidInput, match="must be"):
             create(path, name, CallerRole.VIEWER, 0.0)
     create(path, "ann", CallerRole.VIEWER, 0.0)
-    with pytest.raises(Conflict, match="a token ann is valid already"):
+    with pytest.raises(Conflict, match="a valid token named ann exists already"):
         create(path, "ann", CallerRole.VIEWER, 0.0)
     assert revoke(path, "ann") == 1
     with pytest.raises(NotFound, match="no valid token 'ann'"):
@@ -93,7 +93,7 @@ def test_the_commands_make_list_and_revoke(tmp_path: Path) -> None:
     run("create", "pool", "--role", "worker", "--days", "0", "--out", str(out))
     assert out.stat().st_mode & 0o777 == 0o600
     assert out.read_text().strip() not in run("list")
-    assert "is valid already" in run("create", "ann", "--role", "viewer", status=1)
+    assert "exists already" in run("create", "ann", "--role", "viewer", status=1)
     run("revoke", "ann")
     listed = json.loads(run("list", "--json"))["tokens"]
     assert [(row["name"], row["role"], row["valid"]) for row in listed] == [

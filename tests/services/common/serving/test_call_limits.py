@@ -137,9 +137,11 @@ async def test_streams_of_one_caller_and_of_all_are_bounded_and_freed() -> None:
 
     async with serving(limits) as (_, stub):
         held = [await opened(stub, "ann"), await opened(stub, "ann")]
-        assert (await refusal(stub, "ann")).startswith("ann has 2 calls of paceline.v1.RunService/Watch under way")
+        assert (await refusal(stub, "ann")).startswith("ann has 2 calls of paceline.v1.RunService/Watch in progress")
         held.append(await opened(stub, "ben"))
-        assert (await refusal(stub, "cid")).startswith("3 calls of paceline.v1.RunService/Watch are under way here")
+        assert (await refusal(stub, "cid")).startswith(
+            "3 calls of paceline.v1.RunService/Watch are in progress at this server"
+        )
         held[0].cancel()
         async with asyncio.timeout(WAIT_S):
             while len(held) == 3:  # until the server has noticed the end of the first

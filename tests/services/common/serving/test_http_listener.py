@@ -74,7 +74,7 @@ async def test_one_address_has_a_share_of_the_connections(world: World) -> None:
     assert answer.startswith("HTTP/1.1 429 Too Many Requests\r\n")
     assert "Retry-After: 1\r\n" in answer
     assert answer.endswith(
-        "the test has 2 connections from 127.0.0.1, the most from one address; close some, or try again later"
+        "the test has 2 connections from 127.0.0.1, the maximum from one address; close some, or try again later"
     )
     writer.close()
     held[0][1].close()

@@ -69,7 +69,7 @@ def test_a_node_that_never_comes_is_named_with_the_remedy(address: str) -> None:
 
 
 def test_a_rendezvous_that_nobody_hosts_is_named(address: str) -> None:
-    with pytest.raises(Unavailable, match=r"no rendezvous answers at .* start node 0 there"):
+    with pytest.raises(Unavailable, match=r"no rendezvous answers at .* start node 0 at this address"):
         node(address, 1, wait_s=0.2).meet(never)
 
 

@@ -70,7 +70,7 @@ def test_a_session_says_first_how_many_tokens_its_model_knows(session: Session, 
 @pytest.mark.parametrize(
     ("cpu_chosen", "error"),
     [
-        (False, "asks for GPU 0 (cluster.learner_gpus), and torch sees none here"),
+        (False, "asks for GPU 0 (cluster.learner_gpus), and torch finds no GPU in this process"),
         (True, "policy.model_name"),  # it goes on to the model, which is not there
     ],
 )
@@ -97,7 +97,7 @@ def test_ranks_on_several_hosts_with_certificates_need_the_key(
     if not refused:
         assert "policy.model_name" in report.error, "the session goes on to its model, which is not there"
         return
-    assert "a learner on several hosts, which meet at 10.0.0.1 would carry weights" in report.error
+    assert "a learner whose hosts meet at 10.0.0.1 would carry weights" in report.error
     assert "weights.allow_plaintext_network" in report.error
     assert report.fault == worker_pb2.FAULT_SPEC
 

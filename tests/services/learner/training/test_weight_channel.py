@@ -107,8 +107,8 @@ def test_a_member_that_agents_fail_to_reach_is_offered_the_store_and_that_is_sai
         assert with_agent.next("publish").failure == worker_pb2.PUBLISH_FAILURE_REFUSED
     assert with_agent.next("weight_offer").stored.url == str(tmp_path / "weights")
     assert warnings == [
-        "3 attempts in a row to bring weights to m failed, the last with version 0: the member refused: no route. It is "
-        f"offered the versions in {tmp_path / 'weights'} from now on"
+        "3 attempts in a row to bring weights to m failed, the last with version 0: the member refused: no route. From "
+        f"now on the member is offered the versions in {tmp_path / 'weights'}"
     ]
 
 
