@@ -49,15 +49,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Unsupported fields, with the values without effect. The answer's reasoning is plain text, so no field encrypts it."""
+"""Unsupported fields, each with the values that have no effect. The answer's reasoning is plain text, so no field
+encrypts it."""
 
 
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
-"""Fields of a response by the equivalent fields of a chat."""
+"""Maps a field of a chat to the equivalent field of a response."""
 
 
 class ResponsesAsk(BaseModel):
-    """The request. Further fields are those of a chat."""
+    """Request of `POST /v1/responses`. Further fields are those of a chat."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -99,7 +100,7 @@ class ResponsesAsk(BaseModel):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
         assistant: Json | None = None
-        """The assistant's message that the next item may belong to."""
+        """Message of the assistant that the next item may belong to; None if it belongs to a new message."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
@@ -143,7 +144,7 @@ def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
 
 @contextlib.contextmanager
 def fields_of_responses() -> Iterator[None]:
-    """Name the field of the request in errors about the equivalent chat."""
+    """Replace the chat's field by the equivalent field of the request in errors that are raised within the context."""
     try:
         yield
     except Unsupported as error:
@@ -163,10 +164,10 @@ def _message(item: Json) -> Json:
 
 def _reasoning(item: Json) -> str | None:
     if item.get("encrypted_content"):
-        raise Unsupported("input has reasoning that is encrypted, which nobody here can read; remove it", "input")
+        raise Unsupported("input has encrypted reasoning, which this server cannot read; remove it", "input")
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise Unsupported(f"input has reasoning of another form: {item!r:.80}", "input")
+        raise Unsupported(f"input has reasoning in an unknown form: {item!r:.80}", "input")
     text = "".join(str(part.get("text") or "") for part in parts)
     return text or None
 
@@ -186,7 +187,7 @@ def _chat_tool(tool: Json) -> Json:
 
 
 def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> Any:
-    """Return the one effective key of a section. Raises Unsupported for another one."""
+    """Return the value of `key`, the only key of `section` with an effect. Raises Unsupported for an unknown key."""
     for other, value in (section or {}).items():
         if other != key and other not in ignored and value is not None:
             raise Unsupported(f"{name}.{other} is unknown; remove it (it is {value!r:.60})", name)
@@ -194,7 +195,7 @@ def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> 
 
 
 class ResponseAnswer(Frame):
-    """A response. `decode` turns token ids into text."""
+    """The answer of `/v1/responses`. `decode` turns token ids into text."""
 
     ends_with_mark = False
 
@@ -210,9 +211,9 @@ class ResponseAnswer(Frame):
         self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
-        """Items with sent events."""
+        """Items whose first event was sent."""
         self._open: Json | None = None
-        """The last of them, while its text grows."""
+        """The last item while its text grows, else None."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
@@ -308,7 +309,7 @@ class ResponseAnswer(Frame):
         ]
 
     def _item(self, part: AnswerPart, before: Sequence[Json]) -> Json:
-        """Return the item of a part, after the items `before`."""
+        """Return the item of a part; `before` are the items that precede it."""
         item_id = f"{self._id.partition('_')[2]}_{len(before)}"
         if isinstance(part, ToolCall):
             num_calls = sum(item["type"] == "function_call" for item in before)
@@ -343,7 +344,7 @@ class ResponseAnswer(Frame):
         return event
 
     def _reasoning_tokens(self, choice: Choice) -> int:
-        """Return the tokens up to the end of the reasoning."""
+        """Return the number of tokens up to the end of the reasoning."""
         if not choice.reasoning:
             return 0
         ids = list(choice.token_ids)

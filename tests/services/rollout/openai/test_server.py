@@ -342,7 +342,7 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": [5000]}, None, "token ids"),
         ({"prompt": [2**40]}, None, "token ids"),
-        ({"prompt": [1] * 5000}, None, "4096 ids are the most"),
+        ({"prompt": [1] * 5000}, None, "at most 4096 ids"),
         ({"prompt": "a" * 300_000}, None, "300000 characters cannot be 4096 tokens"),
         ({"prompt": ["a"] * 2000}, "prompt", "prompt"),
         ({"stop": ["a"] * 17}, "stop", "1 to 16 strings"),
