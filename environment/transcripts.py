@@ -24,7 +24,7 @@ class Continuation(NamedTuple):
     """The transcript that a turn continues, and the tokens that it adds before the turn."""
 
     transcript: int
-    """Index of a transcript; the number of transcripts for a new one."""
+    """Index of the continued transcript, or the number of transcripts if the turn begins a new one."""
     context_ids: IntArray
     """[K] tokens that the model reads and that the transcript does not have yet."""
 
@@ -41,8 +41,8 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two of this
-        length match, a new transcript begins."""
+        """Return how a turn with this prompt continues: it extends the longest transcript that the prompt begins with.
+        If two of that length match, it begins a new transcript."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):
@@ -88,7 +88,7 @@ class SampleTranscripts(NamedTuple):
 
     transcripts: list[Completion]
     turns: list[Turn]
-    """In the order of transcripts and tokens; transcripts count from 0."""
+    """Turns in the order of transcripts and tokens. Transcripts are numbered from 0."""
 
 
 def build_transcripts(
@@ -98,8 +98,8 @@ def build_transcripts(
     *,
     truncated: bool = False,
 ) -> SampleTranscripts:
-    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. Those of
-    a truncated episode end by `length`, so that the learner sees the truncation.
+    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. The
+    transcripts of a truncated episode have the finish reason `length`, so that the learner knows of the truncation.
 
     A turn that is left out comes after the last one of its transcript that trains, or no turn of its transcript trains.
     """
@@ -151,7 +151,8 @@ def _join_turns(turns: Sequence[TurnArrays], finish_reason: str, text_of: TextOf
 def join_transcripts(
     samples: Iterable[SampleTranscripts],
 ) -> tuple[list[Completion], tuple[int, ...], tuple[Turn, ...]]:
-    """Return the transcripts of all samples of a group, the sample of each, and the turns with the group's indices."""
+    """Return the transcripts of all samples of a group, the sample's index for each transcript, and the turns with the
+    group's indices of transcripts."""
     transcripts: list[Completion] = []
     owners: list[int] = []
     turns: list[Turn] = []

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: Any
-    """An object, or whatever the model wrote instead."""
+    """Arguments of the call: an object, or whatever the model wrote instead."""
 
 
 class Parsed(NamedTuple):
@@ -74,7 +74,7 @@ class Rendering(Protocol):
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the [K] tokens that the `new` messages add behind a turn; None if it is not certain.
+        """Return the [K] tokens that the `new` messages add after a turn; None if these tokens are not certain.
 
         `before` is the conversation of `prompt_ids`, `answer` the message of the turn.
         """
