@@ -37,7 +37,7 @@ from paceline.user_code.process import UserProcess
 from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 120.0
-"""Time limit for starting a process, including the imports of the functions' files."""
+"""Time limit for starting a process, in seconds, including the imports of the functions' files."""
 
 
 class RewardRunner:
@@ -52,7 +52,7 @@ class RewardRunner:
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:
-            raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
+            raise InvalidInput(f"num_processes is {num_processes}; it must be at least 1")
         self._functions = tuple(functions)
         self._processes = [RewardProcess(functions, num_processes) for _ in range(num_processes)]
         self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the existing processes
@@ -232,14 +232,15 @@ class RewardProcess(UserProcess):
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
-    """Return whether all functions are built-in and one runs programs in a sandbox that opens no further files to them."""
+    """Return whether all functions are built-in, at least one runs programs in a sandbox, and no sandbox lets programs
+    read further files."""
     has_programs = any(f.function == "code_tests" for f in functions)
     is_open = any(f.kwargs.get("sandbox") == "none" or f.kwargs.get("readable") for f in functions)
     return has_programs and not is_open and not any(":" in f.function for f in functions)
 
 
 def service_variables(functions: Sequence[RewardFunctionSection]) -> tuple[str, ...]:
-    """Return the environment variables with the keys of built-in functions for their services."""
+    """Return the names of the environment variables with the keys for the services of built-in functions."""
     found = []
     for kwargs in (f.kwargs for f in functions if ":" not in f.function):
         endpoint = kwargs.get("endpoint")

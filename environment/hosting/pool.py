@@ -1,8 +1,8 @@
 """Runs the user code of a run in processes and limits each call.
 
 Promises: user code that raises, hangs, forks, exhausts memory or returns nonsense fails its own episode, with a message
-about the cause. Other episodes of the process continue, or are `EnvironmentLost` if it has ended. Waiting for a lane or a
-process does not count against a call's limit.
+about the cause. Other episodes of the process continue, or are `EnvironmentLost` if it has ended. Waiting for a lane or
+a process does not count against a call's limit.
 
 A slot is one process with its episodes, started once. If one of its threads hangs, the slot is retired: it takes no
 further episodes and ends with the last one that it has. If its process dies, a new slot replaces it.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.reward.sandbox import Sandbox
 
 LOGGED = ("passed", "wrong", "error", "time")
-"""States of tests whose shares are metrics."""
+"""States of tests. The share of tests in each of them is a metric."""
 
 
 def code_tests(

@@ -36,7 +36,7 @@ def number_of(value: int | Fraction) -> Node:
 
 
 class Unreadable(ValueError):
-    """The text is not known mathematics."""
+    """The text is not mathematics that this parser knows."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,7 +213,7 @@ class _Reader:
         return bool(notation.OPENING.match(self.text, at)) and not self.sees(r"\{")
 
     def is_unit(self, run: re.Match[str]) -> bool:
-        """Return whether letters are a unit: `5 cm`, `5 m`, `3 m/s`, but not `5m`."""
+        """Return whether letters are a unit: true for `5 cm`, `5 m` and `3 m/s`, but not for `5m`."""
         if self.brackets or run[0] not in notation.UNITS:
             return False
         if run[0] not in notation.SINGLE:
@@ -462,7 +462,7 @@ def _cell(text: str, depth: int) -> Node:
 
 
 def _decimal(text: str) -> Node:
-    """Return a number and the unit of its last written digit; None as the unit of an integer."""
+    """Return a number, and the unit of its last written digit (None for an integer)."""
     digits, _, exponent = text.lower().partition("e")
     places = len(digits.partition(".")[2])
     power = int(exponent or 0)

@@ -74,7 +74,7 @@ def describe(results: Sequence[CaseResult]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text in one line; a long one is cut in the middle."""
+    """Return a text as one line. The middle of a long text is cut out."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(line) <= MAX_DETAIL:
         return line
@@ -83,9 +83,9 @@ def shortened(text: str) -> str:
 
 HARNESS = "harness.py"
 LOAD_S = 1.0
-"""Seconds for the interpreter and the harness in addition to those of the tests."""
+"""Seconds for starting the interpreter and the harness, in addition to the seconds of the tests."""
 STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
-"""States that the harness reports."""
+"""States of a test that the harness reports."""
 
 
 def grade(
@@ -189,7 +189,8 @@ def _request(
 
 
 def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
-    """Return a function that decides by the index and the JSON text whether a value is right."""
+    """Return a function that decides whether a call returned the right value, from the call's index and the value's
+    JSON text."""
 
     def judged(index: int, text: str) -> bool:
         try:
@@ -206,9 +207,9 @@ class Report:
     """The reported results of one run of the harness."""
 
     results: list[CaseResult]
-    """Results from the first test on, without a gap."""
+    """Results of consecutive tests, from the first test that was run."""
     count: int | None
-    """Number of tests, if the harness finds it."""
+    """Number of tests that the harness has found; None if it has not reported it."""
     loaded: bool
     """True if the program was loaded and the tests began."""
 

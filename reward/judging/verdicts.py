@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MAX_TEXT = 1 << 16
-"""Characters at the end of an answer that are searched."""
+"""Number of characters at the end of an answer that are searched for a verdict."""
 PREFERENCES = {"a": 1.0, "b": 0.0, "tie": 0.5}
-"""Value of an answer for the completion that was shown first."""
+"""Maps a judge's preference to the score of the completion that was shown first."""
 
 Vote = Literal["mean", "median", "majority"]
 
 
 class Verdict(NamedTuple):
-    """A judge's verdict with its reasons: a score on its scale, or 1, 0.5 or 0 for the first of a pair."""
+    """A judge's verdict with its reasons. Its value is a score on the scale, or, for a pair, 1, 0.5 or 0 for the first
+    completion."""
 
     value: float
     reasoning: str
@@ -57,7 +58,8 @@ def pair_verdict(text: str) -> Verdict | None:
 
 
 def combined(values: Sequence[float], vote: Vote) -> float:
-    """Return the mean, the median or the most frequent of one or more values; of equally frequent ones their mean."""
+    """Return the mean, the median or the most frequent of one or more values. If several values are equally frequent,
+    return their mean."""
     if vote == "mean":
         return statistics.fmean(values)
     if vote == "median":
@@ -113,7 +115,8 @@ def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[P
 
 
 def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean result of each completion's comparisons, a tie as half; None for one that was never compared.
+    """Return [C] mean result of each completion's comparisons, in which a tie is half a win; None for a completion that
+    was never compared.
 
     results: for a pair (i, j) the share of wins of i, from 0 to 1.
     """
@@ -125,7 +128,8 @@ def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float
 
 
 def bradley_terry(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean chance of each completion to beat the other compared ones; None for one that was never compared.
+    """Return [C] mean chance of each completion to beat the other compared completions; None for a completion that was
+    never compared.
 
     Strengths p maximise Σ w_ij log(p_i / (p_i + p_j)) (Bradley and Terry 1952) with PRIOR wins added to both sides of
     each compared pair, by the iteration of Hunter 2004, p_i = W_i / Σ_j n_ij / (p_i + p_j), which rises at every step.

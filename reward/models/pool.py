@@ -22,7 +22,7 @@ KINDS = ("reward_model", "process_reward_model")
 
 
 class RewardModels:
-    """The models by the index of their function."""
+    """Holds the reward models, by the index of their function."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
         """`functions` are the run's. Raises InvalidInput for wrong settings of a model."""
@@ -72,7 +72,7 @@ class RewardModels:
 
 
 LOAD_TIMEOUT_S = 1800.0
-"""Time limit of loading a model, including its transfer from a URL."""
+"""Time limit of loading a model, in seconds, including its transfer from a URL."""
 
 
 class ModelProcess:

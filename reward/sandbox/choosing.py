@@ -34,7 +34,7 @@ from paceline.reward.sandbox.supervisor import LOOK_S, supervise
 from paceline.reward.sandbox.workspace import Workspace
 
 MIN_ABI = 3
-"""The first version that restricts truncation (Linux 6.2)."""
+"""First ABI version of Landlock that restricts truncation (Linux 6.2)."""
 
 
 class LandlockSandbox:
@@ -52,7 +52,7 @@ class LandlockSandbox:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """As `Sandbox.run`. Raises InvalidInput for more than one process."""
+        """Run a program as `Sandbox.run` does. Raises InvalidInput for more than one process."""
         check_request(argv, files, stdin)
         if limits.processes > 1:
             raise InvalidInput(
@@ -193,7 +193,7 @@ MEANS = {
         "memory limit": "address space (RLIMIT_AS)",
     },
 }
-"""The mechanism for each goal, by backend."""
+"""Mechanism for each goal, by backend."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,10 @@ class Report:
     holding: tuple[str, ...]
     """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
-    """Reasons of the backends that do not hold."""
+    """Maps a backend that does not isolate programs here to the reason."""
     means: dict[str, str]
-    """Mechanisms of the first that holds, for files, network, processes, memory and kernel; empty if none holds."""
+    """Maps a goal to the mechanism of the first backend that passed: files, network, processes, memory limit and
+    kernel. Empty if no backend passed."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
@@ -227,7 +228,7 @@ def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = No
 def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], bytes] | None = None) -> str:
     """Return a description of the kernel, which every local backend shares with this process."""
     if b"gVisor" in (log or _kernel_log)():
-        return "gVisor's, which stands between the programs and the host's"
+        return "gVisor's kernel, which isolates programs from the host's"
     try:
         flags = [line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
     except OSError:

@@ -73,7 +73,8 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. helpers: processes of the sandbox, not of the program. Raises OSError."""
+        """Start `argv` in `folder`. helpers: number of processes that are the sandbox's and not the program's. Raises
+        OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -114,7 +115,7 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def _taken(stream: Any) -> int:
-    """Return the descriptor of a pipe, detached from its file object."""
+    """Detach the descriptor of a pipe from its file object and return it."""
     number = os.dup(stream.fileno())
     stream.close()
     return number

@@ -38,7 +38,8 @@ X32_BIT = 0x40000000
 
 @functools.cache
 def build_filter(machine: str, single_process: bool) -> bytes:
-    """Return the program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID for the process.
+    """Return the BPF program for `machine` (a value of platform.machine()), 8 bytes per instruction. OWN_PID is in the
+    place of the sandboxed program's process id.
 
     Raises InvalidInput for an architecture without known system calls.
     """
@@ -104,7 +105,7 @@ def _any_of(argument: int, values: tuple[int, ...], answer: bytes) -> list[bytes
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Return `block`, which always returns, behind a test of the call's number."""
+    """Return `block` after a test of the call's number. `block` must always return."""
     return [_op(EQUAL, number, 0, len(block)), *block]
 
 
@@ -122,7 +123,8 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _numbers(table: str) -> dict[str, tuple[int | None, int | None]]:
-    """Return {name: (x86_64, aarch64)} of words `name:x86_64:aarch64`; None if an architecture has no such call."""
+    """Return {name: (x86_64, aarch64)} for words `name:x86_64:aarch64`. A number is None if its architecture has no
+    such call."""
     words = (word.split(":") for word in table.split())
     return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in words}
 

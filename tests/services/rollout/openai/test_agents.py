@@ -267,7 +267,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is unknown"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted"),
-        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "of another form"),
+        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "in an unknown form"),
         ({"input": [{"role": "critic", "content": "x"}]}, "input", "the unsupported role 'critic'"),
     ],
 )
