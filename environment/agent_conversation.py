@@ -49,11 +49,11 @@ class AnsweredRequest:
     """An agent's request with its answer."""
 
     conversation: Conversation
-    """Messages and tools in the form that chat templates take; without messages if the request has token ids."""
+    """In the form that templates take; without messages if the request has token ids."""
     prompt_ids: IntArray
     turn: SampledTurn
     answer: Json
-    """The assistant's message in the form that chat templates take."""
+    """The assistant's message in the form that templates take."""
     sent: Sequence[Mapping[str, Any]]
     """Messages of the request, unchanged."""
     trains: bool
@@ -66,7 +66,7 @@ class History:
 
     def __init__(self) -> None:
         self._by_end: dict[str, list[AnsweredRequest]] = {}
-        """Maps the digest of a conversation, including its answer, to the answered requests that have it."""
+        """Answered requests by the digest of their messages with the answer."""
 
     def add(self, answered: AnsweredRequest) -> None:
         if not answered.sent:
@@ -93,7 +93,7 @@ class History:
 
 
 def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages of a request in the form that chat templates take. Raises InvalidInput."""
+    """Return the messages of a request in the form that templates take. Raises InvalidInput."""
     messages = []
     for each in sent:
         try:
@@ -129,11 +129,11 @@ def _link(chain: str, message: Mapping[str, Any]) -> str:
 
 
 Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
-"""The user's function `train_call`, called with messages and tools."""
+"""The user's function `train_call`."""
 
 
 class AgentTurns:
-    """Holds the conversation of an agent's program for one life of a sample."""
+    """Holds the agent's conversation of one life of a sample."""
 
     def __init__(self, context: GroupContext, life: Life, watch: Stopwatch, trains: Trains):
         self._context, self._setting, self._life = context, context.setting, life
@@ -146,14 +146,14 @@ class AgentTurns:
         self._pending: TakenTurn | None = None
         """The newest turn while it is not recorded yet."""
         self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, AnsweredRequest]]] = {}
-        """Maps the digest of a request's body to the task of the newest answer to it."""
+        """Tasks of the newest answers, by the digest of the request's body."""
         self._record = asyncio.Lock()
         self._arrivals = itertools.count(len(self._recorded))
         self._num_turns = len(self._recorded)
         self._waiting = 0
         self._over = False
         self.limit = ""
-        """Limit that a request has reached, for messages; empty if there is none."""
+        """Limit that a request has reached, or empty."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails if the lease is lost or `train_call` fails."""
         self.changed = asyncio.Event()
@@ -343,8 +343,7 @@ class AgentTurns:
         return TakenTurn(None, note, last.prompt_ids, turn)
 
     def _text(self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str) -> pb.SampleText:
-        """Return the texts of the sample, which are those of its longest conversation that trains; among equally long
-        ones, of the newest."""
+        """Return the texts of the longest conversation that trains; the newest of equally long ones."""
         answered = [each.answered for each in taken if each.answered is not None and each.counts]
         main = max(answered, key=lambda each: len(each.conversation.messages))
         for each in answered:

@@ -255,11 +255,11 @@ class Acted(NamedTuple):
     done: bool
     reward: float | None = None
     state: str = ""
-    """State that `save` returned, as text; empty if the class has no `save`."""
+    """State from `save`, as text; empty without it."""
 
     @property
     def digest(self) -> str:
-        """Return the digest by which a replayed answer is compared with the recorded one."""
+        """Return the digest by which a replay is compared with the record."""
         return digest([list(self.messages), self.done, self.reward])
 
 

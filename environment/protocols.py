@@ -47,10 +47,10 @@ class TurnRequest(NamedTuple):
     """One turn to sample."""
 
     prompt_ids: IntArray
-    """[P] all tokens that the model reads before the turn."""
+    """[P] all tokens that the model reads."""
     params: TurnParams
     seed: int
-    """Seed of the turn, the same in every request for it."""
+    """Seed, the same for every request of this turn."""
     conversation: str
     """Name of the sample's conversation. Requests of one conversation share a prefix, so one rollout worker should get
     all of them."""
@@ -64,9 +64,9 @@ class SampledTurn(NamedTuple):
     logprobs: FloatArray
     """[T] behaviour log-probabilities, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Weight versions of the tokens; the spans cover [0, T) without gaps."""
+    """Version spans that cover [0, T) without gaps."""
     finish_reason: str
-    """Reason for the end of the turn: `stop` or `length`."""
+    """`stop` or `length`."""
     text: str
     """Text without the control tokens of the chat."""
 
@@ -111,14 +111,14 @@ class EpisodeLease:
     group_id: int
     attempt: int
     prompt: Any
-    """Prompt of the group: text or chat messages, as in the data set."""
+    """Text or chat messages, as in the data set."""
     columns: Mapping[str, Any]
     """The other columns of the data set."""
     num_samples: int
     seed: int
     params: TurnParams
     recorded: Mapping[int, RecordedSample] = field(default_factory=dict)
-    """Recorded turns by index of the sample. Samples without recorded turns are missing."""
+    """Recorded turns by sample; a sample without any is missing."""
 
 
 class FinishedGroup(NamedTuple):
@@ -146,8 +146,8 @@ class AgentRequest(NamedTuple):
     prompt_ids: IntArray | None
     """[P] token ids instead of messages."""
     max_new_tokens: int | None
-    """Limit on new tokens that the request sets; None for the run's limit. The other sampling parameters are always the
-    run's, because the learner's log-probabilities assume them."""
+    """The request's limit on new tokens; None for the run's. The other sampling parameters are always the run's,
+    because the learner's log-probabilities assume them."""
     body_digest: str
     """XXH3-128 of the request's body."""
     retry_count: int

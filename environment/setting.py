@@ -145,8 +145,7 @@ class GroupContext:
 
 
 CHARS_PER_TOKEN = 64
-"""A text is cut to this many characters per allowed token before tokens are counted, because encoding megabytes takes
-long."""
+"""Longer texts are cut to this many characters per token before counting, because encoding megabytes takes long."""
 
 
 class Stopwatch:

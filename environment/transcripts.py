@@ -24,7 +24,7 @@ class Continuation(NamedTuple):
     """The transcript that a turn continues, and the tokens that it adds before the turn."""
 
     transcript: int
-    """Index of the continued transcript, or the number of transcripts if the turn begins a new one."""
+    """Index of the transcript; the number of transcripts if it is new."""
     context_ids: IntArray
     """[K] tokens that the model reads and that the transcript does not have yet."""
 
@@ -41,8 +41,8 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Return how a turn with this prompt continues: it extends the longest transcript that the prompt begins with.
-        If two of that length match, it begins a new transcript."""
+        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two of that
+        length match, it begins a new transcript."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):

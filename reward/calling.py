@@ -82,8 +82,7 @@ TRAINER_ARGUMENTS = frozenset(CallView().arguments())
 WRONG_CALL = re.compile(
     r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
 )
-"""Texts of a TypeError for arguments that a function does not take. They are searched if a decorator hides the
-function's signature from the check."""
+"""Texts of a TypeError for arguments that a function does not take. They matter if a decorator hides its signature."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 

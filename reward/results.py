@@ -34,12 +34,12 @@ class RewardResult:
     rewards_CF: FloatArray | None
     """[C, F] finite rewards in the order of the spec; NaN where a function gave None."""
     failure: RewardFailure | None
-    """Failure of the first function that failed. Later functions did not run."""
+    """Failure of the first function that failed; later ones did not run."""
     durations_s_F: tuple[float, ...]
     """Seconds that each function took, in order, including a function that failed."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Maps the name of a metric to the sum and the number of the values that the functions logged."""
+    """Sum and number of the logged values by metric."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Maps the name of an additional column to the [C] values that the functions logged."""
+    """[C] logged values by additional column."""
     usage: Mapping[str, float] = field(default_factory=dict)
-    """Maps `NAME/LABEL` to a sum over the requests of function LABEL to services."""
+    """Sums over a function's requests to services, by `NAME/LABEL`."""

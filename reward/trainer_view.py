@@ -45,13 +45,13 @@ class CallView:
         self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
         """Number of processes of the reward pool, which share the limits of a service."""
         self.usage: dict[str, float] = {}
-        """Maps a name in USAGE to the sum over the call's requests."""
+        """Sums over the call's requests, by names in USAGE."""
         shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
         self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
-        """Maps the name of a metric to the sum and the number of its logged values."""
+        """Sum and number of the logged values by metric."""
         self.extra: dict[str, list[Any]] = {}
-        """Maps the name of an additional column to its [C] JSON values."""
+        """[C] JSON values by additional column."""
 
     def arguments(self) -> dict[str, Any]:
         return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}

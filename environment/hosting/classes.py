@@ -67,8 +67,8 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises Unreadable for a missing file, and InvalidInput, also for a tool whose name
-    another tool or the class has."""
+    """Return the functions by name. Raises Unreadable, and InvalidInput, also for two tools with one name (also in
+    `facts`)."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):

@@ -210,7 +210,7 @@ class SampleDeaths:
 
 
 class Instance:
-    """The environment of one episode. Only one caller at a time may use it."""
+    """The environment of one episode, for one caller at a time."""
 
     def __init__(self, code: UserCode, slot: Slot, number: str, name: str, deaths: SampleDeaths) -> None:
         self._code, self._slot, self._number, self._deaths = code, slot, number, deaths
@@ -225,7 +225,7 @@ class Instance:
         return reply["value"], reply.get("state", "")
 
     async def step(self, text: str, time_left_s: float) -> tuple[dict[str, Any], str]:
-        """Return the observation, reward and end that `step` returns, and the state. Raises EpisodeFault."""
+        """Return the observation, reward and end from `step`, and the state. Raises EpisodeFault."""
         reply = await self.call({"op": "step", "text": text, "save": self.facts.saves}, ["step"], time_left_s)
         return reply["value"], reply.get("state", "")
 
@@ -354,9 +354,9 @@ class Slot:
         self.num_calls = 0
         """Number of calls of user code that run in the process."""
         self.calls = asyncio.Semaphore(num_lanes)
-        """Limits the coroutines that run at the same time. Synchronous calls are limited by `lanes`."""
+        """Limits concurrent coroutines; `lanes` limit synchronous calls."""
         self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
-        """Locks of the lanes. A lane runs one synchronous call at a time."""
+        """Lanes, each for one synchronous call at a time."""
         self._lane_episodes = [0] * num_lanes
         self.hung: set[int] = set()
         """Lanes with a hung thread, whose episodes are lost."""

@@ -247,8 +247,7 @@ class Lanes:
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function`. It is awaited, or run on a lane's thread, or, if `lane` is None, on a new
-        thread."""
+        """Return the result of `function`: awaited, or run on a lane's thread, or for lane None on a new thread."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:

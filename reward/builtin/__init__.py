@@ -41,13 +41,13 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }
-"""Maps the name that a spec has in `RewardFunctionSection.function` to the function."""
+"""Functions by their name in `RewardFunctionSection.function`."""
 
 SETTINGS: dict[str, Callable[[object], Any]] = {
     "code_tests": code_settings,
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Maps a function that gets its `kwargs` as `settings` to their parser, which raises InvalidInput. The settings have
-the `columns` that the function reads. Their `check_submitted` and `check_host` raise if a run or a worker cannot use
-them."""
+"""Parsers of `kwargs`, by functions that get them as `settings`. They raise InvalidInput and return settings with the
+`columns` that the function reads. `check_submitted` and `check_host` of the settings raise if a run or a worker
+cannot use them."""

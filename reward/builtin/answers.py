@@ -173,8 +173,7 @@ def _value(text: str, holds: Callable[[str], bool]) -> str:
 
 
 def _boxes(text: str) -> Iterator[Statement]:
-    """Yield each box as a statement. Boxes with only a comma, `and` or `or` between them are one statement with several
-    values."""
+    """Yield each box. Boxes with only a comma, `and` or `or` between them are one statement of several values."""
     closings: dict[int, int] | None = None
     last: tuple[Statement, int] | None = None
     for match in BOXED.finditer(text):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.reward.sandbox import Sandbox
 
 LOGGED = ("passed", "wrong", "error", "time")
-"""States of tests. The share of tests in each of them is a metric."""
+"""States of tests; the share of each is a metric."""
 
 
 def code_tests(

@@ -91,8 +91,7 @@ def _chosen(node: Any, sign: int) -> Any:
 
 
 def _same_as_relation(gold: Node, answer: Node) -> bool:
-    """Compare a relation with a value, which must equal the right-hand side of an assignment or the interval of an
-    inequality."""
+    """Compare a relation with a value: with the right-hand side of an assignment, or the interval of an inequality."""
     relation, value = (gold, answer) if gold.kind == "relation" else (answer, gold)
     operands, signs = relation.args
     if set(signs) <= {"=", "~"}:
@@ -222,8 +221,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union or of a single set; None for anything else. A pair `(a, b)` is an open interval,
-    and adjacent intervals are joined."""
+    """Return the intervals of a union, `(a, b)` as an open one, and adjacent ones joined; None for other nodes."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
@@ -267,8 +265,7 @@ def _float(node: Node) -> float:
 
 
 def _word(node: Node) -> Any:
-    """Return the comparable form of words. For a number in a base, these are its digits and the base; for a single
-    letter, it is the symbol."""
+    """Return the comparable form of words: a single letter's symbol, or the digits and base of a number in a base."""
     if node.kind == "base":
         return _based(node)
     if node.kind == "text":

@@ -213,7 +213,7 @@ class _Reader:
         return bool(notation.OPENING.match(self.text, at)) and not self.sees(r"\{")
 
     def is_unit(self, run: re.Match[str]) -> bool:
-        """Return whether letters are a unit: true for `5 cm`, `5 m` and `3 m/s`, but not for `5m`."""
+        """Return whether letters are a unit: `5 cm`, `5 m`, `3 m/s`, but not `5m`."""
         if self.brackets or run[0] not in notation.UNITS:
             return False
         if run[0] not in notation.SINGLE:

@@ -138,8 +138,8 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text with a list or an object. A list of JSON texts with objects becomes a list of
-    their values. Any other value is returned unchanged."""
+    """Return the value of a JSON text with a list or an object, or the values of a list of texts with objects; else
+    `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -262,7 +262,7 @@ def _calls(
 
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-"""Maps a text that JSON and Python write differently to its value."""
+"""Values of texts that JSON and Python write differently."""
 
 
 def _value_of(text: Any) -> Any:

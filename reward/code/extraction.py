@@ -15,7 +15,7 @@ OPENING = re.compile(
 )
 """First line of a fenced block, which may be an entry of a list."""
 BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|py)[ \t]*\n?")
-"""First line of a fenced block that follows text on the same line: `Here it is: ```python`."""
+"""First line of a fenced block behind text: `Here it is: ```python`."""
 BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
 CONTAINERS = ("markdown", "md")
 BEGIN = re.compile(r"^\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
@@ -38,7 +38,7 @@ def program_of(
     *,
     python: bool = True,
 ) -> str | None:
-    """Return the program in a completion; None if `extract` is `block` and there is no fenced block.
+    """Return the program in a completion; None for `block` without a block.
 
     The last fenced block of the answer counts, because a model may try others before. Blocks that define one of `names`
     take precedence, then those in Python (`python`). A block without a language that is not a program, such as an

@@ -189,8 +189,7 @@ def _request(
 
 
 def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
-    """Return a function that decides whether a call returned the right value, from the call's index and the value's
-    JSON text."""
+    """Return a function that decides, by a call's index and its result as JSON text, whether the result is right."""
 
     def judged(index: int, text: str) -> bool:
         try:
@@ -209,7 +208,7 @@ class Report:
     results: list[CaseResult]
     """Results of consecutive tests, from the first test that was run."""
     count: int | None
-    """Number of tests that the harness has found; None if it has not reported it."""
+    """Number of tests, if the harness reported it."""
     loaded: bool
     """True if the program was loaded and the tests began."""
 

@@ -23,14 +23,14 @@ class CodeSettings(Section):
     """Settings of `code_tests`."""
 
     sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
-    """Isolation of the programs. `auto` takes the first kind that works on the worker's host; without one the run is
+    """Isolation of the programs. `auto` is the first kind that works on the worker's host; if none does, the run is
     refused."""
     url: str | None = None
     """URL of the sandbox `remote`."""
     readable: tuple[str, ...] = ()
     """Further absolute paths that programs may read."""
     tests_column: Annotated[str, Field(min_length=1)] = "tests"
-    """Column with the tests of a row. If its value is null, the reward is None."""
+    """Column with the tests of a row; a null value gives the reward None."""
     kind: Kind | Literal["auto"] = "auto"
     """Form of the tests. `auto` recognises it from the value."""
     entry_point_column: Annotated[str, Field(min_length=1)] = "entry_point"
@@ -44,22 +44,21 @@ class CodeSettings(Section):
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
-    """Which part of a completion is the program: its last fenced block, or if it has none, all of it (`auto`) or
-    nothing (`block`). `none` always takes all of it."""
+    """Part of a completion that is the program: its last fenced block; without one all of it (`auto`) or nothing
+    (`block`); all of it (`none`)."""
     compare: Compare = "lines"
-    """How outputs are compared. `lines`: without white space at the ends of lines. `tokens`: by their words.
-    `decimals`: lines that are equal or have equal numbers, which is the default for tests with a `testtype`.
-    `exact`: every byte."""
+    """Comparison of outputs. `lines`: without white space at their ends; `tokens`: only the words; `decimals`: lines
+    that are equal or have equal numbers, the default for tests with a `testtype`; `exact`: every byte."""
     tolerance: NonNegativeFloat = 0.0
     """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""
     time_s: PositiveFloat = 3.0
-    """Time limit of one test, in seconds."""
+    """Seconds that one test may take."""
     total_time_s: PositiveFloat = 6.0
-    """Time limit of all tests of one completion, in seconds. Tests that have not run by then have not passed."""
+    """Seconds that all tests of one completion may take; tests that have not run by then have not passed."""
     parallel: PositiveInt = 2
     """Programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program in MiB; see `memory_mb` of the sandbox's limits."""
+    """Memory of a program in MiB, see the sandbox's limit of that name."""
     processes: PositiveInt = 1
     """Concurrent processes of a program; `landlock` allows 1."""
     disk_mb: PositiveInt = 64

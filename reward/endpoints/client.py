@@ -96,7 +96,7 @@ class BadAnswer(Exception):
 
 
 class _Passing(Exception):
-    """An attempt failed for a reason that may be temporary, so that a retry may succeed."""
+    """An attempt failed in a way that a retry may resolve."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)

@@ -36,8 +36,7 @@ class EndpointSettings(Section):
     api_key_file: str | None = None
     """File of the reward workers' hosts that holds the key; absolute, and its name ends in api_key."""
     max_concurrency: PositiveInt = 32
-    """Concurrent requests of the whole reward pool. They are divided among its processes, each of which has at least
-    one."""
+    """Concurrent requests of the whole reward pool, divided among its processes; each has at least one."""
     max_requests_per_minute: PositiveFloat | None = None
     """Requests per minute of the whole reward pool, divided among its processes; null for no limit."""
     attempts: PositiveInt = 4

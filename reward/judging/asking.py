@@ -199,6 +199,5 @@ def _first(group: ExceptionGroup[Exception]) -> Exception:
 
 
 def deadline_of(timeout_s: float) -> float:
-    """Return the seconds that all questions of a call may take. They are fewer than the function's limit, at which its
-    process is killed."""
+    """Return the seconds for all questions of a call: less than the function's limit, at which its process is killed."""
     return max(0.5 * timeout_s, min(0.9 * timeout_s, timeout_s - 2.0))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MAX_TEXT = 1 << 16
-"""Number of characters at the end of an answer that are searched for a verdict."""
+"""Characters at the end of an answer that are searched for a verdict."""
 PREFERENCES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Maps a judge's preference to the score of the completion that was shown first."""
 
@@ -23,8 +23,7 @@ Vote = Literal["mean", "median", "majority"]
 
 
 class Verdict(NamedTuple):
-    """A judge's verdict with its reasons. Its value is a score on the scale, or, for a pair, 1, 0.5 or 0 for the first
-    completion."""
+    """A judge's verdict with its reasons: a score on the scale, or 1, 0.5 or 0 for the first completion of a pair."""
 
     value: float
     reasoning: str
@@ -115,8 +114,8 @@ def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[P
 
 
 def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean result of each completion's comparisons, in which a tie is half a win; None for a completion that
-    was never compared.
+    """Return [C] mean result of each completion's comparisons, a tie as half a win; None for one that was never
+    compared.
 
     results: for a pair (i, j) the share of wins of i, from 0 to 1.
     """

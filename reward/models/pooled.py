@@ -68,8 +68,7 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """Version of the weights: the model's name on the server, because only a person replaces the server's weights.
-        """
+        """Version of the weights: the server's name of the model, whose weights only a person replaces."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
@@ -78,7 +77,7 @@ class PooledScorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """Return scores as `Scorer.scores` does, by concurrent requests of up to `max_batch_tokens` tokens. Raises
+        """Return scores as `Scorer.scores`, by concurrent requests of `max_batch_tokens` each. Raises
         EndpointUnavailable if the server gives no answer, InvalidInput for an invalid answer."""
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
@@ -111,8 +110,7 @@ class PooledScorer:
                 raise InvalidInput(f"the server of the reward model {self.version}: {error}") from None
 
     def _score(self, text: Text, outputs: Any) -> list[float]:
-        """Return a list with the text's score, or with the score of each step. Raises InvalidInput for outputs of
-        another shape."""
+        """Return the score, or the scores of the steps. Raises InvalidInput for outputs of another shape."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         shape = (len(text.ids), self._num_outputs) if by_step else (1,)
         try:

@@ -51,7 +51,7 @@ class Scorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """Return a list for each text, with one score or with a score for each step; None for a text that is too long.
+        """Return each text's scores: one, or one for each step; None for a text that is too long.
 
         `ran` is called with the texts of each pass. Raises InvalidInput for a score that is not finite, torch's errors.
         """
@@ -174,8 +174,7 @@ class Text(NamedTuple):
 
     ids: list[int]
     places: list[int]
-    """[S] indices of the tokens whose outputs count, the ends of steps; empty if the model itself finds the last token.
-    """
+    """[S] indices of tokens whose outputs count: the ends of steps; empty if the model itself finds the last token."""
 
 
 class TextEncoder:

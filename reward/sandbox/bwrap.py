@@ -21,7 +21,7 @@ from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
-"""Number of processes that are not the program's: bwrap itself, and the first process of the pid namespace."""
+"""Processes besides the program's: bwrap, and the first one of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
 """Options that bwrap has since its oldest accepted version, 0.8."""
 

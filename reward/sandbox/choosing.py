@@ -52,7 +52,7 @@ class LandlockSandbox:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Run a program as `Sandbox.run` does. Raises InvalidInput for more than one process."""
+        """Run a program as `Sandbox.run`. Raises InvalidInput for more than one process."""
         check_request(argv, files, stdin)
         if limits.processes > 1:
             raise InvalidInput(
@@ -203,10 +203,9 @@ class Report:
     holding: tuple[str, ...]
     """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
-    """Maps a backend that does not isolate programs here to the reason."""
+    """Reasons of the backends that do not hold, by backend."""
     means: dict[str, str]
-    """Maps a goal to the mechanism of the first backend that passed: files, network, processes, memory limit and
-    kernel. Empty if no backend passed."""
+    """Mechanisms of the first backend that holds, by goal: files, network, processes, memory limit, kernel."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:

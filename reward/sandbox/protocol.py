@@ -17,7 +17,7 @@ Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "mem
 """How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
-"""As argv[0], this name means the interpreter of the caller's environment, or of the remote sandbox."""
+"""As argv[0]: the interpreter of the caller's environment, or that of the remote sandbox."""
 
 MAX_INPUT_BYTES = 16 << 20
 
@@ -66,12 +66,12 @@ class Outcome:
 
     ended: Ending
     exit_code: int | None
-    """Exit status; None if the program did not exit by itself."""
+    """Exit status; None unless the program exited by itself."""
     signal: int | None
     """Number of the signal that ended the program; None without one."""
     stdout: bytes
     stderr: bytes
-    """Bytes that the program wrote to standard error; they end at `Limits.output_bytes`, as those of `stdout`."""
+    """Bytes written to standard error, up to `Limits.output_bytes`."""
     duration_s: float
     """Seconds from start to end, including those of the sandbox."""
 

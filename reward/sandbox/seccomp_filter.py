@@ -38,8 +38,7 @@ X32_BIT = 0x40000000
 
 @functools.cache
 def build_filter(machine: str, single_process: bool) -> bytes:
-    """Return the BPF program for `machine` (a value of platform.machine()), 8 bytes per instruction. OWN_PID is in the
-    place of the sandboxed program's process id.
+    """Return the BPF program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID as process id.
 
     Raises InvalidInput for an architecture without known system calls.
     """
@@ -105,7 +104,7 @@ def _any_of(argument: int, values: tuple[int, ...], answer: bytes) -> list[bytes
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Return `block` after a test of the call's number. `block` must always return."""
+    """Return `block`, which must always return, after a test of the call's number."""
     return [_op(EQUAL, number, 0, len(block)), *block]
 
 

@@ -29,9 +29,9 @@ LOOK_S = 0.02
 FULL_SHARE = 0.25
 """Part of the disk limit above which measurements are ten times as frequent."""
 START_S = 30.0
-"""Seconds that the start of a program may take on a busy host."""
+"""Seconds for starting the program on a busy host."""
 END_S = 5.0
-"""Seconds that the end of all processes may take after the kill."""
+"""Seconds for all processes to end after the kill."""
 STARVED_SHARE = 0.1
 """Share of the time limit. A runnable program with less processor time than that counts as starved."""
 

@@ -29,7 +29,7 @@ from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 
 class Answer(Frame):
-    """The answer of `/v1/chat/completions` or `/v1/completions`. `decode` turns token ids into text."""
+    """The answer to a chat or a completion. `decode` turns token ids into text."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Answer(Frame):
         return self._frame("chat.completion" if self._chat else "text_completion", entries) | {"usage": usage(choices)}
 
     def begin(self, num_choices: int) -> list[Event]:
-        """Return the first chunk of each choice of a chat, which names the role; no event for `/v1/completions`."""
+        """Return the first chunk of each choice of a chat, which names the role."""
         delta = {"role": "assistant", "content": ""}
         return [
             self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
@@ -84,7 +84,7 @@ class Answer(Frame):
         return [self._event(entry | {"versions": ranges(choice.spans)})]
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """Return the chunk with the token counts if `stream_options.include_usage` is set."""
+        """Return the chunk of `stream_options.include_usage`, if that is set."""
         if not self._include_usage:
             return []
         return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
@@ -157,8 +157,7 @@ class Answer(Frame):
         entry["logprobs"] = numbers
 
     def _likeliest(self, token: str, logprob: float, top_id: int, top_logprob: float) -> Json:
-        """Return the log-probabilities of the given token and of the likeliest token, by their texts. If both have one
-        text, the higher one is returned."""
+        """Return the log-probabilities of both tokens by their texts; the higher one if the texts are equal."""
         likeliest = {token: logprob}
         text = self._decode([top_id])
         likeliest[text] = max(top_logprob, likeliest.get(text, top_logprob))

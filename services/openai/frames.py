@@ -36,7 +36,7 @@ class Choice:
     index: int
     prompt_ids: IntArray
     parts: Sequence[AnswerPart]
-    """Content, reasoning and calls, in their order in the completion."""
+    """Content, reasoning and calls, in order."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: tuple[VersionSpan, ...]
@@ -127,7 +127,7 @@ class Frame:
         raise NotImplementedError
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """Return the events that report an error in a stream."""
+        """Return the events of an error in a stream."""
         return [Event(error_answer(error)[1])]
 
 

@@ -19,7 +19,7 @@ from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
 MAX_STOPS = 16
 MAX_CHOICES = 128
 GREEDY = 1e-4
-"""Temperature of the engine for a request with temperature 0."""
+"""Temperature that replaces 0."""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -65,16 +65,16 @@ class Ask(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    """Requested model: `<run>` or `<run>@<version>`."""
+    """Model: `<run>` or `<run>@<version>`."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Number of completions of each prompt."""
+    """Completions of each prompt."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Sampling temperature; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Number of likeliest tokens that are sampled from; -1 and 0 mean all."""
+    """Number of likeliest tokens to sample from; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: int | None = None
@@ -162,14 +162,14 @@ class ChatAsk(Ask):
     """False if an answer may have at most one call."""
     reasoning_effort: str | None = None
     chat_template_kwargs: Json | None = None
-    """Arguments of the chat template, in addition to those of the run."""
+    """Arguments of the chat template, besides the run's."""
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. Must be true if the last message is the assistant's, else false: the endpoint always
-    continues a last message of the assistant."""
+    """Field of other servers. Must be true if the last message is the assistant's, which is always continued, else
+    false."""
     add_generation_prompt: bool | None = None
-    """Opposite of `continue_final_message`, with the opposite values."""
+    """Opposite of `continue_final_message`."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatAsk:

@@ -100,7 +100,7 @@ class ResponsesAsk(BaseModel):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
         assistant: Json | None = None
-        """Message of the assistant that the next item may belong to; None if it belongs to a new message."""
+        """The assistant's message that the next item may belong to, or None."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
@@ -144,7 +144,7 @@ def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
 
 @contextlib.contextmanager
 def fields_of_responses() -> Iterator[None]:
-    """Replace the chat's field by the equivalent field of the request in errors that are raised within the context."""
+    """Within the context, name the field of the request in errors about the equivalent chat."""
     try:
         yield
     except Unsupported as error:
@@ -187,7 +187,7 @@ def _chat_tool(tool: Json) -> Json:
 
 
 def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> Any:
-    """Return the value of `key`, the only key of `section` with an effect. Raises Unsupported for an unknown key."""
+    """Return the value of `key`, the only effective key of `section`. Raises Unsupported for an unknown key."""
     for other, value in (section or {}).items():
         if other != key and other not in ignored and value is not None:
             raise Unsupported(f"{name}.{other} is unknown; remove it (it is {value!r:.60})", name)

@@ -22,15 +22,14 @@ NOT_IN_ANSWERS = (
     "detokenize",
     "routed_experts_prompt_start",
 )
-"""Fields of sampling_params that are ignored: they concern text or routes of experts, which the answer does not have.
-"""
+"""Ignored fields of sampling_params: they concern text or routes of experts, which the answer does not have."""
 
 
 class TokenAsk(Ask):
     """Request of `POST /inference/v1/generate`; `sampling_params` are read like the fields of the other routes."""
 
     model: str = ""
-    """Requested model: `<run>` or `<run>@<version>`; empty for the served run."""
+    """Model: `<run>` or `<run>@<version>`; empty for the served run."""
     token_ids: Annotated[Ids, Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     """0 and 1 both return the log-probabilities of the sampled tokens only."""

@@ -106,7 +106,7 @@ class GroupSampler:
         ]
 
     def abort(self) -> None:
-        """End all running samples. Each of them returns the tokens that it has."""
+        """End all running samples, with the tokens that they have."""
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
@@ -183,8 +183,7 @@ class Pace:
         self._empty_s = 0.0
         """Seconds without a lease until now, except those since `_empty_since_s`."""
         self._reported = (clock(), 0, 0.0)
-        """Values at the last heartbeat: the clock in seconds, the number of generated tokens, the seconds without a
-        lease."""
+        """Clock, tokens and seconds without a lease at the last heartbeat."""
 
     def begin_work(self) -> None:
         if self._empty_since_s is not None:

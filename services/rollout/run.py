@@ -212,10 +212,9 @@ class RolloutRun:
         end_process(1)
 
     async def drain(self, grace_s: float) -> int:
-        """Take no further lease, let running samples finish, and then return the unfinished groups. Returns the number
-        of unfinished groups. External requests have the same time, and then end with the tokens that they have.
-        Returns within `grace_s` seconds, even if no coordinator accepts the groups; the coordinator then notices
-        later that the worker is silent."""
+        """Take no further lease, let running samples finish, then return the unfinished groups. Returns their number.
+        External requests have the same time, and then end with the tokens that they have. Returns within `grace_s`
+        seconds, even if no coordinator accepts the groups; then it notices later that the worker is silent."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())

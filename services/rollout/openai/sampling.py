@@ -74,7 +74,7 @@ class TextStream:
         return now[len(before) :]
 
     def _release(self, new: str) -> str:
-        """Append `new` to the kept text, and return the text up to a stop string or to a possible beginning of one."""
+        """Return the kept text with `new`, up to a stop string or to a possible beginning of one."""
         text, self._held = self._held + new, ""
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
