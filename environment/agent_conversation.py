@@ -129,7 +129,7 @@ def _link(chain: str, message: Mapping[str, Any]) -> str:
 
 
 Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
-"""The user's function `train_call`."""
+"""The user's `train_call`."""
 
 
 class AgentTurns:

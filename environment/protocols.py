@@ -52,8 +52,7 @@ class TurnRequest(NamedTuple):
     seed: int
     """Seed, the same for every request of this turn."""
     conversation: str
-    """Name of the sample's conversation. Requests of one conversation share a prefix, so one rollout worker should get
-    all of them."""
+    """Name of the sample's conversation. Its requests share a prefix, so one rollout worker should get them all."""
 
 
 class SampledTurn(NamedTuple):

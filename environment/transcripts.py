@@ -151,8 +151,7 @@ def _join_turns(turns: Sequence[TurnArrays], finish_reason: str, text_of: TextOf
 def join_transcripts(
     samples: Iterable[SampleTranscripts],
 ) -> tuple[list[Completion], tuple[int, ...], tuple[Turn, ...]]:
-    """Return the transcripts of all samples of a group, the sample's index for each transcript, and the turns with the
-    group's indices of transcripts."""
+    """Return the transcripts of all samples of a group, the sample of each, and the turns with the group's indices."""
     transcripts: list[Completion] = []
     owners: list[int] = []
     turns: list[Turn] = []

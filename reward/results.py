@@ -16,7 +16,7 @@ class RewardFailure:
     """Reason why a reward function gave no rewards for a group."""
 
     function: str
-    """Label of the reward function."""
+    """The function's label."""
     kind: FailureKind
     """`raised`: an exception; `timeout`: its time limit was exceeded; `died`: it ended its process; `invalid`: it
     cannot take the data set's columns, or did not return a finite number or None for each completion. Two kinds are

@@ -240,7 +240,7 @@ def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
 
 
 def service_variables(functions: Sequence[RewardFunctionSection]) -> tuple[str, ...]:
-    """Return the names of the environment variables with the keys for the services of built-in functions."""
+    """Return the environment variables with the keys of built-in functions' services."""
     found = []
     for kwargs in (f.kwargs for f in functions if ":" not in f.function):
         endpoint = kwargs.get("endpoint")

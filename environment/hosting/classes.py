@@ -67,8 +67,8 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises Unreadable, and InvalidInput, also for two tools with one name (also in
-    `facts`)."""
+    """Return the functions by name. Raises Unreadable, and InvalidInput, also for a name that two tools or `facts`
+    share."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):

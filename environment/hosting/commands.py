@@ -93,8 +93,8 @@ async def _output_of(
 
 
 class _Output:
-    """Reads one pipe of a command and keeps its end. asyncio's own pipes are not used, because asyncio's `wait` also
-    waits for every process that holds one of them."""
+    """Reads one pipe of a command and keeps the last bytes. asyncio's own pipes are not used, because asyncio's `wait`
+    also waits for every process that holds one of them."""
 
     def __init__(self) -> None:
         self._kept = b""

@@ -29,7 +29,7 @@ from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 300.0
 MAX_DEATHS = 3
-"""Number of process deaths during calls of one episode at which they count as its fault."""
+"""An episode fails at this number of process deaths during its calls."""
 log = logging.getLogger(__name__)
 
 

@@ -97,8 +97,7 @@ def _is_think_answer(text: str) -> bool:
 
 
 REWARD_COLUMN = "environment_reward"
-"""Column of a run with an environment. It has the reward that `get_reward`, `step` or the agent gave each episode, or
-None."""
+"""Column of a run with an environment: the reward that `get_reward`, `step` or the agent gave each episode, or None."""
 
 
 def environment(

@@ -41,7 +41,7 @@ def votes_of(
 
 def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
     """Return whether two answers are the same vote. `exact_match` and `choice_accuracy` compare texts, others compare
-    as `math_accuracy`."""
+    like `math_accuracy`."""
     if one.answer == other.answer or reward.function in ("exact_match", "choice_accuracy"):
         return one.answer == other.answer
     if reward.function == "math_accuracy" and (one.score == 1.0 or other.score == 1.0):

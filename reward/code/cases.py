@@ -105,7 +105,7 @@ def read_cases(
 
 
 def names_in(cases: Cases) -> frozenset[str]:
-    """Return the names that the tests use. A program must define at least one of them."""
+    """Return the names that the tests use; a program must define at least one."""
     if isinstance(cases, Calls):
         return frozenset({"Solution", cases.function})
     if not isinstance(cases, Checks):
@@ -278,7 +278,7 @@ def _value_of(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text. A list contains the lines of the text."""
+    """Return an input or output as text; a list is joined as lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):

@@ -184,8 +184,7 @@ def _call(arguments: list[Any], function: str, module: types.ModuleType, returne
 
 
 def _function(name: str, names: dict[str, Any]) -> Any:
-    """Return the function that the program defines. It may be a method of `Solution`, or the one that `Solution().add`
-    names."""
+    """Return the function that the program defines, a method of `Solution`, or what `Solution().add` names."""
     owner = names.get("Solution")
     if "." not in name and owner is not None and hasattr(owner, name):
         return getattr(owner(), name)

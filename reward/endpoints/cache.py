@@ -39,7 +39,7 @@ def digest_of(question: Mapping[str, Any]) -> str:
 
 
 class AnswerCache:
-    """The cache file, which is opened at its first use."""
+    """The cache file, opened at first use."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = folder / FILE, max_bytes

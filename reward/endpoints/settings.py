@@ -53,7 +53,7 @@ class EndpointSettings(Section):
     completion_price: NonNegativeFloat = 0.0
     """Price of a million completion tokens."""
     extra_body: dict[str, JsonValue] = {}
-    """Additional fields of each request. They replace the fields that this program sets, and null removes a field."""
+    """Further fields of each request. They replace fields of the same name, and null removes a field."""
 
     @field_validator("base_url")
     @classmethod

@@ -57,8 +57,8 @@ def pair_verdict(text: str) -> Verdict | None:
 
 
 def combined(values: Sequence[float], vote: Vote) -> float:
-    """Return the mean, the median or the most frequent of one or more values. If several values are equally frequent,
-    return their mean."""
+    """Return the mean, the median or the most frequent of one or more values; the mean of several equally frequent
+    ones."""
     if vote == "mean":
         return statistics.fmean(values)
     if vote == "median":
@@ -127,8 +127,7 @@ def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float
 
 
 def bradley_terry(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean chance of each completion to beat the other compared completions; None for a completion that was
-    never compared.
+    """Return [C] mean chance of each completion to beat the other compared ones; None for one that was never compared.
 
     Strengths p maximise Σ w_ij log(p_i / (p_i + p_j)) (Bradley and Terry 1952) with PRIOR wins added to both sides of
     each compared pair, by the iteration of Hunter 2004, p_i = W_i / Σ_j n_ij / (p_i + p_j), which rises at every step.

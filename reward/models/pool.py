@@ -22,7 +22,7 @@ KINDS = ("reward_model", "process_reward_model")
 
 
 class RewardModels:
-    """Holds the reward models, by the index of their function."""
+    """The models by the index of their function."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
         """`functions` are the run's. Raises InvalidInput for wrong settings of a model."""

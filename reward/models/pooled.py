@@ -68,7 +68,7 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """Version of the weights: the server's name of the model, whose weights only a person replaces."""
+        """Version of the weights: the server's name of the model, which only a person replaces."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
@@ -77,7 +77,7 @@ class PooledScorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """Return scores as `Scorer.scores`, by concurrent requests of `max_batch_tokens` each. Raises
+        """Return scores like `Scorer.scores`, by concurrent requests of `max_batch_tokens` each. Raises
         EndpointUnavailable if the server gives no answer, InvalidInput for an invalid answer."""
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]

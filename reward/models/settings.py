@@ -60,7 +60,7 @@ class ProcessModelSettings(ModelSettings):
     step_separator: Annotated[str, Field(min_length=1)] = "\n\n"
     """Text between two steps. The model scores a step at the last token of the separator after it."""
     reduce: Literal["min", "product", "mean", "last"] = "min"
-    """How the scores of the steps are combined."""
+    """Combination of the steps' scores."""
     positive_label: Annotated[int, Field(ge=0)] = 1
     """Index of the output whose probability is the score of a step. A model with one output gives its sigmoid instead.
     """

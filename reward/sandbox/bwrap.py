@@ -23,7 +23,7 @@ FOLDER = "/paceline-program"
 HELPERS = 2
 """Processes besides the program's: bwrap, and the first one of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
-"""Options that bwrap has since its oldest accepted version, 0.8."""
+"""Options of bwrap 0.8, the oldest accepted version."""
 
 
 class BwrapSandbox:

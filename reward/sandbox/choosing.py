@@ -52,7 +52,7 @@ class LandlockSandbox:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Run a program as `Sandbox.run`. Raises InvalidInput for more than one process."""
+        """Run a program like `Sandbox.run`. Raises InvalidInput for more than one process."""
         check_request(argv, files, stdin)
         if limits.processes > 1:
             raise InvalidInput(

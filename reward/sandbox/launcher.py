@@ -32,7 +32,7 @@ SETUP_FAILED = 125
 
 _functions: dict = {}  # type: ignore[type-arg]
 _kinds: dict = {}  # type: ignore[type-arg]
-"""Functions of the C library by name and C types by code, filled when they are needed."""
+"""C functions by name and C types by code, filled when they are needed."""
 
 
 def main() -> None:

@@ -73,8 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. helpers: number of processes that are the sandbox's and not the program's. Raises
-        OSError."""
+        """Start `argv` in `folder`. helpers: number of processes of the sandbox itself. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),

@@ -37,7 +37,7 @@ class RemoteSandbox:
         self._url = f"{url.rstrip('/')}/run_code"
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Run a program as `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of
+        """Run a program like `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of
         bash."""
         check_request(argv, files, stdin)
         started_s = time.monotonic()

@@ -122,8 +122,7 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _numbers(table: str) -> dict[str, tuple[int | None, int | None]]:
-    """Return {name: (x86_64, aarch64)} for words `name:x86_64:aarch64`. A number is None if its architecture has no
-    such call."""
+    """Return {name: (x86_64, aarch64)} of words `name:x86_64:aarch64`; None if an architecture has no such call."""
     words = (word.split(":") for word in table.split())
     return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in words}
 

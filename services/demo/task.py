@@ -21,7 +21,7 @@ TEACHER_ERROR_RATE = 0.5
 
 
 def answer(a: int, b: int) -> str:
-    """Return the right completion of `problem(a, b)`: the sum's three digits, least significant first."""
+    """Return the right completion of `problem(a, b)`: three digits, least significant first."""
     return f"{a + b:03d}"[::-1]
 
 

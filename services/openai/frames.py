@@ -26,7 +26,7 @@ class Echo:
     top_logprobs: Sequence[float] = ()
     """[P] log-probabilities of `top_ids`."""
     version: tuple[int, ...] | None = None
-    """Version of the weights that computed the log-probabilities."""
+    """Version that computed the log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Frame:
     """True if a stream ends with the line `[DONE]`."""
 
     def __init__(self, answer_id: str, run_id: str, at_first: Version) -> None:
-        """`at_first` is the version of the weights when the request arrived."""
+        """`at_first` is the version when the request arrived."""
         self._id, self._run_id, self._at_first = answer_id, run_id, at_first
         self._created_s = int(time.time())
 

@@ -214,7 +214,7 @@ class RolloutRun:
     async def drain(self, grace_s: float) -> int:
         """Take no further lease, let running samples finish, then return the unfinished groups. Returns their number.
         External requests have the same time, and then end with the tokens that they have. Returns within `grace_s`
-        seconds, even if no coordinator accepts the groups; then it notices later that the worker is silent."""
+        seconds, even if no coordinator accepts the groups; the coordinator then notices the silence later."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -421,8 +421,7 @@ PROMPT_IDS = np.zeros(1, np.int32)
 
 
 async def until_hung(engine: Engine, stall_s: float) -> None:
-    """Return when the engine has sequences to decode but has answered no hang probe for `stall_s` seconds. Until then,
-    wait."""
+    """Return when the engine has sequences to decode but has answered no hang probe for `stall_s` seconds; else never."""
     for number in itertools.count():
         await asyncio.sleep(stall_s / PROBES_PER_LIMIT)
         if engine.num_running and not await answers(engine, f"probe/{number}", stall_s):
