@@ -1,4 +1,4 @@
-"""Turns the requests of an agent's program into recorded turns of one conversation.
+"""Records the requests of an agent's program as turns of one conversation.
 
 Tasks: a task of the conversation answers each request, so that a client that lost its connection gets the answer when
 it retries. At most the newest turn is not recorded yet, because only the end of the program tells whether it is the
@@ -387,8 +387,8 @@ def recorded_turns(life: Life) -> list[TakenTurn]:
 
 
 def left_out_of(taken: Sequence[TakenTurn], transcripts: Sequence[int]) -> list[int]:
-    """Return the indices of the turns to leave out of the transcripts. A turn that does not train is left out, unless a
-    later turn of its transcript trains, because a transcript holds all that the model has read."""
+    """Return the indices of the turns to leave out of the transcripts: those that do not train, unless a later turn of
+    their transcript trains, because a transcript holds all that the model has read."""
     left_out: list[int] = []
     kept: set[int] = set()
     for index in range(len(taken) - 1, -1, -1):

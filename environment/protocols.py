@@ -24,7 +24,7 @@ class LeaseLost(PacelineError):
 
 
 class TurnParams(NamedTuple):
-    """Sampling parameters of one turn; the run's apply to all parameters without a field here."""
+    """Sampling parameters of one turn. All others are the run's."""
 
     max_new_tokens: int
     min_new_tokens: int = 0

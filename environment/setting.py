@@ -1,4 +1,4 @@
-"""Holds what all episodes of a run share, and what those of one leased group share.
+"""Holds what all episodes of a run share, and what the episodes of one leased group share.
 
 `environment.renderer`, `environment.tool_parser` and the prompts of the data set choose the rendering of a run.
 

@@ -21,7 +21,7 @@ TextOf = Callable[[list[int]], str]
 
 
 class Continuation(NamedTuple):
-    """The transcript that a turn continues, and the tokens that it adds before the turn."""
+    """The transcript that a turn continues, and the tokens to add before the turn."""
 
     transcript: int
     """Index of the transcript; the number of transcripts if it is new."""

@@ -167,7 +167,7 @@ class RewardRunner:
         return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
-        """Start a process again that a failure ended. Its file may be missing or broken by now."""
+        """Restart a process that a failure ended. The functions' file may be missing or broken by now."""
         if process.usable:
             return None
         try:
@@ -214,7 +214,7 @@ class RewardProcess(UserProcess):
     """One child process with all functions of a run loaded, for one caller at a time."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int) -> None:
-        """`start` starts the process. num_processes: those of the runner, which share the limits of services."""
+        """`start` starts the process. The runner's `num_processes` share the limits of services."""
         functions_to_load = [
             {
                 "function": f.function,

@@ -37,8 +37,8 @@ class UserCode:
     """Runs the user code of a run. An async context manager."""
 
     def __init__(self, section: EnvironmentSection, num_processes: int = 0):
-        """`start` starts the processes. If `num_processes` is 0, `environment.processes` counts, and if that is 0 too,
-        the number of cores. A command line needs processes only for `train_call`."""
+        """`start` starts `num_processes` processes; for 0 `environment.processes`, and if that is 0 too, one for each
+        core. A command line needs processes only for `train_call`."""
         self.section = section
         needs_none = bool(section.command) and not section.train_call
         count = num_processes or section.processes or usable_cores()

@@ -86,9 +86,9 @@ class FamilyRendering(Rendering):
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the content, reasoning and calls of a turn. Two cases are parsed here, because the package takes any
-        JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no literals of
-        Python."""
+        """Return the content, reasoning and calls of a turn. This method parses two cases itself, because the package
+        takes any JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no
+        literals of Python."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)

@@ -49,5 +49,5 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
     "judge_pairwise": judges.pair_settings,
 }
 """Parsers of `kwargs`, by functions that get them as `settings`. They raise InvalidInput and return settings with the
-`columns` that the function reads. `check_submitted` and `check_host` of the settings raise if a run or a worker
-cannot use them."""
+`columns` that the function reads. Their `check_submitted` and `check_host` raise if a run or a worker cannot use
+them."""

@@ -28,7 +28,7 @@ LOGGED = ("passed", "wrong", "error", "time")
 def code_tests(
     prompts: list[Any], completions: list[Any], call: CallView, settings: Mapping[str, Any], **columns: Any
 ) -> list[float | None]:
-    """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests.
+    """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests (`score`).
 
     `settings` are `paceline.reward.code.settings.CodeSettings`. None for a row without tests. Raises InvalidInput for
     unreadable tests, SandboxFailed if the sandbox cannot run a program now.

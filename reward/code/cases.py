@@ -82,7 +82,7 @@ Cases = Pairs | Calls | Checks | PytestFiles
 def read_cases(
     value: Any, kind: Kind | Literal["auto"], entry_point: Any = None, setup: Sequence[Any] = ()
 ) -> Cases | None:
-    """Return the tests in a row's value; None if it is null, which means that there are none.
+    """Return the tests in a row's value; None for null, which means that there are none.
 
     entry_point: the function for tests that do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
     Python to run before each of the asserts, as texts or lists. Raises InvalidInput for another form or no test.
@@ -217,13 +217,13 @@ def _paired(value: Mapping[str, Any], inputs: Any, outputs: Any) -> list[Mapping
 def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := sorted(map(str, row.keys() - known)):
         raise InvalidInput(
-            f"{where} the key {unknown[0]!r}, which nothing reads; the keys are {', '.join(sorted(known))}: remove it, or write "
-            "the tests in another form"
+            f"{where} the key {unknown[0]!r}, which is unknown; the keys are {', '.join(sorted(known))}: remove it, or "
+            "write the tests in another form"
         )
 
 
 def _is_call(row: Mapping[str, Any]) -> bool:
-    """Return whether a test calls a function: decided by its type, or if it has none by its `fn_name`."""
+    """Return whether a test calls a function, by its type, or without a type by its `fn_name`."""
     kind = row.get("testtype") or row.get("type")
     if kind is None:
         return bool(row.get("fn_name"))

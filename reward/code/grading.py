@@ -52,7 +52,7 @@ class CaseResult:
 
 
 def reward_of(results: Sequence[CaseResult], score: Literal["all", "share"]) -> float:
-    """Return 1 if all tests passed, else 0; or the share of passed tests. Without tests the reward is 0."""
+    """Return 1 if all tests passed, else 0; or the share of passed tests (`score`). Without tests the reward is 0."""
     passed = sum(result.state == "passed" for result in results)
     if score == "share":
         return passed / len(results) if results else 0.0
@@ -92,7 +92,8 @@ def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
     """Return the outcome of each test. Checks and calls test the first program that loads if there are `others`. Raises
-    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the tests cannot run here."""
+    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
+    tests."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)
     return _grade_in_harness([program, *others], cases, sandbox, settings)
@@ -133,7 +134,7 @@ def _compared(outcome: Outcome, right: str, compare: Compare, tolerance: float) 
 def _grade_in_harness(
     programs: list[str], cases: Calls | Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
 ) -> list[CaseResult]:
-    """Run the tests in one process, and after a test that ended it the remaining ones in another."""
+    """Run the tests in one process. After a test that ends it, run the remaining ones in a new process."""
     files, request = _request(programs, cases, settings)
     # The first run counts the tests of pytest.
     count = None if isinstance(cases, PytestFiles) else len(request["tests"])
@@ -214,7 +215,7 @@ class Report:
 
 
 def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str], bool] | None) -> Report:
-    """Return the harness's report. `judged` decides which calls passed. Raises RuntimeError if tests cannot run here."""
+    """Return the harness's report. `judged` decides which calls passed. Raises RuntimeError if tests cannot run."""
     results: list[CaseResult] = []
     count, loaded = None, False
     for line in stdout.decode(errors="replace").splitlines():

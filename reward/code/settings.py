@@ -38,7 +38,7 @@ class CodeSettings(Section):
     setup_columns: tuple[str, ...] = ("test_setup_code", "test_imports")
     """Columns with Python that runs before each of the `asserts`, as in MBPP; missing columns are ignored."""
     score: Literal["all", "share"] = "all"
-    """Reward: 1 if all tests pass, else 0; or the share of tests that pass."""
+    """Reward. `all`: 1 if all tests pass, else 0; `share`: the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
     """Command of a program with pairs of input and output, beside the program; `python` is the worker's interpreter."""
     file: FileName = "main.py"

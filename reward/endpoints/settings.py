@@ -18,7 +18,7 @@ from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
-"""Allowed ends of the names of variables and files with a key, so that a spec cannot have another secret sent."""
+"""Names of variables and files with a key must end in these, so that a spec cannot have another secret sent."""
 MAX_KEY_CHARS = 4096
 
 SectionT = TypeVar("SectionT", bound=Section)

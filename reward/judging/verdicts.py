@@ -93,8 +93,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Wins that each side of a compared pair gets in advance, so that a completion that always won has a finite strength.
-"""
+"""Wins that each completion of a compared pair gets in advance, so that one that always won has a finite strength."""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 

@@ -45,7 +45,8 @@ class ModelSettings(Section):
             value = getattr(self, name)
             if self.endpoint is not None and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; set it there"
+                    f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; "
+                    "set it on the server"
                 )
         return self
 

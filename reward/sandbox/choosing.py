@@ -91,7 +91,8 @@ print("the program ran")
 
 
 def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str | None = None) -> Sandbox:
-    """Return a sandbox that holds here. readable: further absolute paths that programs may read; url: of `remote`.
+    """Return a sandbox that isolates programs on this host. readable: further absolute paths that programs may read;
+    url: of `remote`.
 
     Raises InvalidInput for an unknown name, or if nothing holds, with the reason of each backend.
     """
@@ -121,7 +122,7 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
 
 
 def probe(name: str, readable: Readable) -> Sandbox | str:
-    """Return the local backend `name` if it isolates a program here, else the reason why not."""
+    """Return the local backend `name` if it isolates a program on this host, else the reason why not."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))

@@ -19,8 +19,8 @@ from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024
-"""Tasks beyond the user's present ones that the kernel allows. The supervisor ends a program far below; this only
-bounds what it can start between two measurements, high enough that concurrent programs do not use up each other's."""
+"""Tasks that the kernel allows beyond the user's present ones. The supervisor ends a program far below; this only
+bounds what it can start between two measurements, and is enough for concurrent programs."""
 
 
 def launch_command(

@@ -1,4 +1,4 @@
-"""`paceline serve host-agent`: the relay of a host, which receives weights for all workers there and passes them on.
+"""`paceline serve host-agent`: the relay of a host, which receives weights for all its workers and passes them on.
 
 Workers start one by themselves if there is none; the command is for deployments that place processes themselves (a
 DaemonSet).

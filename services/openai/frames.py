@@ -45,7 +45,7 @@ class Choice:
     text: str
     """The whole completion, as reward functions read it."""
     echo: Echo | None = None
-    """Set if the answer begins with the prompt."""
+    """The prompt, if the answer begins with it."""
 
     @property
     def content(self) -> str:

@@ -90,7 +90,7 @@ class Ask(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
-            why = "is not supported here" if name in NEUTRAL else "is unknown"
+            why = "is not supported" if name in NEUTRAL else "is unknown"
             raise Unsupported(f"{name} {why}; remove it (it is {value!r:.60})", name)
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
@@ -192,7 +192,7 @@ class ChatAsk(Ask):
         for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
             if getattr(self, name) is (not only):
                 raise Unsupported(
-                    f"{name} must be {only} here with a last message of the {self.messages[-1].role}; remove it",
+                    f"{name} must be {only} with a last message of the {self.messages[-1].role}; remove it",
                     name,
                 )
         self.tools = read_tools(self.tools)

@@ -77,7 +77,7 @@ class ResponsesAsk(BaseModel):
         for name, values in NEUTRAL.items():
             value = rest.pop(name, None)
             if value is not None and value not in values:
-                raise Unsupported(f"{name} is not supported here; remove it (it is {value!r:.60})", name)
+                raise Unsupported(f"{name} is not supported; remove it (it is {value!r:.60})", name)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         body: Json = {
             **rest,
@@ -89,7 +89,7 @@ class ResponsesAsk(BaseModel):
         }
         form = _only(self.text, "text", "format", ("verbosity",))
         if form is not None and form != {"type": "text"}:
-            raise Unsupported(f"text.format is {form!r:.60}; only plain text is possible here", "text")
+            raise Unsupported(f"text.format is {form!r:.60}; only plain text is supported", "text")
         if not body["messages"]:
             raise Unsupported("input is empty; give a text or at least one item", "input")
         with fields_of_responses():
@@ -129,7 +129,7 @@ class ResponsesAsk(BaseModel):
                     messages.append({"role": "tool", **answered})
                     assistant = None
                 case _:
-                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown here", "input")
+                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown", "input")
         return [message for message in messages if message != _assistant_message()]
 
 
@@ -144,7 +144,7 @@ def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
 
 @contextlib.contextmanager
 def fields_of_responses() -> Iterator[None]:
-    """Within the context, name the field of the request in errors about the equivalent chat."""
+    """Name the field of the request in errors about the equivalent chat."""
     try:
         yield
     except Unsupported as error:
@@ -179,9 +179,7 @@ def _call(item: Json) -> Json:
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise Unsupported(
-            f"tools has an entry of type {tool.get('type')!r:.60}; only functions are possible here", "tools"
-        )
+        raise Unsupported(f"tools has an entry of type {tool.get('type')!r:.60}; only functions are supported", "tools")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 

@@ -54,7 +54,7 @@ class TokenAsk(Ask):
     @model_validator(mode="after")
     def _check_tokens(self) -> TokenAsk:
         if self.output_mode not in (None, "tokens"):
-            raise Unsupported(f"output_mode is {self.output_mode!r}; only 'tokens' is possible here", "output_mode")
+            raise Unsupported(f"output_mode is {self.output_mode!r}; only 'tokens' is supported", "output_mode")
         return self
 
     @property

@@ -34,7 +34,7 @@ class ReplayPlan:
     ranks: int
     """World size that trained step `start`."""
     steady: bool
-    """True if all steps were trained at that world size; a replay is not bit-identical otherwise."""
+    """True if all steps were trained at one world size; otherwise a replay is not bit-identical."""
     threads: int
     """Compute threads of each rank."""
     checkpoint: Checkpoint | None
@@ -69,7 +69,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     )
     gone = ledger.group_queries.first_step_without_payloads(run_id, start, end) if spec.samples else None
     if gone is not None:
-        raise NotFound(f"the samples of step {gone} were not kept, because the run has logger.keep_samples false")
+        raise NotFound(f"the samples of step {gone} were not kept, because logger.keep_samples of the run is false")
     return ReplayPlan(
         run_id=run_id,
         spec=spec,

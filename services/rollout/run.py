@@ -132,7 +132,7 @@ class RolloutRun:
 
     @property
     def draining(self) -> bool:
-        """Return whether `drain` was called: no further lease is taken."""
+        """Return whether `drain` was called, after which no further lease is taken."""
         return self._draining.is_set()
 
     @property

@@ -127,7 +127,9 @@ class RolloutWeights:
     def expelled(self, expelled: worker_pb2.Expelled) -> None:
         """Keep the current version after a missed deadline, and take part again in the next roster."""
         version = None if self._engine.version is None else tuple(self._engine.version)
-        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
+        log.warning(
+            "this worker is expelled from epoch %d and keeps version %s: %s", expelled.epoch, version, expelled.reason
+        )
 
     def close(self) -> None:
         self._store_receiver.close()
@@ -141,7 +143,9 @@ class RolloutWeights:
             if serving is not None and version <= serving:
                 if version == serving:
                     return
-                raise Conflict(f"{tuple(version)} came after {tuple(serving)}, which this worker serves already")
+                raise Conflict(
+                    f"version {tuple(version)} came after {tuple(serving)}, which this worker serves already"
+                )
             started_s = time.monotonic()
             swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
             # The engine answers or raises; the learner has a separate deadline.

@@ -55,7 +55,7 @@ class Gate:
 
     @contextlib.contextmanager
     def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Reserve room for a request's sequences in the queue. Raises Busy if there is none now."""
+        """Reserve room for a request's sequences in the queue. Raises Busy if there is no room."""
         if self._taken + num_sequences > self.capacity:
             raise Busy(
                 f"{self._taken} sequences run or wait, at most {self.capacity} may; this request has "

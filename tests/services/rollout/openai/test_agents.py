@@ -252,9 +252,9 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported here"),
-        ({"background": True}, "background", "not supported here"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "not supported here"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"background": True}, "background", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
         ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the name None"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "only plain text"),

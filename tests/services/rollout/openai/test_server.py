@@ -323,8 +323,8 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported here"),
-        ({"logit_bias": {"3": 1}}, "logit_bias", "not supported here"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"logit_bias": {"3": 1}}, "logit_bias", "not supported"),
         ({"echo": True, "stream": True}, "echo", "without stream"),
         ({"echo": True, "n": 2}, "echo", "n=1"),
         ({"echo": True, "logprobs": 1}, "logprobs", "temperature=0"),
