@@ -109,10 +109,10 @@ class JudgeSettings(Section):
     answer_attempts: PositiveInt = 2
     """Attempts for one vote while the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
-    """What happens if the service gives no answer. `wait`: the group is scored later. `none`: these completions get
-    None. `fail`: the attempt fails."""
+    """If the service gives no answer: `wait` to score the group later, `none` to give these completions None, `fail` to
+    fail the attempt."""
     when_no_verdict: Literal["none", "fail"] = "none"
-    """What happens if too few answers have a verdict. `none`: the completion gets None. `fail`: the attempt fails."""
+    """If too few answers have a verdict: `none` to give the completion None, `fail` to fail the attempt."""
     reasoning: bool = False
     """True if the judge reads the whole completion instead of only its answer."""
     seed: int = 0

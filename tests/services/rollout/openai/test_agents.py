@@ -256,7 +256,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"background": True}, "background", "not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
-        ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the name None"),
+        ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the invalid name None"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "only plain text"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "can only switch reasoning off"),
         ({"reasoning": {"depth": 3}}, "reasoning", "reasoning.depth is unknown"),
