@@ -148,7 +148,7 @@ class AgentRequest(NamedTuple):
     """The request's limit on new tokens; None for the run's. The other sampling parameters are always the run's,
     because the learner's log-probabilities assume them."""
     body_digest: str
-    """XXH3-128 of the request's body."""
+    """XXH3-128 digest of the request's body."""
     retry_count: int
     """Value of the header `x-stainless-retry-count` of OpenAI's clients; 0 without it."""
     stop_token_ids: tuple[int, ...] = ()

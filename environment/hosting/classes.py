@@ -67,8 +67,7 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises Unreadable, and InvalidInput, also for a name that two tools or `facts`
-    share."""
+    """Return the functions by name. Raises Unreadable, and InvalidInput, also for a tool whose name is taken."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):

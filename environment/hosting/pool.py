@@ -37,7 +37,7 @@ class UserCode:
     """Runs the user code of a run. An async context manager."""
 
     def __init__(self, section: EnvironmentSection, num_processes: int = 0):
-        """`start` starts `num_processes` processes; for 0 `environment.processes`, and if that is 0 too, one for each
+        """`start` starts `num_processes` processes. 0 means `environment.processes`, or if that is 0 too, one for each
         core. A command line needs processes only for `train_call`."""
         self.section = section
         needs_none = bool(section.command) and not section.train_call

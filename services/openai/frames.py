@@ -69,9 +69,9 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     offset: int
-    """Number of characters of content before these parts."""
+    """Number of characters of content before `parts`."""
     num_calls: int
-    """Number of calls before these parts."""
+    """Number of calls before `parts`."""
     spans: tuple[VersionSpan, ...]
     """Version spans of the whole choice until now."""
 
