@@ -1,4 +1,4 @@
-"""Turns the requests of an agent's program into recorded turns of one conversation.
+"""Records the requests of an agent's program as turns of one conversation.
 
 Tasks: a task of the conversation answers each request, so that a client that lost its connection gets the answer when
 it retries. At most the newest turn is not recorded yet, because only the end of the program tells whether it is the
@@ -46,19 +46,19 @@ BEGINNING = "0"
 
 @dataclass
 class AnsweredRequest:
-    """An answered request."""
+    """An agent's request with its answer."""
 
     conversation: Conversation
-    """As templates take it; no messages for a request of token ids."""
+    """In the form that templates take; without messages if the request has token ids."""
     prompt_ids: IntArray
     turn: SampledTurn
     answer: Json
-    """The assistant's message as templates take it."""
+    """The assistant's message in the form that templates take."""
     sent: Sequence[Mapping[str, Any]]
-    """The messages as they were sent."""
+    """Messages of the request, unchanged."""
     trains: bool
     delivered: bool = False
-    """True when the program got the answer."""
+    """True after the program got the answer."""
 
 
 class History:
@@ -66,7 +66,7 @@ class History:
 
     def __init__(self) -> None:
         self._by_end: dict[str, list[AnsweredRequest]] = {}
-        """Answered requests by the digest of their messages and the answer."""
+        """Answered requests by the digest of their messages with the answer."""
 
     def add(self, answered: AnsweredRequest) -> None:
         if not answered.sent:
@@ -93,7 +93,7 @@ class History:
 
 
 def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages of a request as templates take them. Raises InvalidInput."""
+    """Return the messages of a request in the form that templates take. Raises InvalidInput."""
     messages = []
     for each in sent:
         try:
@@ -111,7 +111,7 @@ def _same_tokens(first: AnsweredRequest, other: AnsweredRequest) -> bool:
 
 
 def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
-    """Return the digests of all beginnings of the messages: `[n]` covers the first n."""
+    """Return the digests of all prefixes of the messages: `[n]` covers the first n."""
     chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
     chains = [chain]
     for message in sent:
@@ -133,7 +133,7 @@ Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
 
 
 class AgentTurns:
-    """Holds the conversation of one life of a sample."""
+    """Holds the agent's conversation of one life of a sample."""
 
     def __init__(self, context: GroupContext, life: Life, watch: Stopwatch, trains: Trains):
         self._context, self._setting, self._life = context, context.setting, life
@@ -144,18 +144,18 @@ class AgentTurns:
         self._unmatched = list(self._recorded)
         """Recorded turns of an earlier holder of the lease that no request has matched yet."""
         self._pending: TakenTurn | None = None
-        """The newest turn, not recorded yet."""
+        """The newest turn while it is not recorded yet."""
         self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, AnsweredRequest]]] = {}
-        """The task of the newest answer by the body's digest."""
+        """Tasks of the newest answers, by the digest of the request's body."""
         self._record = asyncio.Lock()
         self._arrivals = itertools.count(len(self._recorded))
         self._num_turns = len(self._recorded)
         self._waiting = 0
         self._over = False
         self.limit = ""
-        """The limit that a request has reached."""
+        """Limit that a request has reached, or empty."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails if the lease is lost, or if `train_call` fails."""
+        """Future that fails if the lease is lost or `train_call` fails."""
         self.changed = asyncio.Event()
         """Set when the program begins or stops waiting for an answer."""
 
@@ -165,7 +165,7 @@ class AgentTurns:
         return self._waiting > 0
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
-        """Return the answer to a request, see `AgentConversation`."""
+        """Return the answer to a request; see `AgentConversation`."""
         if self._over:
             raise Conflict("the episode is over: its program has ended, or its time is up")
         earlier = self._tasks.get(request.body_digest) if request.retry_count else None
@@ -343,7 +343,7 @@ class AgentTurns:
         return TakenTurn(None, note, last.prompt_ids, turn)
 
     def _text(self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str) -> pb.SampleText:
-        """Return the texts of the sample: the longest conversation that trains, the newest of several."""
+        """Return the texts of the longest conversation that trains; the newest of equally long ones."""
         answered = [each.answered for each in taken if each.answered is not None and each.counts]
         main = max(answered, key=lambda each: len(each.conversation.messages))
         for each in answered:
@@ -387,8 +387,8 @@ def recorded_turns(life: Life) -> list[TakenTurn]:
 
 
 def left_out_of(taken: Sequence[TakenTurn], transcripts: Sequence[int]) -> list[int]:
-    """Return the turns that are left out of the transcripts: those that do not train and have no later turn of their
-    transcript that does, because a transcript holds all that the model has read."""
+    """Return the indices of the turns to leave out of the transcripts: those that do not train, unless a later turn of
+    their transcript trains, because a transcript holds all that the model has read."""
     left_out: list[int] = []
     kept: set[int] = set()
     for index in range(len(taken) - 1, -1, -1):
@@ -400,7 +400,7 @@ def left_out_of(taken: Sequence[TakenTurn], transcripts: Sequence[int]) -> list[
 
 
 def digest_of(request: AgentRequest) -> str:
-    """Return the digest that matches a repeated request with its recorded turn."""
+    """Return the digest by which a repeated request is matched with its recorded turn."""
     ids = None if request.prompt_ids is None else request.prompt_ids.tolist()
     parts: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
     stops = [list(request.stop_token_ids)] if request.stop_token_ids else []

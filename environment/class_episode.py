@@ -1,4 +1,4 @@
-"""Runs an episode of a user's class: sample a turn, let the environment answer, record both.
+"""Runs an episode of a user's class: samples a turn, lets the environment answer, and records both.
 
 A turn is recorded with the environment's answer, so an episode may continue after any recorded turn. If the class is
 deterministic, the recorded calls are run again, and every answer must have the recorded digest. Otherwise the saved
@@ -25,7 +25,7 @@ from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb
 
 NAME_COLUMN = "environment"
-"""Column that names the class if the spec has several."""
+"""Column that names a row's class, for a spec with several classes."""
 
 
 class ClassEpisode:
@@ -38,7 +38,7 @@ class ClassEpisode:
         self._conversation: Conversation = conversation
         self._reset_text: str | None = None
         self._prompt_ids: IntArray = np.empty(0, np.int32)
-        """Tokens that the model reads next."""
+        """[P] tokens that the model reads next."""
         self._instance: Instance | None = None
 
     async def run(self) -> FinishedSample:
@@ -189,12 +189,12 @@ class ClassEpisode:
     async def _go_on(self) -> Instance:
         """Continue behind the recorded turns. Raises CannotGoOn."""
         facts = self._context.code.classes[self._name()]
-        why = "its class is neither deterministic nor has it save and load"
+        why = "the environment's class is not deterministic and has no save and load"
         if facts.deterministic or self._setting.environment.deterministic:
             try:
                 instance = await self._replay()
             except (EnvironmentFailed, TimeIsUp) as error:
-                why = f"its replay failed: {error}"
+                why = f"the replay failed: {error}"
             else:
                 self._setting.counts.replayed += 1
                 return instance
@@ -235,7 +235,7 @@ class ClassEpisode:
             with self._watch.running():
                 instance = await self._context.code.restore(self._name(), saved, self._watch.left_s, self._deaths)
         except (EnvironmentFailed, TimeIsUp) as error:
-            raise CannotGoOn(f"its state could not be loaded: {error}") from None
+            raise CannotGoOn(f"the saved state could not be loaded: {error}") from None
         self._instance = instance
         self._show_prompt(instance, reset_text)
         transcripts = TranscriptTokens()
@@ -255,11 +255,11 @@ class Acted(NamedTuple):
     done: bool
     reward: float | None = None
     state: str = ""
-    """Returned by `save`, if the class has it."""
+    """State from `save`, as text; empty without it."""
 
     @property
     def digest(self) -> str:
-        """Return the digest that a replay is compared by."""
+        """Return the digest by which a replay is compared with the record."""
         return digest([list(self.messages), self.done, self.reward])
 
 

@@ -55,7 +55,8 @@ async def run_episodes(
     code: UserCode,
     conversations: ConversationHost | None = None,
 ) -> FinishedGroup:
-    """Return the finished group of a lease. `setting` and `code` are the run's, started; agents need `conversations`.
+    """Return the finished group of a lease. `setting` and `code` are the run's, and `code` must be started. Agents need
+    `conversations`.
 
     Raises InvalidInput for a row of the data set that cannot be used (PromptTooLong), LeaseLost.
     """
@@ -80,7 +81,7 @@ def _finished_group(finished: Sequence[FinishedSample], setting: EpisodeSetting)
 
 
 async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results. If one fails, cancel the others, wait for them, and raise its exception."""
+    """Return the results of all awaitables. If one fails, cancel the others, wait for them, and raise its exception."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

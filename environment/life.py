@@ -26,7 +26,7 @@ class EpisodeCounts:
     """Sums since the start of a run on this worker."""
 
     samples: int = 0
-    """Samples that were finished here, without abandoned ones."""
+    """Samples that this worker finished, without abandoned ones."""
     rows: int = 0
     """Transcripts of the finished samples."""
     bridge_breaks: int = 0
@@ -48,7 +48,7 @@ class FinishedSample(NamedTuple):
 
     turns: list[tuple[TurnArrays, pb.TurnNote]]
     left_out: frozenset[int]
-    """Indices of turns that are not in its transcripts."""
+    """Indices of turns that are in no transcript."""
     text: pb.SampleText
 
 

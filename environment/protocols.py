@@ -24,7 +24,7 @@ class LeaseLost(PacelineError):
 
 
 class TurnParams(NamedTuple):
-    """Sampling parameters of one turn; the run's apply to all parameters without a field here."""
+    """Sampling parameters of one turn. All others are the run's."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -50,7 +50,7 @@ class TurnRequest(NamedTuple):
     """[P] all tokens that the model reads."""
     params: TurnParams
     seed: int
-    """The same for every request of this turn."""
+    """Seed, the same for every request of this turn."""
     conversation: str
     """Name of the sample's conversation. Its requests share a prefix, so one rollout worker should get them all."""
 
@@ -59,11 +59,11 @@ class SampledTurn(NamedTuple):
     """The sampled tokens of one turn."""
 
     token_ids: IntArray
-    """[T] at least one token, including the stop token."""
+    """[T] sampled tokens, at least one, including the stop token."""
     logprobs: FloatArray
     """[T] behaviour log-probabilities, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gaps."""
+    """Version spans that cover [0, T) without gaps."""
     finish_reason: str
     """`stop` or `length`."""
     text: str
@@ -74,7 +74,8 @@ class TokenSource(Protocol):
     """Samples turns on rollout workers."""
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        """Return the turn. Raises InvalidInput (PromptTooLong) for a prompt that no rollout worker accepts, LeaseLost."""
+        """Return the sampled turn. Raises InvalidInput (PromptTooLong) for a prompt that no rollout worker accepts,
+        LeaseLost."""
 
 
 class TurnLog(Protocol):
@@ -94,17 +95,17 @@ class RecordedSample:
 
     life: int = 1
     failures: int = 0
-    """Lives that a fault of the environment ended."""
+    """Number of lives that a fault of the environment ended."""
     finished: bool = False
-    """True if the last turn is recorded, so that only the group must be submitted."""
+    """True if the sample's last turn is recorded, so that only the group must be submitted."""
     given_up: bool = False
     turns: tuple[tuple[TurnArrays, pb.TurnNote], ...] = ()
-    """The turns of this life, in order."""
+    """Turns of the sample's current life, in order."""
 
 
 @dataclass(frozen=True)
 class EpisodeLease:
-    """A leased group, from which its episodes begin."""
+    """A leased group, for which episodes are run."""
 
     group_id: int
     attempt: int
@@ -116,20 +117,20 @@ class EpisodeLease:
     seed: int
     params: TurnParams
     recorded: Mapping[int, RecordedSample] = field(default_factory=dict)
-    """By sample; a sample without recorded turns is missing."""
+    """Recorded turns by sample; a sample without any is missing."""
 
 
 class FinishedGroup(NamedTuple):
     """A finished group, ready for `paceline.wire.encode_result`."""
 
     prompt_ids: IntArray
-    """[P] prompt of the first transcript; empty if there is none."""
+    """[P] prompt tokens of the first transcript; empty if there is none."""
     completions: list[Completion]
     """R transcripts in the order of their samples. Empty if every sample was given up: such a group is not submitted.
     """
     rows: Rows
     samples: list[pb.SampleText]
-    """C, one for each sample."""
+    """[C] texts of the samples."""
 
 
 class AgentRequest(NamedTuple):
@@ -144,12 +145,12 @@ class AgentRequest(NamedTuple):
     prompt_ids: IntArray | None
     """[P] token ids instead of messages."""
     max_new_tokens: int | None
-    """The request's limit; None for the run's. The other sampling parameters are always the run's, because the
-    learner's log-probabilities assume them."""
+    """The request's limit on new tokens; None for the run's. The other sampling parameters are always the run's,
+    because the learner's log-probabilities assume them."""
     body_digest: str
-    """XXH3-128 over the body."""
+    """XXH3-128 digest of the request's body."""
     retry_count: int
-    """Header `x-stainless-retry-count` of OpenAI's clients; 0 without it."""
+    """Value of the header `x-stainless-retry-count` of OpenAI's clients; 0 without it."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the turn, in addition to those of the run and the model."""
 
@@ -158,7 +159,7 @@ class AgentAnswer(NamedTuple):
     """The answer to an agent's request."""
 
     prompt_ids: IntArray
-    """[P] tokens that the model has read."""
+    """[P] tokens that the model read before the answer."""
     turn: SampledTurn
     message: Mapping[str, Any]
     """The assistant's message in OpenAI's format: `role`, `content` (None beside tool calls), and if present
@@ -177,7 +178,7 @@ class ConversationAddress(NamedTuple):
     """The address for the requests of an agent's program."""
 
     base_url: str
-    """As OpenAI's clients expect it, ending in `/v1`."""
+    """Base URL for OpenAI's clients, ending in `/v1`."""
     api_key: str
     """Secret that identifies the conversation."""
 
@@ -194,16 +195,16 @@ class EpisodeFault(PacelineError):
 
 
 class EnvironmentFailed(EpisodeFault):
-    """User code raised, hung, exceeded a limit or returned nonsense. The life ends and counts as a failure."""
+    """User code raised, hung, exceeded a limit or returned an invalid value. The life ends and counts as a failure."""
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance is gone without a fault in the instance, for example because its process died in another episode's call.
-    It is replayed, restored or restarted, and does not count as a failure."""
+    """The instance was lost for a reason outside of it, for example because its process died in another episode's call.
+    The episode is replayed, restored or restarted, and does not count as a failure."""
 
 
 class ServiceAway(EnvironmentLost):
-    """User code could not reach a service. It is retried later and does not count as a failure."""
+    """User code could not reach a service. The episode continues after a pause, and does not count as a failure."""
 
 
 class CannotGoOn(EnvironmentLost):
@@ -211,4 +212,4 @@ class CannotGoOn(EnvironmentLost):
 
 
 class TimeIsUp(EpisodeFault):
-    """The time of the episode was up during a call. The episode ends with what it has."""
+    """The time of the episode was up during a call. The episode ends with the turns that it has."""

@@ -1,4 +1,4 @@
-"""Holds what all episodes of a run share, and what those of one leased group share.
+"""Holds what all episodes of a run share, and what the episodes of one leased group share.
 
 `environment.renderer`, `environment.tool_parser` and the prompts of the data set choose the rendering of a run.
 
@@ -37,9 +37,9 @@ class Renderings:
     """The renderings of a run."""
 
     chat: Rendering
-    """For messages."""
+    """Rendering of chat messages."""
     text: TextRendering
-    """For text prompts without a template."""
+    """Rendering of text prompts that do not become messages."""
     wraps_texts: bool
     """True if text prompts become user messages (`data.apply_chat_template` is `always`)."""
 
@@ -106,7 +106,7 @@ class EpisodeSetting:
         return self.spec.environment
 
     def room(self, prompt_tokens: int) -> int:
-        """Return the tokens that are left for a turn behind a prompt; below 1 there is no room."""
+        """Return the number of tokens that are left for a turn after a prompt; below 1 there is no room."""
         return self.spec.policy.max_total_sequence_length - prompt_tokens
 
     def no_room(self, prompt_tokens: int) -> str:
@@ -135,7 +135,7 @@ class GroupContext:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the columns of the row in the data set. The prompt is there both as `prompt` and under its own name."""
+        """Return the columns of the row in the data set. The prompt has two keys: `prompt` and its column's name."""
         key = self.setting.spec.data.prompt_key
         prompts = dict.fromkeys(("prompt", key), self.lease.prompt) if key else {}
         return {**prompts, **self.lease.columns}
@@ -145,7 +145,7 @@ class GroupContext:
 
 
 CHARS_PER_TOKEN = 64
-"""Longer texts are cut to this before tokens are counted, because encoding megabytes takes long."""
+"""Longer texts are cut to this many characters per token before counting, because encoding megabytes takes long."""
 
 
 class Stopwatch:
@@ -186,7 +186,7 @@ class Stopwatch:
 
 
 def cut_to_tokens(text: str, max_tokens: int, tokenizer: Any) -> str:
-    """Return a text of at most `max_tokens` tokens; a notice follows if it was cut."""
+    """Return `text` cut to at most `max_tokens` tokens. A notice follows a text that was cut."""
     if len(text.encode(errors="replace")) <= max_tokens:  # a token has at least one byte
         return text
     head = text[: max_tokens * CHARS_PER_TOKEN]

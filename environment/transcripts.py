@@ -21,10 +21,10 @@ TextOf = Callable[[list[int]], str]
 
 
 class Continuation(NamedTuple):
-    """The transcript that a turn continues, and the tokens that it adds before the turn."""
+    """The transcript that a turn continues, and the tokens to add before the turn."""
 
     transcript: int
-    """Index of a transcript; the number of transcripts for a new one."""
+    """Index of the transcript; the number of transcripts if it is new."""
     context_ids: IntArray
     """[K] tokens that the model reads and that the transcript does not have yet."""
 
@@ -41,8 +41,8 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two of this
-        length match, a new transcript begins."""
+        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two of that
+        length match, it begins a new transcript."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):
@@ -88,7 +88,7 @@ class SampleTranscripts(NamedTuple):
 
     transcripts: list[Completion]
     turns: list[Turn]
-    """In the order of transcripts and tokens; transcripts count from 0."""
+    """Turns in the order of transcripts and tokens. Transcripts are numbered from 0."""
 
 
 def build_transcripts(
@@ -98,8 +98,8 @@ def build_transcripts(
     *,
     truncated: bool = False,
 ) -> SampleTranscripts:
-    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. Those of
-    a truncated episode end by `length`, so that the learner sees the truncation.
+    """Return the transcripts of the turns that are not left out. `text_of` decodes the tokens of a transcript. The
+    transcripts of a truncated episode have the finish reason `length`, so that the learner knows of the truncation.
 
     A turn that is left out comes after the last one of its transcript that trains, or no turn of its transcript trains.
     """

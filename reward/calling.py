@@ -82,8 +82,7 @@ TRAINER_ARGUMENTS = frozenset(CallView().arguments())
 WRONG_CALL = re.compile(
     r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
 )
-"""Texts of a TypeError for arguments that a function does not take, if a decorator hides its signature from the check.
-"""
+"""Texts of a TypeError for arguments that a function does not take. They matter if a decorator hides its signature."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -102,7 +101,8 @@ def call_function(
     run: Callable[[Awaitable[Any]], Any],
     view: CallView | None = None,
 ) -> list[float | None]:
-    """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), or None where it does not apply.
+    """Return [C] rewards of `group` (prompts, completions, completion_ids, columns); None where the function does not
+    apply.
 
     All arguments are passed by name. A function without `**` gets only those that it names. `kwargs` take precedence
     over columns, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run`
@@ -127,7 +127,7 @@ def checked_rewards(result: Any, num_completions: int) -> list[float | None]:
         tolist = getattr(result, "tolist", None)
         values = tolist() if tolist is not None else result
         if not isinstance(values, list):
-            raise InvalidRewards(f"returned {_short(result)}, it has to be a list with one reward per completion")
+            raise InvalidRewards(f"returned {_short(result)}; it must return a list with one reward per completion")
         result = values
     if len(result) != num_completions:
         raise InvalidRewards(f"returned {len(result)} values for {num_completions} completions")
@@ -143,7 +143,7 @@ def _checked_reward(value: Any, index: int) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         plain = value
     if not isinstance(plain, bool | int | float):
-        raise InvalidRewards(f"returned {_short(value)} at index {index}, it has to be a number or None")
+        raise InvalidRewards(f"returned {_short(value)} at index {index}; it must return a number or None")
     try:
         number = float(plain)
     except OverflowError:
@@ -193,12 +193,15 @@ def form_hint(error: BaseException, completions: list[Any]) -> str:
     if isinstance(completions[0], str):
         if "string indices must be integers" in text or "'str' object has no attribute 'get'" in text:
             return (
-                "; completions are texts since the prompts are: a function that does completion[0]['content'] wants chat "
-                "prompts"
+                "; completions are texts because the prompts are texts: a function that reads completion[0]['content'] "
+                "needs chat prompts"
             )
         return ""
     if "got 'list'" in text or "'list' object has no attribute" in text or "not 'list'" in text:
-        return "; completions are lists of messages since the prompts are chats: the text of one is completion[0]['content']"
+        return (
+            "; completions are lists of messages because the prompts are chats: the text of one is "
+            "completion[0]['content']"
+        )
     return ""
 
 

@@ -134,7 +134,8 @@ class ReferenceScorer:
         self._model = None
 
     async def score(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """Return `ReferenceModel.logprobs`, after the groups before. Raises InvalidInput, also without a reference."""
+        """Return the result of `ReferenceModel.logprobs`, after earlier groups. Raises InvalidInput, also without a
+        reference."""
         if self._model is None:
             raise InvalidInput("a task needs the reference, but this run has none in the reward pool")
         loop = asyncio.get_running_loop()

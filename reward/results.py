@@ -20,10 +20,11 @@ class RewardFailure:
     kind: FailureKind
     """`raised`: an exception; `timeout`: its time limit was exceeded; `died`: it ended its process; `invalid`: it
     cannot take the data set's columns, or did not return a finite number or None for each completion. Two kinds are
-    not the group's fault: `unavailable`, a service could not be reached (ConnectionError, TimeoutError, an unknown
-    host), its file is missing, or it got no processor; and `killed`: by a signal from outside or a crash."""
+    not the group's fault: `unavailable`, if a service could not be reached (ConnectionError, TimeoutError, an
+    unknown host), the function's file is missing, or it got no processor time; and `killed`, if a signal from
+    outside or a crash ended the process."""
     message: str
-    """One line for people: event and location, with the function's name."""
+    """One line for people, with the function's name, the event and its location."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class RewardResult:
     rewards_CF: FloatArray | None
     """[C, F] finite rewards in the order of the spec; NaN where a function gave None."""
     failure: RewardFailure | None
-    """The first failure; later functions did not run."""
+    """Failure of the first function that failed; later ones did not run."""
     durations_s_F: tuple[float, ...]
-    """Seconds of each function that ran, including a failed one."""
+    """Seconds that each function took, in order, including a function that failed."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the values that the functions logged, by name."""
+    """Sum and number of the logged values by metric."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    """[C] values of each additional column that the functions logged."""
+    """[C] logged values by additional column."""
     usage: Mapping[str, float] = field(default_factory=dict)
-    """Sums of the functions' requests to services, under `NAME/LABEL`."""
+    """Sums over a function's requests to services, by `NAME/LABEL`."""

@@ -37,7 +37,7 @@ from paceline.user_code.process import UserProcess
 from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 120.0
-"""Time limit for starting a process, including the imports of the functions' files."""
+"""Time limit for starting a process, in seconds, including the imports of the functions' files."""
 
 
 class RewardRunner:
@@ -52,7 +52,7 @@ class RewardRunner:
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:
-            raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
+            raise InvalidInput(f"num_processes is {num_processes}; it must be at least 1")
         self._functions = tuple(functions)
         self._processes = [RewardProcess(functions, num_processes) for _ in range(num_processes)]
         self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the existing processes
@@ -167,7 +167,7 @@ class RewardRunner:
         return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage)
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
-        """Start a process again that a failure ended. Its file may be missing or broken by now."""
+        """Restart a process that a failure ended. The functions' file may be missing or broken by now."""
         if process.usable:
             return None
         try:
@@ -214,7 +214,7 @@ class RewardProcess(UserProcess):
     """One child process with all functions of a run loaded, for one caller at a time."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int) -> None:
-        """`start` starts the process. num_processes: those of the runner, which share the limits of services."""
+        """`start` starts the process. The runner's `num_processes` share the limits of services."""
         functions_to_load = [
             {
                 "function": f.function,
@@ -232,14 +232,15 @@ class RewardProcess(UserProcess):
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
-    """Return whether all functions are built-in and one runs programs in a sandbox that opens no further files to them."""
+    """Return whether all functions are built-in, at least one runs programs in a sandbox, and no sandbox lets programs
+    read further files."""
     has_programs = any(f.function == "code_tests" for f in functions)
     is_open = any(f.kwargs.get("sandbox") == "none" or f.kwargs.get("readable") for f in functions)
     return has_programs and not is_open and not any(":" in f.function for f in functions)
 
 
 def service_variables(functions: Sequence[RewardFunctionSection]) -> tuple[str, ...]:
-    """Return the environment variables with the keys of built-in functions for their services."""
+    """Return the environment variables with the keys of built-in functions' services."""
     found = []
     for kwargs in (f.kwargs for f in functions if ":" not in f.function):
         endpoint = kwargs.get("endpoint")

@@ -8,25 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_METRICS = 32
-"""Metrics of one call; further ones are dropped."""
+"""Most metrics of one call. Further ones are dropped."""
 MAX_NAME = 48
 MAX_COLUMNS = 16
-"""Columns of one group that `log_extra` adds; further ones are dropped."""
+"""Most columns of one group that `log_extra` adds. Further ones are dropped."""
 MAX_VALUES = 4096
-"""Values of such a column; a group has fewer completions."""
+"""Most values of a column that `log_extra` adds. A group has fewer completions."""
 MAX_TEXT = 2000
-"""Characters after which a value of such a column is cut."""
+"""Characters of a text that `log_extra` stores. A longer text is cut."""
 
 USAGE = (
     "requests", "failed", "cached", "no_verdict", "prompt_tokens", "completion_tokens", "cost"
 )  # fmt: skip
-"""Sums that a call may report of its requests to a service."""
+"""Names of the sums that a call may report of its requests to a service."""
 
 POOL_WORKERS = "reward_workers"
-"""Key of the state with the number of the pool's workers, hidden from functions."""
+"""Key of the training state with the number of the pool's workers. Functions do not get it."""
 
 NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
-"""State of a call outside a run."""
+"""Training state of a call outside a run."""
 
 
 class CallView:
@@ -43,15 +43,15 @@ class CallView:
         self.label, self.timeout_s = label, timeout_s
         workers = (state or {}).get(POOL_WORKERS, 1)
         self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
-        """Processes of the reward pool, which share the limits of a service."""
+        """Number of processes of the reward pool, which share the limits of a service."""
         self.usage: dict[str, float] = {}
-        """Sums by the names in USAGE."""
+        """Sums over the call's requests, by names in USAGE."""
         shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
         self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
-        """Sum and number of the logged values by name."""
+        """Sum and number of the logged values by metric."""
         self.extra: dict[str, list[Any]] = {}
-        """[C] JSON values of each additional column."""
+        """[C] JSON values by additional column."""
 
     def arguments(self) -> dict[str, Any]:
         return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}

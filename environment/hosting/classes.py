@@ -67,7 +67,7 @@ class NoEnvironment:
 
 
 def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by name. Raises Unreadable, InvalidInput, also if tools share a name (with `facts`, too)."""
+    """Return the functions by name. Raises Unreadable, and InvalidInput, also for a tool whose name is taken."""
     tools: dict[str, Callable[..., Any]] = {}
     taken = {tool["function"]["name"] for each in facts for tool in each.tools}
     for index, each in enumerate(named):
@@ -80,7 +80,8 @@ def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, C
 
 
 def load_function(named: str, field: str, kind: str) -> Callable[..., Any]:
-    """Return the function of `path/to/file.py:function`. Raises InvalidInput, Unreadable. Runs the user's module."""
+    """Return the function that `path/to/file.py:function` names. Raises InvalidInput, Unreadable. Runs the user's
+    module."""
     path, colon, name = named.rpartition(":")
     if not colon:
         raise InvalidInput(f"{field} is {named!r}; name a function as path/to/file.py:function")

@@ -1,4 +1,4 @@
-"""Runs a command line as an agent, with the address of its conversation in the environment.
+"""Runs a command line as an agent. Its environment variables have the address of its conversation.
 
 Promises: the program and its children end with the episode and with this process. Its output is bounded. Its reward is
 the last line that it prints, if that is a number.
@@ -24,7 +24,7 @@ from paceline.user_code.surroundings import ROOT, Surroundings
 
 COLUMN = re.compile(r"\{(\w+)\}")
 KEPT_BYTES = 64 << 10
-"""Bytes that are kept of the end of an output."""
+"""Bytes that are kept from the end of an output."""
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
     "from paceline.environment.hosting.launching import main; main()"
@@ -93,8 +93,8 @@ async def _output_of(
 
 
 class _Output:
-    """Reads one pipe of a command and keeps the end. asyncio's own pipes are not used, because asyncio's `wait` also
-    waits for every process that holds one of them."""
+    """Reads one pipe of a command and keeps the last bytes. asyncio's own pipes are not used, because asyncio's `wait`
+    also waits for every process that holds one of them."""
 
     def __init__(self) -> None:
         self._kept = b""

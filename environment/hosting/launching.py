@@ -1,4 +1,4 @@
-"""The process between this project and a command line: applies the limits, then becomes the command."""
+"""The process that becomes an agent's command: it applies the limits, then executes the command line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs the user code of a run in processes and limits each call.
 
 Promises: user code that raises, hangs, forks, exhausts memory or returns nonsense fails its own episode, with a message
-about the cause. Other episodes of the process continue, or are `EnvironmentLost` if the process is gone. Waiting for a
-lane or a process does not count against a call's limit.
+about the cause. Other episodes of the process continue, or are `EnvironmentLost` if it has ended. Waiting for a lane or
+a process does not count against a call's limit.
 
 A slot is one process with its episodes, started once. If one of its threads hangs, the slot is retired: it takes no
 further episodes and ends with the last one that it has. If its process dies, a new slot replaces it.
@@ -29,16 +29,16 @@ from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 300.0
 MAX_DEATHS = 3
-"""Deaths of processes during a call of the same episode, after which they count as the episode's fault."""
+"""An episode fails at this number of process deaths during its calls."""
 log = logging.getLogger(__name__)
 
 
 class UserCode:
-    """The user code of a run. An async context manager."""
+    """Runs the user code of a run. An async context manager."""
 
     def __init__(self, section: EnvironmentSection, num_processes: int = 0):
-        """`start` starts the processes. If `num_processes` is 0, `environment.processes` counts, and if that is 0 too,
-        the number of cores. A command line needs processes only for `train_call`."""
+        """`start` starts `num_processes` processes. 0 means `environment.processes`, or if that is 0 too, one for each
+        core. A command line needs processes only for `train_call`."""
         self.section = section
         needs_none = bool(section.command) and not section.train_call
         count = num_processes or section.processes or usable_cores()
@@ -72,7 +72,7 @@ class UserCode:
         """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable: not now), Unavailable if a
         process was killed or took too long. After an error no process runs."""
         if self._state != "new":
-            raise Conflict(f"the user code is {self._state}; create a new one")
+            raise Conflict(f"the processes of the user code are {self._state}; create a new UserCode")
         self._state = "running"
         outcomes = await asyncio.gather(*(self._start(slot) for slot in self._slots), return_exceptions=True)
         for outcome in outcomes:
@@ -96,7 +96,7 @@ class UserCode:
         return instance, text
 
     async def restore(self, name: str, state: str, time_left_s: float, deaths: SampleDeaths) -> Instance:
-        """Return a new instance of a class that has loaded the state of `save`. Raises EpisodeFault."""
+        """Return a new instance of a class that has loaded the state that `save` returned. Raises EpisodeFault."""
         instance = await self._instance(name, deaths)
         await self._first(instance, {"op": "restore", "state": state}, "load", time_left_s)
         return instance
@@ -146,7 +146,7 @@ class UserCode:
     async def _slot(self) -> Slot:
         """Return a running slot with the fewest episodes. A retired slot or one without a process is replaced first."""
         if self._state != "running":
-            raise EnvironmentLost(f"the user code is {self._state}")
+            raise EnvironmentLost(f"the processes of the user code are {self._state}")
         index = min(range(len(self._slots)), key=lambda i: 0 if self._stale(i) else self._slots[i].num_episodes)
         async with self._locks[index]:
             if self._stale(index):
@@ -185,7 +185,7 @@ class UserCode:
             raise ServiceAway(f"the process of the environment could not be started again: {error}") from None
         if self._state != "running":
             await slot.process.close()
-            raise EnvironmentLost("the user code is closed")
+            raise EnvironmentLost("the processes of the user code are closed")
 
     async def _start(self, slot: Slot) -> None:
         try:
@@ -225,7 +225,7 @@ class Instance:
         return reply["value"], reply.get("state", "")
 
     async def step(self, text: str, time_left_s: float) -> tuple[dict[str, Any], str]:
-        """Return the result of `step` and the state. Raises EpisodeFault."""
+        """Return the observation, reward and end from `step`, and the state. Raises EpisodeFault."""
         reply = await self.call({"op": "step", "text": text, "save": self.facts.saves}, ["step"], time_left_s)
         return reply["value"], reply.get("state", "")
 
@@ -277,7 +277,7 @@ async def _call(
 ) -> dict[str, Any]:
     """Return the reply to a call of user code. Raises EnvironmentFailed, EnvironmentLost, ServiceAway."""
     if not slot.process.usable:
-        raise EnvironmentLost("the process of the environment is gone")
+        raise EnvironmentLost("the process of the environment has ended")
     slot.num_calls += 1
     number, half = slot.process.last_id + 1, None
     used_s: list[float] = []
@@ -318,7 +318,7 @@ async def _timed_out(
         slot.retired = True
         slot.hung.add(lane)
     if starved:
-        return EnvironmentLost(f"{what} got no processor within {limit_s:g} s")
+        return EnvironmentLost(f"{what} got no processor time within {limit_s:g} s")
     return EnvironmentFailed(f"{what} timed out after {limit_s:g} s")
 
 
@@ -333,8 +333,8 @@ def _died(slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths) -> Env
 
 
 PING_S = 5.0
-"""Seconds without an answer after which the process counts as hung: user code holds the interpreter, or it is stopped.
-"""
+"""Seconds without an answer after which a process counts as hung: user code holds the interpreter's lock, or the
+process is stopped."""
 
 
 class Slot:
@@ -347,16 +347,16 @@ class Slot:
         self.num_episodes = 0
         self.retired = False
         self.killed = False
-        """True if this side killed the process because of one of its calls."""
+        """True if the pool killed the process because of one of its calls."""
         self.emptied = asyncio.Event()
         """Set while the slot has no episode."""
         self.emptied.set()
         self.num_calls = 0
-        """Calls of user code that run in the process."""
+        """Number of calls of user code that run in the process."""
         self.calls = asyncio.Semaphore(num_lanes)
-        """Limits coroutines; each lane is a separate limit."""
+        """Limits concurrent coroutines; `lanes` limit synchronous calls."""
         self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
-        """Each allows one synchronous call at a time."""
+        """Lanes, each for one synchronous call at a time."""
         self._lane_episodes = [0] * num_lanes
         self.hung: set[int] = set()
         """Lanes with a hung thread, whose episodes are lost."""
@@ -379,7 +379,7 @@ class Slot:
                 self.process.kill()
 
     def kill(self) -> None:
-        """Kill the process because of one of its calls; the other episodes are lost and not counted as failures."""
+        """Kill the process because of one of its calls. Its other episodes are lost but have not failed."""
         self.killed = True
         self.process.kill()
 

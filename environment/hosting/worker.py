@@ -63,7 +63,7 @@ M_ARENA_MAX = -8
 """Parameter of glibc's mallopt. Each arena of a thread reserves 64 MiB of address space, which the limit would count.
 """
 STACK_BYTES = 8 << 20
-"""Address space of a thread's stack."""
+"""Address space of a thread's stack, in bytes."""
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
 
 @dataclass
 class Instance:
-    """One episode's environment."""
+    """The environment of one episode."""
 
     environment: Any
     lane: int
@@ -207,7 +207,7 @@ class Host:
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
             if not isinstance(arguments, dict):
-                raise ValueError(f"The arguments of {name} have to be an object.")
+                raise ValueError(f"The arguments of {name} must be an object.")
             tool = self._tools.get(name) or getattr(instance.environment, name)
             result = await self._lanes.run(instance.lane, tool, **arguments)
             return {"result": text_of_tool(result)}
@@ -247,7 +247,7 @@ class Lanes:
         self._pid = os.getpid()
 
     async def run(self, lane: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function`: awaited, or run on a lane's thread, or without a lane on a new thread."""
+        """Return the result of `function`: awaited, or run on a lane's thread, or for lane None on a new thread."""
         if inspect.iscoroutinefunction(function):
             result = await function(*args, **kwargs)
         else:
@@ -308,7 +308,7 @@ def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 
 
 MAX_TEXT_CHARS = 4 << 20
-"""Longest text that is sent to the service, which cuts it to tokens."""
+"""Characters of the longest text that is sent to the service, which cuts it to tokens."""
 MAX_STATE_BYTES = 8 << 20
 
 

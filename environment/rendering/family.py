@@ -29,7 +29,7 @@ MAX_RENDERERS = 16
 
 
 def family_of(model_name: str) -> str:
-    """Return the family of a model by its exact name; empty if it is unknown or the package is missing."""
+    """Return the family of a model by its exact name; empty if the name is unknown or the package is missing."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
@@ -44,7 +44,7 @@ class FamilyRendering(Rendering):
     tokenizer: Any
     family: str
     template_kwargs: Mapping[str, Any]
-    """From the spec; those of a conversation take precedence."""
+    """Template arguments of the spec. Arguments of a conversation take precedence."""
     _renderers: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ class FamilyRendering(Rendering):
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the content, reasoning and calls of a turn. Two cases are parsed here, because the package takes any
-        JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no literals of
-        Python."""
+        """Return the content, reasoning and calls of a turn. This method parses two cases itself, because the package
+        takes any JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no
+        literals of Python."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)
@@ -130,7 +130,7 @@ class FamilyRendering(Rendering):
 
 
 def _read(call: Any, tools: Sequence[Json]) -> Call | str:
-    """Return a call of the package, or the reason why it is invalid."""
+    """Return the call that the package has parsed, or the reason why the call is invalid."""
     status = str(call.status).replace("_", " ")
     if call.status in ("ok", "invalid_json") and call.raw.lstrip().startswith("<function="):
         try:

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: Any
-    """An object, or whatever the model wrote instead."""
+    """Arguments of the call: an object, or whatever the model wrote instead."""
 
 
 class Parsed(NamedTuple):
@@ -74,7 +74,7 @@ class Rendering(Protocol):
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the [K] tokens that the `new` messages add behind a turn; None if it is not certain.
+        """Return the [K] tokens that the `new` messages add after a turn; None if these tokens are not certain.
 
         `before` is the conversation of `prompt_ids`, `answer` the message of the turn.
         """
@@ -83,7 +83,8 @@ class Rendering(Protocol):
         """Return the content, reasoning and calls of a turn."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that reports an unreadable call to the model: a tool's, or what the template allows."""
+        """Return the message that reports an unreadable call to the model: a tool's, or a kind that the template
+        allows."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 
@@ -95,14 +96,14 @@ class TextRendering(Rendering):
     calls: CallFormat = "none"
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Return the tokens of all contents, concatenated."""
+        """Return the tokens of the messages' concatenated contents."""
         text = "".join(str(message["content"] or "") for message in conversation.messages)
         return encode_prompt(self.tokenizer, text, "never")
 
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the tokens of the new contents, concatenated."""
+        """Return the tokens of the new messages' concatenated contents."""
         text = "".join(str(message["content"] or "") for message in new)
         return encode_continuation(self.tokenizer, [*prompt_ids[-1:], *turn.token_ids], text)
 
@@ -111,7 +112,7 @@ class TextRendering(Rendering):
 
 
 def read_turn(text: str, reader: AnswerReader) -> Parsed:
-    """Return the parsed text. `reader` must be new."""
+    """Return the parsed `text` of a turn. `reader` must be new."""
     parts = read_answer(text, reader)
     return Parsed(
         content_of(parts),

@@ -41,10 +41,10 @@ class TemplateRendering(Rendering):
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
-    """From the spec; those of a conversation take precedence."""
+    """Template arguments of the spec. Arguments of a conversation take precedence."""
     calls: CallFormat | None = None
-    """Format of tool calls; None for the template's. With another, tools are shown only if the template renders them.
-    """
+    """Format of tool calls; None for the template's format. With another format, tools are shown only if the template
+    renders them."""
     _openings: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -128,8 +128,8 @@ class TemplateRendering(Rendering):
         return len(opened) - len(opening)
 
     def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
-        """Return the end of the answer in `closed`, searched from `begin` on (-1 if not found), and the text of the
-        token that ended the turn if the template has written it, else an empty text: then the bridge writes the end."""
+        """Return (end, mark). `end` is the index behind the answer in `closed`, searched from `begin` on, or -1 if it
+        is not found. `mark` is the text of the token that ended the turn, or empty if the bridge must write the end."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))

@@ -48,5 +48,6 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Parsers of `kwargs`, for functions that get them as `settings`. They raise InvalidInput and return settings with the
-`columns` that the function reads. `check_submitted` and `check_host` raise if a run or a worker cannot use them."""
+"""Parsers of `kwargs`, by functions that get them as `settings`. They raise InvalidInput and return settings with the
+`columns` that the function reads. Their `check_submitted` and `check_host` raise if a run or a worker cannot use
+them."""

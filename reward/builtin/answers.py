@@ -40,7 +40,7 @@ CLAUSE = re.compile(
 )
 DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_STATEMENTS = 20
-"""Statements of each form that are read, counted from the end of a text."""
+"""Most statements of each form that are read, from the end of a text backwards."""
 MAX_WORDS = 4
 """Most words of an answer without mathematics; longer texts are prose."""
 MAX_CLAUSES = 10
@@ -146,7 +146,8 @@ def _said(text: str) -> str | None:
 
 
 def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callable[[str], bool]) -> str:
-    """Return the last marked answer that `marked` accepts, else the last in prose that `prose` accepts, else the last."""
+    """Return the last marked answer that `marked` accepts, else the last answer in prose that `prose` accepts, else the
+    last answer."""
     last = ""
     for is_marked, holds in ((True, marked), (False, prose)):
         for each in reversed([each for each in found if each.is_marked == is_marked]):
@@ -158,7 +159,8 @@ def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callab
 
 
 def _value(text: str, holds: Callable[[str], bool]) -> str:
-    """Return the value at the beginning of prose: all of it, else the longest part before a clause with a value."""
+    """Return the value at the beginning of prose: the first sentence, else its longest beginning that ends with a
+    clause and is a value."""
     text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
     if text.startswith("**") and "**" in text[2:]:
         text = text[2 : text.index("**", 2)]
@@ -171,7 +173,7 @@ def _value(text: str, holds: Callable[[str], bool]) -> str:
 
 
 def _boxes(text: str) -> Iterator[Statement]:
-    """Yield each box. Boxes that only a comma, `and` or `or` separates are one statement of several values."""
+    """Yield each box. Boxes with only a comma, `and` or `or` between them are one statement of several values."""
     closings: dict[int, int] | None = None
     last: tuple[Statement, int] | None = None
     for match in BOXED.finditer(text):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from paceline.reward.sandbox import Sandbox
 
 LOGGED = ("passed", "wrong", "error", "time")
-"""States of tests whose shares are metrics."""
+"""States of tests; the share of each is a metric."""
 
 
 def code_tests(
     prompts: list[Any], completions: list[Any], call: CallView, settings: Mapping[str, Any], **columns: Any
 ) -> list[float | None]:
-    """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests.
+    """Return [C] 1 if the program in a completion passes all its tests, else 0; or the share of passed tests (`score`).
 
     `settings` are `paceline.reward.code.settings.CodeSettings`. None for a row without tests. Raises InvalidInput for
     unreadable tests, SandboxFailed if the sandbox cannot run a program now.

@@ -56,7 +56,7 @@ def same_value(gold: Node, answer: Node) -> bool:
 
 
 def _bare(node: Node) -> Node:
-    """Return `node` without its unit, and a set for `x in set`."""
+    """Return `node` without its unit. For `x in set`, return the set."""
     while node.kind in ("quantity", "degrees") or (node.kind == "member" and node.args[0].kind == "symbol"):
         node = node.args[1] if node.kind == "member" else node.args[0]
     return node
@@ -91,7 +91,7 @@ def _chosen(node: Any, sign: int) -> Any:
 
 
 def _same_as_relation(gold: Node, answer: Node) -> bool:
-    """Compare a relation with a value: the right-hand side of an assignment, the interval of an inequality."""
+    """Compare a relation with a value: with the right-hand side of an assignment, or the interval of an inequality."""
     relation, value = (gold, answer) if gold.kind == "relation" else (answer, gold)
     operands, signs = relation.args
     if set(signs) <= {"=", "~"}:
@@ -166,7 +166,7 @@ def _pairwise(gold: Iterable[Node], answer: Iterable[Node]) -> bool:
 
 
 def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
-    """Return whether items and others pair one to one. The first match is taken, equality being almost transitive."""
+    """Return whether the items pair one to one. The first match is taken, because equality is almost transitive."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
     left = list(answer)  # each pair is compared once, because nested sets would double the work at each level
@@ -221,7 +221,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union, `(a, b)` as an open, a single point as a closed one, adjacent ones joined."""
+    """Return the intervals of a union, `(a, b)` as an open one, and adjacent ones joined; None for other nodes."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
@@ -265,7 +265,7 @@ def _float(node: Node) -> float:
 
 
 def _word(node: Node) -> Any:
-    """Return the comparable form of words: the symbol of a single letter, or digits and base of a number in a base."""
+    """Return the comparable form of words: a single letter's symbol, or the digits and base of a number in a base."""
     if node.kind == "base":
         return _based(node)
     if node.kind == "text":
@@ -301,7 +301,7 @@ def _same_number(gold: Node, answer: Node) -> bool:
 
 
 def _same_percent(gold: Node, answer: Node) -> bool:
-    """Compare a percentage with another by number, or with a number by value or by the number before the sign."""
+    """Compare two percentages by their numbers, or a percentage with a number: its value, or the number before `%`."""
     if gold.kind == answer.kind:
         return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
     hundred = number_of(100)
@@ -331,7 +331,7 @@ def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: 
 
 
 def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
-    """Return the allowed distance from a gold answer of this size if at least one of both has decimals.
+    """Return the allowed distance from a gold answer of this size: 0 if neither answer has decimals.
 
     It is half a unit of the sixth significant digit. For numbers that are written out at most half a unit of the last
     digit, if above 5e-7: 1234567.9 is not 1234567.5. Integers must be exact. Six digits of a coefficient: 2e-6.

@@ -36,7 +36,7 @@ def number_of(value: int | Fraction) -> Node:
 
 
 class Unreadable(ValueError):
-    """The text is not known mathematics."""
+    """The text is not mathematics that this parser knows."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -462,7 +462,7 @@ def _cell(text: str, depth: int) -> Node:
 
 
 def _decimal(text: str) -> Node:
-    """Return a number and the unit of its last written digit; None as the unit of an integer."""
+    """Return a number, and the unit of its last written digit (None for an integer)."""
     digits, _, exponent = text.lower().partition("e")
     places = len(digits.partition(".")[2])
     power = int(exponent or 0)

@@ -73,7 +73,7 @@ def format_regex(
     `match`.
     """
     if match not in ("full", "search"):
-        raise ValueError(f"match is {match!r}, it has to be 'full' or 'search'")
+        raise ValueError(f"match is {match!r}; it must be 'full' or 'search'")
     compiled = re.compile(pattern)
     matches = compiled.fullmatch if match == "full" else compiled.search
     return [float(matches(completion_text(completion)) is not None) for completion in completions]
@@ -125,7 +125,7 @@ def length(
     """
     if tolerance_tokens <= 0 or target_tokens < 0:
         raise ValueError(
-            f"tolerance_tokens {tolerance_tokens} has to be above 0 and target_tokens {target_tokens} not below 0"
+            f"tolerance_tokens {tolerance_tokens} must be above 0 and target_tokens {target_tokens} not below 0"
         )
     return [max(0.0, 1 - abs(len(ids) - target_tokens) / tolerance_tokens) for ids in completion_ids]
 
@@ -146,7 +146,7 @@ def soft_overlong(
     """
     if not 0 < soft_tokens <= max_completion_tokens:
         raise ValueError(
-            f"soft_tokens {soft_tokens} has to be above 0 and at most max_completion_tokens {max_completion_tokens}"
+            f"soft_tokens {soft_tokens} must be above 0 and at most max_completion_tokens {max_completion_tokens}"
         )
     soft_from = max_completion_tokens - soft_tokens
     return [0.0 - min(1.0, max(0.0, (len(ids) - soft_from) / soft_tokens)) for ids in completion_ids]

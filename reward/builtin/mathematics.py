@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DECIMAL_COMMA = re.compile(r"^([-+]?\d+),(\d+)$")
 MAX_CHECKED = 1000
-"""Rows of a data set whose gold answers are checked before a run."""
+"""Number of rows of a data set whose gold answers are checked before a run."""
 
 
 def math_accuracy(
@@ -62,7 +62,7 @@ def _with_point(text: str) -> str:
 
 
 def gold_answer(gold: Any) -> tuple[str | None, str]:
-    """Return the answer that a row's gold answer states, or None and the reason."""
+    """Return (answer, "") for a row's gold answer, or (None, reason) if it cannot be compared."""
     if gold is None or gold != gold:
         return None, "the gold answer is null"
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):

@@ -26,8 +26,8 @@ def reward_model(
     refresh_s: float = 0.0,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] scale · (score - offset) of each prompt with its completion. The sequence classification with one
-    output in folder `path` computes the score; None for a text that is longer than the model reads.
+    """Return [C] scale · (score - offset) of each prompt with its completion. The model in folder `path`, a sequence
+    classification with one output, computes the score; None for a text that is longer than the model reads.
 
     The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are
     `paceline.reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
@@ -54,7 +54,7 @@ def process_reward_model(
     **columns: Any,
 ) -> list[float | None]:
     """Return [C] scale · (score - offset) of completions. A token classification scores each step at the last token of
-    the separator behind it; the score of a completion is the `reduce` of its steps' probabilities.
+    the separator after it; the score of a completion is the `reduce` of its steps' probabilities.
 
     The settings are `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
     """

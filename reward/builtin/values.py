@@ -19,7 +19,7 @@ from paceline.reward.builtin.expressions import Node, number_of
 MAX_SIZE_BITS = 25_000
 MAX_TRANSCENDENTAL_BITS = 4_000
 MAX_WORK = 60_000_000
-"""Work limit of one comparison, about a second: values times their bits, weighted higher above 2,000 bits."""
+"""Work limit of one comparison, about a second. Work is values times their bits, weighted higher above 2,000 bits."""
 MAX_FACTORIAL = 3_000
 
 
@@ -38,7 +38,7 @@ def count_of(node: Any, kind: str) -> int:
 
 
 def point_of(names: Iterable[str], index: int, is_folded: bool) -> dict[str, Fraction]:
-    """Return symbols' values between 1/2 and 5/2, negative at the last point, the same in every process."""
+    """Return symbols' values between 1/2 and 5/2: negative at the last point, and the same in every process."""
     values = {}
     for name in names:
         key = name.casefold() if is_folded else name
@@ -55,7 +55,7 @@ def values_of(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[lis
     """
     mp, sizes = context(), [0]
     if mp.work > MAX_WORK:
-        raise TooLarge("too much work")
+        raise TooLarge("the comparison exceeds MAX_WORK")
     mp.prec = 64
     for node in nodes:
         _value(node, point, sizes)
@@ -147,7 +147,7 @@ FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "co
 FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
               "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
-"""Names in mpmath."""
+"""Names in mpmath, by names of functions."""
 
 
 def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:

@@ -40,7 +40,8 @@ def votes_of(
 
 
 def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
-    """Return whether two answers are the same vote. Without a built-in function, `math_accuracy` compares."""
+    """Return whether two answers are the same vote. `exact_match` and `choice_accuracy` compare texts, others compare
+    like `math_accuracy`."""
     if one.answer == other.answer or reward.function in ("exact_match", "choice_accuracy"):
         return one.answer == other.answer
     if reward.function == "math_accuracy" and (one.score == 1.0 or other.score == 1.0):

@@ -31,7 +31,7 @@ MODULE = "solution"
 """Name under which tests import the program."""
 FILE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}\.py")
 FUNCTION = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
-"""Name of a function, or of a method as in `Solution().add`."""
+"""Pattern of a function's name, or of a method as in `Solution().add`."""
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """Maps `testtype` (LiveCodeBench) or `type` (PRIME) of a test to whether it calls a function."""
 FURTHER_KEYS = frozenset({"testtype", "type", "fn_name", "metadata"})
@@ -66,7 +66,7 @@ class Checks:
     tests: tuple[str, ...]
     entry_point: str = ""
     setup: str = ""
-    """Python that runs before each test, behind the program."""
+    """Python code that runs after the program and before each test."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ Cases = Pairs | Calls | Checks | PytestFiles
 def read_cases(
     value: Any, kind: Kind | Literal["auto"], entry_point: Any = None, setup: Sequence[Any] = ()
 ) -> Cases | None:
-    """Return the tests in a row's value; None if it is null, which means that there are none.
+    """Return the tests in a row's value; None for null, which means that there are none.
 
     entry_point: the function for tests that do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
     Python to run before each of the asserts, as texts or lists. Raises InvalidInput for another form or no test.
@@ -105,7 +105,7 @@ def read_cases(
 
 
 def names_in(cases: Cases) -> frozenset[str]:
-    """Return names that the tests show; a program must define at least one."""
+    """Return the names that the tests use; a program must define at least one."""
     if isinstance(cases, Calls):
         return frozenset({"Solution", cases.function})
     if not isinstance(cases, Checks):
@@ -117,7 +117,8 @@ def names_in(cases: Cases) -> frozenset[str]:
 
 
 def _function_of(entry_point: Any) -> Any:
-    """Return the name of a function, from `func_name` if it is LiveCodeBench's metadata."""
+    """Return the name of a function: `func_name` if `entry_point` is LiveCodeBench's metadata, else `entry_point`
+    itself."""
     value = _parsed(entry_point)
     return value.get("func_name") if isinstance(value, Mapping) else value
 
@@ -137,7 +138,8 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text with a list or an object, also within a list of texts of objects; else `value`."""
+    """Return the value of a JSON text with a list or an object, or the values of a list of texts with objects; else
+    `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -178,12 +180,13 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
 
 
 def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
-    """Return an object for each test, and whether the tests were lists in one object, as in APPS."""
+    """Return an object for each test, and whether the row has the tests as lists in one object, as in APPS."""
     if isinstance(value, Mapping) and "test_cases" in value:  # verification_info of SYNTHETIC-1 and open-r1
         _check_keys(value, frozenset({"language", "test_cases"}), "the tests have")
         if value.get("language") not in (None, "python"):
             raise InvalidInput(
-                f"the tests are for the language {value['language']!r:.40}; keep rows of python, or make test_cases the column"
+                f"the tests are for the language {value['language']!r:.40}; keep only rows of "
+                "python, or set tests_column to the column test_cases"
             )
         value = _parsed(value["test_cases"])
     if isinstance(value, Mapping) and ("inputs" in value or "outputs" in value):
@@ -195,16 +198,18 @@ def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
     rows = [value] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping) or not {"input", "output"} <= row.keys():
-            raise InvalidInput(f"test {index} is {row!r:.60}, it has to be an object with input and output")
+            raise InvalidInput(f"test {index} is {row!r:.60}; it must be an object with input and output")
         _check_keys(row, PAIR_KEYS, f"test {index} has")
     return rows, False
 
 
 def _paired(value: Mapping[str, Any], inputs: Any, outputs: Any) -> list[Mapping[str, Any]]:
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
-        raise InvalidInput(f"inputs and outputs are {inputs!r:.40} and {outputs!r:.40}, they have to be lists")
+        raise InvalidInput(f"inputs and outputs are {inputs!r:.40} and {outputs!r:.40}; both must be lists")
     if len(inputs) != len(outputs):
-        raise InvalidInput(f"tests have {len(inputs)} inputs, but not as many outputs ({len(outputs)})")
+        raise InvalidInput(
+            f"the tests have {len(inputs)} inputs but {len(outputs)} outputs; write one output for each input"
+        )
     rest = {key: value[key] for key in FURTHER_KEYS & value.keys()}
     return [{**rest, "input": each, "output": right} for each, right in zip(inputs, outputs, strict=True)]
 
@@ -212,13 +217,13 @@ def _paired(value: Mapping[str, Any], inputs: Any, outputs: Any) -> list[Mapping
 def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := sorted(map(str, row.keys() - known)):
         raise InvalidInput(
-            f"{where} the key {unknown[0]!r}, which nothing reads; the keys are {', '.join(sorted(known))}: remove it, or write "
-            "the tests in another form"
+            f"{where} the key {unknown[0]!r}, which is unknown; the keys are {', '.join(sorted(known))}: remove it, or "
+            "write the tests in another form"
         )
 
 
 def _is_call(row: Mapping[str, Any]) -> bool:
-    """Return whether a test calls a function: decided by its type, or if it has none by its `fn_name`."""
+    """Return whether a test calls a function, by its type, or without a type by its `fn_name`."""
     kind = row.get("testtype") or row.get("type")
     if kind is None:
         return bool(row.get("fn_name"))
@@ -257,7 +262,7 @@ def _calls(
 
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-"""Values that JSON and Python write differently."""
+"""Values of texts that JSON and Python write differently."""
 
 
 def _value_of(text: Any) -> Any:
@@ -273,27 +278,27 @@ def _value_of(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text; a list has its lines."""
+    """Return an input or output as text; a list is joined as lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
         return "".join(f"{_text(each)}\n" for each in value)
     if isinstance(value, int | float):
         return str(value)
-    raise InvalidInput(f"an input or output is {value!r:.60}, it has to be text or a list of lines")
+    raise InvalidInput(f"an input or output is {value!r:.60}; it must be text or a list of lines")
 
 
 def _texts(values: Any) -> tuple[str, ...]:
     texts = tuple(values) if isinstance(values, list | tuple) else ()
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise InvalidInput(f"test {index} is {text!r:.60}, it has to be text")
+            raise InvalidInput(f"test {index} is {text!r:.60}; it must be text")
         _check_python(text, f"test {index}")
     _check_count(len(texts))
     for index, text in enumerate(texts):
         if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(ast.parse(text))):
             raise InvalidInput(
-                f"test {index} is {text!r:.60}, which asserts nothing; write tests, not encoded or as a reference"
+                f"test {index} is {text!r:.60}, which asserts nothing; write the test, not an encoding or a reference"
             )
     return texts
 
@@ -311,9 +316,9 @@ def _files(value: Any) -> PytestFiles:
     files = value if isinstance(value, Mapping) else {f"test_{MODULE}.py": value}
     for name, content in files.items():
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or name == f"{MODULE}.py":
-            raise InvalidInput(f"{name!r:.60} is no name of a test's file; write test_….py")
+            raise InvalidInput(f"{name!r:.60} is not the name of a test file; name the file test_….py")
         if not isinstance(content, str):
-            raise InvalidInput(f"the test file {name} is {type(content).__name__}, it has to be text")
+            raise InvalidInput(f"the test file {name} is {type(content).__name__}; it must be text")
     _check_count(len(files))
     return PytestFiles(dict(files))
 

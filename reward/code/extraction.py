@@ -15,19 +15,19 @@ OPENING = re.compile(
 )
 """First line of a fenced block, which may be an entry of a list."""
 BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|py)[ \t]*\n?")
-"""The same behind text on its line: `Here it is: ```python`."""
+"""First line of a fenced block behind text: `Here it is: ```python`."""
 BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
 CONTAINERS = ("markdown", "md")
 BEGIN = re.compile(r"^\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
 """Line before a program in MBPP's prompts (Austin et al. 2021)."""
 DONE = re.compile(r"^\[DONE\]", re.MULTILINE)
-"""The mark behind it: a base model does not stop there, and a stop string stays in the text."""
+"""Line after a program in MBPP's prompts. A base model does not stop there, and a stop string stays in the text."""
 DEFINED = re.compile(r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE)
 CODE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]|(?:async[ \t]+)?def[ \t]|class[ \t]|@)", re.MULTILINE
 )
 BODY = re.compile(r"[^\n]*(?:\n(?:[ \t][^\n]*|(?=\n|\Z)))*")
-"""The first line and the indented lines behind it."""
+"""A text's first line and the indented lines after it."""
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
@@ -38,7 +38,7 @@ def program_of(
     *,
     python: bool = True,
 ) -> str | None:
-    """Return the program that a completion states; None for `block` without a block.
+    """Return the program in a completion; None for `block` without a block.
 
     The last fenced block of the answer counts, because a model may try others before. Blocks that define one of `names`
     take precedence, then those in Python (`python`). A block without a language that is not a program, such as an
@@ -109,7 +109,7 @@ def defined_in(code: str) -> set[str]:
 
 
 def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[str]:
-    """Return the possible programs of a completion of a prompt in code; the first that loads counts.
+    """Return the programs that a completion may mean if its prompt is code. The first one that loads counts.
 
     A program that defines `entry_point` is put behind what the prompt has before its own definition: imports, and
     functions to be called. Any other continues the prompt, as in HumanEval, to the end of the function if the rest does
@@ -130,7 +130,8 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
 
 
 def _heads(prompt: str, name: str) -> Iterator[str]:
-    """Yield the code in a prompt: a fenced block, or the prompt and its part from the first line of code on."""
+    """Yield the code in a prompt: its fenced block, or the whole prompt and then its part from the first line of code
+    on."""
     code = program_of(prompt, "block", frozenset({name}))
     if code is not None and name in defined_in(code):
         yield code

@@ -52,7 +52,7 @@ class CaseResult:
 
 
 def reward_of(results: Sequence[CaseResult], score: Literal["all", "share"]) -> float:
-    """Return 1 if all tests passed, else 0; or the share of passed tests. Without tests the reward is 0."""
+    """Return 1 if all tests passed, else 0; or the share of passed tests (`score`). Without tests the reward is 0."""
     passed = sum(result.state == "passed" for result in results)
     if score == "share":
         return passed / len(results) if results else 0.0
@@ -74,7 +74,7 @@ def describe(results: Sequence[CaseResult]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text in one line; a long one is cut in the middle."""
+    """Return a text as one line. The middle of a long text is cut out."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(line) <= MAX_DETAIL:
         return line
@@ -83,16 +83,17 @@ def shortened(text: str) -> str:
 
 HARNESS = "harness.py"
 LOAD_S = 1.0
-"""Seconds for the interpreter and the harness in addition to those of the tests."""
+"""Seconds for starting the interpreter and the harness, in addition to the seconds of the tests."""
 STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
-"""States that the harness reports."""
+"""States of a test that the harness reports."""
 
 
 def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
     """Return the outcome of each test. Checks and calls test the first program that loads if there are `others`. Raises
-    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the tests cannot run here."""
+    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
+    tests."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)
     return _grade_in_harness([program, *others], cases, sandbox, settings)
@@ -133,7 +134,7 @@ def _compared(outcome: Outcome, right: str, compare: Compare, tolerance: float) 
 def _grade_in_harness(
     programs: list[str], cases: Calls | Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
 ) -> list[CaseResult]:
-    """Run the tests in one process, and after a test that ended it the remaining ones in another."""
+    """Run the tests in one process. After a test that ends it, run the remaining ones in a new process."""
     files, request = _request(programs, cases, settings)
     # The first run counts the tests of pytest.
     count = None if isinstance(cases, PytestFiles) else len(request["tests"])
@@ -189,7 +190,7 @@ def _request(
 
 
 def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
-    """Return a function that decides by the index and the JSON text whether a value is right."""
+    """Return a function that decides, by a call's index and its result as JSON text, whether the result is right."""
 
     def judged(index: int, text: str) -> bool:
         try:
@@ -206,15 +207,15 @@ class Report:
     """The reported results of one run of the harness."""
 
     results: list[CaseResult]
-    """Results from the first test on, without a gap."""
+    """Results of consecutive tests, from the first test that was run."""
     count: int | None
-    """Number of tests, if the harness finds it."""
+    """Number of tests, if the harness reported it."""
     loaded: bool
     """True if the program was loaded and the tests began."""
 
 
 def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str], bool] | None) -> Report:
-    """Return the harness's report. `judged` decides which calls passed. Raises RuntimeError if tests cannot run here."""
+    """Return the harness's report. `judged` decides which calls passed. Raises RuntimeError if tests cannot run."""
     results: list[CaseResult] = []
     count, loaded = None, False
     for line in stdout.decode(errors="replace").splitlines():

@@ -31,15 +31,16 @@ from typing import Any
 
 MODULE = "solution"
 HARD_S = 0.3
-"""Seconds beyond a test's limit after which the process ends."""
+"""Seconds after a test's time limit at which the process ends."""
 MAX_TEXT = 300
 PRESUMED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules that programs with calls and LiveCodeBench's expect, with all names (its `testing_util.py`)."""
+"""Modules whose names are predefined for programs with calls and for LiveCodeBench's, as in its `testing_util.py`.
+"""
 MAX_RECURSION = 50_000
-"""Limit of recursion for these programs."""
+"""Recursion limit for programs with predefined names."""
 
 
 class TimeUp(BaseException):
@@ -53,14 +54,14 @@ class Report:
         self._word, self._write = word, os.write
         self._out = os.dup(1)
         self.errors = os.dup(2)
-        """Standard error, also if pytest captures it."""
+        """Descriptor of standard error, also if pytest captures it."""
         os.dup2(2, 1)
 
     def line(self, *parts: object) -> None:
         self.value(" ".join(map(str, parts))[: 2 * MAX_TEXT].replace("\n", "\\n"))
 
     def value(self, text: str) -> None:
-        """Write one line of any length."""
+        """Write `text` as one line of any length."""
         data = f"{self._word} {text}\n".encode(errors="replace")
         while data:
             data = data[self._write(self._out, data) :]
@@ -117,7 +118,8 @@ def _run_checks(request: dict[str, Any], report: Report) -> None:
 
 
 def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
-    """Run the first of the programs that loads, as the module. Return the outcome; if all fail, the first failure."""
+    """Execute the programs until one loads as the module, and return its outcome. If none loads, return the first
+    failure."""
     outcomes = []
     for source in request["programs"]:
         module = types.ModuleType(MODULE)
@@ -138,7 +140,8 @@ def _execute(source: str, module: types.ModuleType) -> None:
 
 
 def _presume() -> dict[str, Any]:
-    """Return Python's built-in names and the presumed ones, and raise the limits of recursion and of digits."""
+    """Return Python's built-in names with the names of the predefined modules, and raise the limits of recursion and
+    digits."""
     sys.setrecursionlimit(MAX_RECURSION)
     sys.set_int_max_str_digits(0)
     libraries = {name: importlib.import_module(name) for name in PRESUMED}
@@ -181,7 +184,7 @@ def _call(arguments: list[Any], function: str, module: types.ModuleType, returne
 
 
 def _function(name: str, names: dict[str, Any]) -> Any:
-    """Return the function that the program defines, a method of `Solution`, or the one that `Solution().add` names."""
+    """Return the function that the program defines, a method of `Solution`, or what `Solution().add` names."""
     owner = names.get("Solution")
     if "." not in name and owner is not None and hasattr(owner, name):
         return getattr(owner(), name)
@@ -198,7 +201,7 @@ def _with_int_keys(value: Any) -> Any:
 
 
 class Clock:
-    """Enforces the time limit of one test."""
+    """Enforces the time limit of each test."""
 
     def __init__(self, time_s: float, errors: int) -> None:
         self.time_s, self._errors = time_s, errors
@@ -219,7 +222,7 @@ class Clock:
                 continue
 
     def timed(self, run: Callable[[], object]) -> tuple[str, str, str]:
-        """Return the state, the seconds and the error text of a call."""
+        """Call `run`, and return the state, the seconds and the error text of the call."""
         started_s = time.perf_counter()
         try:
             try:

@@ -15,54 +15,56 @@ from paceline.reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SHARE_OF_CALL = 0.9
-"""Part of `timeout_s` that the programs of a group may use; the rest is for the sandbox and the answer."""
+"""Share of `timeout_s` that the programs of a group may use. The rest is for the sandbox and the answer."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
 class CodeSettings(Section):
-    """`code_tests`."""
+    """Settings of `code_tests`."""
 
     sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
-    """Isolation of the programs: auto takes the first that holds on the worker's host, else refuses the run."""
+    """Isolation of the programs. `auto` is the first kind that works on the worker's host; if none does, the run is
+    refused."""
     url: str | None = None
-    """Address of `remote`."""
+    """URL of the sandbox `remote`."""
     readable: tuple[str, ...] = ()
     """Further absolute paths that programs may read."""
     tests_column: Annotated[str, Field(min_length=1)] = "tests"
-    """Column with the tests of a row; null gives None."""
+    """Column with the tests of a row; a null value gives the reward None."""
     kind: Kind | Literal["auto"] = "auto"
-    """Form of the tests; auto recognises it from the value."""
+    """Form of the tests. `auto` recognises it from the value."""
     entry_point_column: Annotated[str, Field(min_length=1)] = "entry_point"
     """Column with the function's name if tests do not name it (`humaneval`), or LiveCodeBench's `metadata`."""
     setup_columns: tuple[str, ...] = ("test_setup_code", "test_imports")
     """Columns with Python that runs before each of the `asserts`, as in MBPP; missing columns are ignored."""
     score: Literal["all", "share"] = "all"
-    """Reward: 1 if all tests pass, else 0; or the share of tests that pass."""
+    """Reward. `all`: 1 if all tests pass, else 0; `share`: the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
     """Command of a program with pairs of input and output, beside the program; `python` is the worker's interpreter."""
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
-    """The program in a completion: its last fenced block, without one all (auto) or nothing (block); none takes all."""
+    """Part of a completion that is the program: its last fenced block; without one all of it (`auto`) or nothing
+    (`block`); all of it (`none`)."""
     compare: Compare = "lines"
-    """Comparison of outputs: lines without white space at their ends, only the words, lines that are equal or have
-    equal numbers (decimals: the rule of tests with a `testtype`, if this is not set), or every byte."""
+    """Comparison of outputs. `lines`: without white space at their ends; `tokens`: only the words; `decimals`: lines
+    that are equal or have equal numbers, the default for tests with a `testtype`; `exact`: every byte."""
     tolerance: NonNegativeFloat = 0.0
     """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""
     time_s: PositiveFloat = 3.0
-    """Time limit of one test."""
+    """Seconds that one test may take."""
     total_time_s: PositiveFloat = 6.0
-    """Time limit of all tests of one completion; tests that are left then have not passed."""
+    """Seconds that all tests of one completion may take; tests that have not run by then have not passed."""
     parallel: PositiveInt = 2
-    """Programs that one call runs at the same time; a worker runs as many for each of its `--processes`."""
+    """Programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program, see the sandbox's limit of that name."""
+    """Memory of a program in MiB, see the sandbox's limit of that name."""
     processes: PositiveInt = 1
     """Concurrent processes of a program; `landlock` allows 1."""
     disk_mb: PositiveInt = 64
-    """Files of a program."""
+    """Size of a program's files in MiB."""
     output_bytes: PositiveInt = 1 << 20
-    """Output of a program."""
+    """Largest output of a program, in bytes."""
 
     @property
     def columns(self) -> set[str]:
@@ -84,7 +86,7 @@ class CodeSettings(Section):
         return cases
 
     def longest_s(self, num_completions: int) -> float:
-        """Return the seconds of a call in which every program uses all its time."""
+        """Return the seconds of a call if every program uses all of its time."""
         return math.ceil(num_completions / self.parallel) * self.total_time_s / SHARE_OF_CALL
 
     def limits(self, time_s: float) -> Limits:
@@ -98,7 +100,7 @@ class CodeSettings(Section):
         )
 
     def make_sandbox(self) -> Sandbox:
-        """Return the sandbox. Raises InvalidInput if it does not hold on this host."""
+        """Return the sandbox. Raises InvalidInput if it does not isolate programs on this host."""
         return make_sandbox(self.sandbox, readable=self.readable, url=self.url)
 
     def check_host(self) -> None:
@@ -115,8 +117,8 @@ class CodeSettings(Section):
         if (longest_s := self.longest_s(num_completions)) > timeout_s:
             raise InvalidInput(
                 f"{num_completions} programs of up to total_time_s {self.total_time_s:g}, {self.parallel} at a time (parallel), "
-                f"may take {longest_s:.0f} s, but timeout_s of the function is {timeout_s:g}; set timeout_s to that, or change "
-                "one of the others"
+                f"may take {longest_s:.0f} s, but timeout_s of the function is {timeout_s:g}; raise timeout_s "
+                "to that, or change total_time_s or parallel"
             )
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ FILE = "answers-1.sqlite"
 DEFAULT_MB = 1024
 BUSY_S = 5.0
 REMOVED_SHARE = 0.2
-"""Share of the rows that is deleted at the limit, oldest first."""
+"""Share of the rows that are deleted when the file reaches its limit, oldest first."""
 WRITES_PER_CHECK = 64
 
 
@@ -85,7 +85,7 @@ class AnswerCache:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[sqlite3.Connection | None]:
-        """Yield the open file, or None if it cannot be used. A fault disables the file, with one warning."""
+        """Yield the open file, or None if it cannot be used. After a fault the cache stays off, with one warning."""
         if self._db is None and not self._unusable:
             try:
                 self._db = _opened(self._path)

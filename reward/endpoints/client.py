@@ -29,7 +29,7 @@ from paceline.errors import Unreadable
 from paceline.reward.endpoints.settings import EndpointSettings
 
 MAX_PAUSE_S = 300.0
-"""Longest pause that a service may request."""
+"""Longest pause that a service may request, in seconds."""
 
 
 class RequestRate:
@@ -74,13 +74,13 @@ LONGEST_BACKOFF_S = 30.0
 SHOWN_CHARS = 6
 REFUSED = (400, 413, 422)
 LASTING = (401, 403, 404, 405, 407)
-"""Statuses that a retry would get again, because a person must correct the key, model or URL."""
+"""HTTP statuses that a retry would get again, because a person must correct the key, the model or the URL."""
 
 Count = Callable[[str, float], None]
 """Adds a value to one of the function's sums: `requests`, `failed`, `prompt_tokens`, …"""
 
 _rates: dict[tuple[str, str], RequestRate] = {}
-"""Rates by URL and model, shared by all calls of the process."""
+"""Request rates by URL and model. All calls of the process share them."""
 
 
 class EndpointUnavailable(ConnectionError):
@@ -199,7 +199,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     async for part in answer.content.iter_chunked(1 << 16):
         size_bytes += len(part)
         if size_bytes > MAX_ANSWER_BYTES:
-            raise BadAnswer(f"it answered more than {MAX_ANSWER_BYTES >> 20} MB")
+            raise BadAnswer(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB")
         parts.append(part)
     return b"".join(parts)
 
@@ -208,9 +208,9 @@ def _object(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadAnswer(f"it answered {text[:40]!r}, which is not JSON") from None
+        raise BadAnswer(f"the answer {text[:40]!r} is not JSON") from None
     if not isinstance(found, dict):
-        raise BadAnswer(f"it answered {type(found).__name__}, not an object")
+        raise BadAnswer(f"the answer is {type(found).__name__}, not an object")
     return found
 
 

@@ -18,7 +18,7 @@ from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
-"""Allowed ends of the names of variables and files with a key, so that a spec cannot have another secret sent."""
+"""Names of variables and files with a key must end in these, so that a spec cannot have another secret sent."""
 MAX_KEY_CHARS = 4096
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -28,7 +28,7 @@ class EndpointSettings(Section):
     """One OpenAI-compatible service."""
 
     base_url: str
-    """URL up to and including the version, without a route: `http://127.0.0.1:8000/v1`."""
+    """URL up to and including the version, such as `http://127.0.0.1:8000/v1`, without a route."""
     model: str
     """Name of the model in requests."""
     api_key_env: str | None = None
@@ -38,13 +38,14 @@ class EndpointSettings(Section):
     max_concurrency: PositiveInt = 32
     """Concurrent requests of the whole reward pool, divided among its processes; each has at least one."""
     max_requests_per_minute: PositiveFloat | None = None
-    """Requests in a minute of the whole reward pool, divided among its processes; null is no limit."""
+    """Requests per minute of the whole reward pool, divided among its processes; null for no limit."""
     attempts: PositiveInt = 4
     """Attempts at a request before the service counts as unavailable."""
     first_backoff_s: NonNegativeFloat = 0.5
-    """Pause after the first failed attempt, then doubled up to 30 s; a longer `Retry-After` takes precedence."""
+    """Seconds of pause after the first failed attempt, then doubled up to 30. A longer `Retry-After` takes precedence.
+    """
     request_timeout_s: PositiveFloat = 60.0
-    """Time limit of one attempt."""
+    """Time limit of one attempt, in seconds."""
     cache: bool = True
     """Keep answers on the worker's disk, so that a repeated question costs nothing."""
     prompt_price: NonNegativeFloat = 0.0
@@ -52,7 +53,7 @@ class EndpointSettings(Section):
     completion_price: NonNegativeFloat = 0.0
     """Price of a million completion tokens."""
     extra_body: dict[str, JsonValue] = {}
-    """Further fields of each request; they replace those that are set here, and null removes one."""
+    """Further fields of each request. They replace fields of the same name, and null removes a field."""
 
     @field_validator("base_url")
     @classmethod
@@ -61,13 +62,13 @@ class EndpointSettings(Section):
             parts = urlsplit(url)
             named = bool(parts.hostname) and (parts.port or 1) > 0
         except ValueError:
-            raise ValueError("it is not a URL; write http://HOST:PORT/v1") from None
+            raise ValueError("the URL is invalid; write http://HOST:PORT/v1") from None
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(
-                "it has a user, password or query; write the plain URL, and the key's variable in api_key_env"
+                "the URL has a user, password or query; write the plain URL, and the key's variable in api_key_env"
             )
         if parts.scheme not in ("http", "https") or not named:
-            raise ValueError("it is not an http or https URL; write http://HOST:PORT/v1")
+            raise ValueError("the URL is not an http or https URL; write http://HOST:PORT/v1")
         return url.rstrip("/")
 
     @model_validator(mode="after")
@@ -75,11 +76,11 @@ class EndpointSettings(Section):
         if self.api_key_env is not None and self.api_key_file is not None:
             raise ValueError("api_key_env and api_key_file are both set; keep one")
         if self.api_key_env is not None and not self.api_key_env.endswith(KEY_VARIABLE):
-            raise ValueError(f"api_key_env has to name a variable that ends in {KEY_VARIABLE}")
+            raise ValueError(f"api_key_env must name a variable that ends in {KEY_VARIABLE}")
         if self.api_key_file is not None:
             path = Path(self.api_key_file)
             if not path.is_absolute() or not path.name.endswith(KEY_FILES):
-                raise ValueError(f"api_key_file has to be an absolute path that ends in {KEY_FILES[0]}")
+                raise ValueError(f"api_key_file must be an absolute path that ends in {KEY_FILES[0]}")
         return self
 
     def key(self) -> str:
@@ -103,7 +104,7 @@ class EndpointSettings(Section):
 def checked_settings(kind: type[SectionT], values: object, what: str) -> SectionT:
     """Return validated settings, called `what` in messages. Raises InvalidInput that names a field, never a value."""
     if not isinstance(values, Mapping):
-        raise InvalidInput(f"{what} is {type(values).__name__}, it has to be a mapping")
+        raise InvalidInput(f"{what} is {type(values).__name__}; it must be a mapping")
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:

@@ -26,7 +26,7 @@ Messages = list[dict[str, str]]
 Parse = Callable[[str], Verdict | None]
 
 REASKED_SEED = 1_000_003
-"""Added to the seed when a vote is retried, because the same seed may give the same answer."""
+"""Number that is added to the seed when a vote is retried, because the same seed may give the same answer."""
 _without_schema: set[tuple[str, str]] = set()
 """Services and models that refused `response_format`."""
 
@@ -46,7 +46,7 @@ class Panel:
         count: Count,
         verdict: dict[str, Any],
     ) -> None:
-        """`verdict` is the JSON schema of the verdict's field, by its name."""
+        """`verdict` maps the name of the verdict's field to its JSON schema."""
         self._settings, self._endpoint, self._count = settings, endpoint, count
         self._cache = cache if settings.endpoint.cache else None
         self._schema = {
@@ -60,7 +60,7 @@ class Panel:
         self._refusal = ""
 
     async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:
-        """Return the verdicts of each question that have arrived at the end or the deadline.
+        """Return the verdicts of each question that have arrived by the end or by the deadline.
 
         Raises EndpointUnavailable if the service gave no answer in time (unless `when_unavailable` is none), and
         RequestRefused if it refused every question.
@@ -165,9 +165,9 @@ class Panel:
         try:
             text = answer["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
-            raise BadAnswer("it has no choices[0].message.content") from None
+            raise BadAnswer("the answer has no choices[0].message.content") from None
         if not isinstance(text, str):
-            raise BadAnswer(f"its message is {type(text).__name__}, not text")
+            raise BadAnswer(f"the message in the answer is {type(text).__name__}, not text")
         return text
 
     def _format(self, kind: str) -> dict[str, Any]:

@@ -94,27 +94,27 @@ class JudgeSettings(Section):
     rubric: Annotated[str, Field(min_length=1)]
     """Criteria for the judge."""
     system: str | None = None
-    """System message in place of the built-in one, with `{rubric}` and the scale. It has to ask for the JSON object."""
+    """System message in place of the built-in one, with `{rubric}` and the scale. It must ask for the JSON object."""
     votes: PositiveInt = 1
     """Answers to each question, each with its own seed."""
     min_votes: PositiveInt | None = None
-    """Fewest answers with a verdict; default more than half of the votes."""
+    """Fewest answers with a verdict. Default: more than half of the votes."""
     temperature: float | Literal["auto"] | None = "auto"
-    """Sampling temperature; auto is 0 for one vote and 0.7 for several, null leaves it to the service."""
+    """Sampling temperature. `auto` is 0 for one vote and 0.7 for several votes; null leaves it to the service."""
     max_tokens: PositiveInt = 1024
-    """Limit of an answer."""
+    """Most tokens of an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """Way to enforce the JSON object: `response_format` of that type, or only by the prompt. auto takes json_schema,
-    and none after the service has refused it."""
+    """How the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`). `auto` takes
+    `json_schema`, or `none` after the service has refused it."""
     answer_attempts: PositiveInt = 2
     """Attempts for one vote while the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
-    """If the service gives no answer: wait and score the group later, None for these completions, or a failed attempt.
-    """
+    """If the service gives no answer: `wait` to score the group later, `none` to give these completions None, `fail` to
+    fail the attempt."""
     when_no_verdict: Literal["none", "fail"] = "none"
-    """If too few answers have a verdict: None for the completion, or a failed attempt."""
+    """If too few answers have a verdict: `none` to give the completion None, `fail` to fail the attempt."""
     reasoning: bool = False
-    """Show the judge the whole completion instead of only its answer."""
+    """True if the judge reads the whole completion instead of only its answer."""
     seed: int = 0
     """Seed of the first vote."""
 
@@ -125,7 +125,7 @@ class JudgeSettings(Section):
 
     @property
     def used_temperature(self) -> float | None:
-        """Return the temperature of a request; None leaves it to the service."""
+        """Return the temperature of a request. None leaves it to the service."""
         if self.temperature == "auto":
             return 0.0 if self.votes == 1 else 0.7
         return self.temperature
@@ -150,11 +150,11 @@ class ScoreSettings(JudgeSettings):
     template: str = SCORE_TEMPLATE
     """Message with `{prompt}`, `{completion}` and any column in braces."""
     min_score: float = 1.0
-    """Worst score; the reward is 0 there."""
+    """Worst score, for which the reward is 0."""
     max_score: float = 10.0
-    """Best score; the reward is 1 there."""
+    """Best score, for which the reward is 1."""
     vote: Vote = "mean"
-    """Combination of the votes."""
+    """How votes are combined."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ScoreSettings:
@@ -175,17 +175,19 @@ class PairSettings(JudgeSettings):
     template: str = PAIR_TEMPLATE
     """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """Scores from the comparisons: the share of wins, or the chances of a win by the strengths of Bradley and Terry."""
+    """How the comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley and
+    Terry."""
     max_pairs: PositiveInt | None = None
-    """Pairs of a group that are compared, spread evenly over the completions; default all."""
+    """Number of a group's pairs that are compared, spread evenly over the completions. Default: all pairs."""
     reference_column: str | None = None
-    """Compare each completion with this column's text instead of with each other; the reward is its share of wins."""
+    """Column whose text each completion is compared with, instead of the other completions. The reward is the share of
+    wins."""
 
     @model_validator(mode="after")
     def _check_template(self) -> PairSettings:
         missing = {"completion_a", "completion_b"} - placeholders(self.template)
         if missing:
-            raise ValueError(f"template has no {{{min(missing)}}}; both completions have to be shown")
+            raise ValueError(f"template has no {{{min(missing)}}}; it must show both completions")
         return self
 
     @property

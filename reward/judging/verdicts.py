@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MAX_TEXT = 1 << 16
-"""Characters at the end of an answer that are searched."""
+"""Characters at the end of an answer that are searched for a verdict."""
 PREFERENCES = {"a": 1.0, "b": 0.0, "tie": 0.5}
-"""Value of an answer for the completion that was shown first."""
+"""Maps a judge's preference to the score of the completion that was shown first."""
 
 Vote = Literal["mean", "median", "majority"]
 
 
 class Verdict(NamedTuple):
-    """A judge's verdict with its reasons: a score on its scale, or 1, 0.5 or 0 for the first of a pair."""
+    """A judge's verdict with its reasons: a score on the scale, or 1, 0.5 or 0 for the first completion of a pair."""
 
     value: float
     reasoning: str
@@ -57,7 +57,8 @@ def pair_verdict(text: str) -> Verdict | None:
 
 
 def combined(values: Sequence[float], vote: Vote) -> float:
-    """Return the mean, the median or the most frequent of one or more values; of equally frequent ones their mean."""
+    """Return the mean, the median or the most frequent of one or more values; the mean of several equally frequent
+    ones."""
     if vote == "mean":
         return statistics.fmean(values)
     if vote == "median":
@@ -92,8 +93,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Wins that each side of a compared pair gets in advance, so that a completion that always won has a finite strength.
-"""
+"""Wins that each completion of a compared pair gets in advance, so that one that always won has a finite strength."""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 
@@ -113,7 +113,8 @@ def balanced_pairs(num_completions: int, max_pairs: int | None = None) -> list[P
 
 
 def win_rates(num_completions: int, results: Mapping[Pair, float]) -> list[float | None]:
-    """Return [C] mean result of each completion's comparisons, a tie as half; None for one that was never compared.
+    """Return [C] mean result of each completion's comparisons, a tie as half a win; None for one that was never
+    compared.
 
     results: for a pair (i, j) the share of wins of i, from 0 to 1.
     """

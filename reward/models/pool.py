@@ -72,7 +72,7 @@ class RewardModels:
 
 
 LOAD_TIMEOUT_S = 1800.0
-"""Time limit of loading a model, including its transfer from a URL."""
+"""Time limit of loading a model, in seconds, including its transfer from a URL."""
 
 
 class ModelProcess:

@@ -68,7 +68,7 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """The server's name of the model, whose weights only a person replaces."""
+        """Version of the weights: the server's name of the model, which only a person replaces."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
@@ -77,8 +77,8 @@ class PooledScorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """As `Scorer.scores`, with concurrent requests of `max_batch_tokens` each. Raises EndpointUnavailable if the
-        server gives no answer, InvalidInput for an invalid answer."""
+        """Return scores like `Scorer.scores`, by concurrent requests of `max_batch_tokens` each. Raises
+        EndpointUnavailable if the server gives no answer, InvalidInput for an invalid answer."""
         found: list[list[float] | None] = [None] * len(texts)
         fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         lengths = [len(texts[index].ids) for index in fitting]
@@ -110,7 +110,7 @@ class PooledScorer:
                 raise InvalidInput(f"the server of the reward model {self.version}: {error}") from None
 
     def _score(self, text: Text, outputs: Any) -> list[float]:
-        """Return the score, or those of the steps. Raises InvalidInput for outputs of another shape."""
+        """Return the score, or the scores of the steps. Raises InvalidInput for outputs of another shape."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         shape = (len(text.ids), self._num_outputs) if by_step else (1,)
         try:
@@ -142,7 +142,7 @@ def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
     if isinstance(rows, list):
         found = {row.get("index"): row.get("data") for row in rows if isinstance(row, dict)}
     if sorted(found, key=str) != sorted(range(count), key=str):
-        raise BadAnswer(f"it answered {str(answer)[:200]}, which does not have one result for each of {count} texts")
+        raise BadAnswer(f"the answer {str(answer)[:200]} does not have one result for each of {count} texts")
     return [found[index] for index in range(count)]
 
 

@@ -51,7 +51,7 @@ class Scorer:
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
     ) -> list[list[float] | None]:
-        """Return the scores of each text, one, or one for each step; None for a text that is too long.
+        """Return each text's scores: one, or one for each step; None for a text that is too long.
 
         `ran` is called with the texts of each pass. Raises InvalidInput for a score that is not finite, torch's errors.
         """
@@ -83,7 +83,7 @@ class Scorer:
 
 
 def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) -> list[float]:
-    """Return [S] probabilities of the steps being right, from the outputs at their ends."""
+    """Return [S] probabilities that the steps are right, from the outputs at their ends."""
     if logits_SL.shape[-1] == 1:
         chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
     else:
@@ -124,7 +124,7 @@ def load_scorer(settings: ModelSettings) -> Scorer:
 
 
 def longest_text(config: Any) -> int:
-    """Return the tokens of the longest text that a model reads."""
+    """Return the number of tokens of the longest text that a model reads."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
 
 
@@ -145,7 +145,8 @@ def device_of(settings: ModelSettings) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise Unreadable(
-            f"reward model {settings.path!r}: device {name!r}, but the worker sees {gpus} GPUs; set device, or cluster.reward_gpus"
+            f"reward model {settings.path!r}: device is {name!r}, but the worker sees {gpus} GPUs; change device or "
+            "cluster.reward_gpus"
         )
     return device
 
@@ -173,7 +174,7 @@ class Text(NamedTuple):
 
     ids: list[int]
     places: list[int]
-    """Tokens whose outputs count: the ends of steps; empty if the model itself finds the last token."""
+    """[S] indices of tokens whose outputs count: the ends of steps; empty if the model itself finds the last token."""
 
 
 class TextEncoder:
@@ -248,7 +249,8 @@ def located(path: str) -> str:
 
 
 def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
-    """Return the argument of transformers' `from_pretrained`, and the version of the files; both change with them.
+    """Return the argument of transformers' `from_pretrained`, and the version of the files. Both change when the files
+    change.
 
     Files of a URL are copied to this host, with `weights` or without. Raises Unreadable if they cannot be read now,
     InvalidInput for an unknown URL.

@@ -27,7 +27,7 @@ from paceline.user_code.frames import encode, receive
 log = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-"""Groups that are scored in common passes."""
+"""Most groups that are scored in common passes."""
 
 
 def main() -> None:
@@ -97,8 +97,8 @@ class ModelServer:
         return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a reply to each request. Groups share passes; if one fails, each is scored alone, so that only the
-        faulty one fails."""
+        """Return a reply to each request. Groups share passes. If a pass fails, each group is scored alone, so that
+        only the faulty one fails."""
         newer = self._newer
         if newer is not None and newer is not self._scorer:
             log.info("the reward model %s scores with version %s now", self._settings.path, newer.version)

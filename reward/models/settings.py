@@ -22,22 +22,22 @@ class ModelSettings(Section):
     """Folder, fsspec URL, name on the hub, or a folder of exports (its newest step is used). With `endpoint` only its
     tokenizer and config.json are read."""
     endpoint: EndpointSettings | None = None
-    """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`.
+    """vLLM's server that holds the model, for a model that is larger than a GPU. Its `base_url` ends before `/pooling`.
     """
     scale: float = 1.0
-    """The score is multiplied by this after `offset` was subtracted."""
+    """Factor of the score, after `offset` was subtracted from it."""
     offset: float = 0.0
-    """Subtracted from the score."""
+    """Number that is subtracted from the score."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Arguments of the model's chat template."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$")] = "auto"
-    """Device of the model: `cuda:1` is the second GPU that the worker sees; auto the first GPU, else the CPU."""
+    """Device of the model. `cuda:1` is the second GPU that the worker sees; `auto` is the first GPU, else the CPU."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights: auto is bfloat16 on GPUs, else float32."""
+    """Type of the weights. `auto` is bfloat16 on GPUs, else float32."""
     max_batch_tokens: PositiveInt = 16384
-    """Tokens of one pass, padding included; a longer text is a pass alone."""
+    """Most tokens of a forward pass, including padding. A longer text has its own pass."""
     refresh_s: NonNegativeFloat = 0.0
-    """Seconds between two checks for other weights at `path`, which replace the present ones; 0 is never."""
+    """Seconds between two checks for other weights at `path`, which then replace the loaded ones; 0 for no checks."""
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> ModelSettings:
@@ -45,7 +45,8 @@ class ModelSettings(Section):
             value = getattr(self, name)
             if self.endpoint is not None and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; set it there"
+                    f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; "
+                    "set it on the server"
                 )
         return self
 
@@ -58,11 +59,12 @@ class ProcessModelSettings(ModelSettings):
     """`process_reward_model`: a token classification that scores each step of a completion."""
 
     step_separator: Annotated[str, Field(min_length=1)] = "\n\n"
-    """Text between two steps; the model scores a step at the last token of the separator behind it."""
+    """Text between two steps. The model scores a step at the last token of the separator after it."""
     reduce: Literal["min", "product", "mean", "last"] = "min"
     """Combination of the steps' scores."""
     positive_label: Annotated[int, Field(ge=0)] = 1
-    """Output whose probability is the score of a step; for a model with one output it is the sigmoid."""
+    """Index of the output whose probability is the score of a step. A model with one output gives its sigmoid instead.
+    """
 
 
 def model_settings(function: str, kwargs: object) -> ModelSettings:
@@ -72,14 +74,15 @@ def model_settings(function: str, kwargs: object) -> ModelSettings:
 
 
 MAX_LABEL = 40
-"""Characters of a function's label in the names of columns."""
+"""Most characters of a function's label in the names of additional columns."""
 
 
 def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: int) -> list[float | None]:
-    """Return [C] scale · (score - offset), with the combined score of steps; None without a score. Raises InvalidInput."""
+    """Return [C] scale · (score - offset), where the scores of steps are combined first; None without a score. Raises
+    InvalidInput."""
     scores = reply.get("scores")
     if not isinstance(scores, list) or len(scores) != num_completions:
-        raise InvalidInput(f"its process has not sent a score for each of {num_completions} completions")
+        raise InvalidInput(f"did not get a score for each of {num_completions} completions from its model")
     return [_reward(values, settings) for values in scores]
 
 
@@ -108,7 +111,7 @@ def _reward(values: Any, settings: ModelSettings) -> float | None:
     if values is None:
         return None
     if not isinstance(values, list) or not values or not all(_is_finite(value) for value in values):
-        raise InvalidInput("its process sent something other than a list of finite scores")
+        raise InvalidInput("got something other than a list of finite scores from its model")
     score = reduced(values, settings.reduce) if isinstance(settings, ProcessModelSettings) else values[0]
     return settings.scale * (score - settings.offset)
 

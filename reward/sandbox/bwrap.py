@@ -21,9 +21,9 @@ from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
-"""bwrap on the outside, and the first process of the pid namespace."""
+"""Processes besides the program's: bwrap, and the first one of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
-"""Options of the oldest accepted version (0.8)."""
+"""Options of bwrap 0.8, the oldest accepted version."""
 
 
 class BwrapSandbox:
@@ -96,7 +96,8 @@ class InnerFolder:
     """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in it, read through a process that has it mounted. An entry counts as at least ENTRY_BYTES."""
+        """Return the bytes in the tmpfs, read through a process that has it mounted. An entry counts as at least
+        ENTRY_BYTES."""
         for pid in reversed(pids):
             with contextlib.suppress(OSError):
                 state = os.statvfs(f"/proc/{pid}/root{FOLDER}")

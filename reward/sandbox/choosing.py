@@ -34,7 +34,7 @@ from paceline.reward.sandbox.supervisor import LOOK_S, supervise
 from paceline.reward.sandbox.workspace import Workspace
 
 MIN_ABI = 3
-"""The first version that restricts truncation (Linux 6.2)."""
+"""First ABI version of Landlock that restricts truncation (Linux 6.2)."""
 
 
 class LandlockSandbox:
@@ -52,7 +52,7 @@ class LandlockSandbox:
             raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """As `Sandbox.run`. Raises InvalidInput for more than one process."""
+        """Run a program like `Sandbox.run`. Raises InvalidInput for more than one process."""
         check_request(argv, files, stdin)
         if limits.processes > 1:
             raise InvalidInput(
@@ -91,7 +91,8 @@ print("the program ran")
 
 
 def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str | None = None) -> Sandbox:
-    """Return a sandbox that holds here. readable: further absolute paths that programs may read; url: of `remote`.
+    """Return a sandbox that isolates programs on this host. readable: further absolute paths that programs may read;
+    url: of `remote`.
 
     Raises InvalidInput for an unknown name, or if nothing holds, with the reason of each backend.
     """
@@ -121,7 +122,7 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
 
 
 def probe(name: str, readable: Readable) -> Sandbox | str:
-    """Return the local backend `name` if it isolates a program here, else the reason why not."""
+    """Return the local backend `name` if it isolates a program on this host, else the reason why not."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))
@@ -193,7 +194,7 @@ MEANS = {
         "memory limit": "address space (RLIMIT_AS)",
     },
 }
-"""The mechanism for each goal, by backend."""
+"""Mechanism for each goal, by backend."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,9 @@ class Report:
     holding: tuple[str, ...]
     """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
-    """Reasons of the backends that do not hold."""
+    """Reasons of the backends that do not hold, by backend."""
     means: dict[str, str]
-    """Mechanisms of the first that holds, for files, network, processes, memory and kernel; empty if none holds."""
+    """Mechanisms of the first backend that holds, by goal: files, network, processes, memory limit, kernel."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
@@ -227,7 +228,7 @@ def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = No
 def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], bytes] | None = None) -> str:
     """Return a description of the kernel, which every local backend shares with this process."""
     if b"gVisor" in (log or _kernel_log)():
-        return "gVisor's, which stands between the programs and the host's"
+        return "gVisor's kernel, which isolates programs from the host's"
     try:
         flags = [line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
     except OSError:

@@ -26,7 +26,7 @@ SIGKILL = 9
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, IOCTL_DEV = 1 << 6, 1 << 9, 1 << 11, 1 << 15
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Rights on files by the Landlock ABI that introduced them."""
+"""Bits of the rights on files, by the Landlock ABI that introduced them."""
 NETWORK_RIGHTS, SCOPES = 0b11, 0b11  # bind and connect by TCP (ABI 4); abstract sockets and signals (ABI 6)
 SETUP_FAILED = 125
 

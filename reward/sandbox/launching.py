@@ -19,8 +19,8 @@ from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024
-"""Tasks beyond the user's present ones that the kernel allows. The supervisor ends a program far below; this only
-bounds what it can start between two measurements, high enough that concurrent programs do not use up each other's."""
+"""Tasks that the kernel allows beyond the user's present ones. The supervisor ends a program far below; this only
+bounds what it can start between two measurements, and is enough for concurrent programs."""
 
 
 def launch_command(
@@ -73,7 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. helpers: processes of the sandbox, not of the program. Raises OSError."""
+        """Start `argv` in `folder`. helpers: number of processes of the sandbox itself. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -114,7 +114,7 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def _taken(stream: Any) -> int:
-    """Return the descriptor of a pipe, detached from its file object."""
+    """Detach the descriptor of a pipe from its file object and return it."""
     number = os.dup(stream.fileno())
     stream.close()
     return number

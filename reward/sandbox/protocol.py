@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 from paceline.errors import InvalidInput, Unavailable
 
 Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "memory"]
-"""Ending of a program: by itself, by a signal, or because it exceeded the limit of that name."""
+"""How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
-"""As argv[0]: the interpreter of the caller's environment, or the remote sandbox's."""
+"""As argv[0], the name of the interpreter of the caller's environment, or of the remote sandbox."""
 
 MAX_INPUT_BYTES = 16 << 20
 
@@ -42,14 +42,14 @@ class Limits:
     output_bytes: int = 1 << 20
     """Bytes of standard output and of standard error, each. A program that writes more is ended."""
     disk_mb: int = 64
-    """MiB of files in its folder, and of a single file."""
+    """MiB of files in the program's folder, and of a single file."""
 
     def __post_init__(self) -> None:
         """Raise InvalidInput for a limit that is not positive."""
         for name in ("time_s", "memory_mb", "processes", "threads", "output_bytes", "disk_mb"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**40:
-                raise InvalidInput(f"sandbox limit {name} is {value!r}, it has to be a positive number")
+                raise InvalidInput(f"sandbox limit {name} is {value!r}; it must be a positive number")
 
     @property
     def memory_bytes(self) -> int:
@@ -66,12 +66,12 @@ class Outcome:
 
     ended: Ending
     exit_code: int | None
-    """Status; None unless it exited by itself."""
+    """Exit status; None unless the program exited by itself."""
     signal: int | None
-    """Number of the signal, if one ended it."""
+    """Number of the signal that ended the program; None without one."""
     stdout: bytes
     stderr: bytes
-    """The written bytes, up to `Limits.output_bytes`."""
+    """Bytes written to standard error, up to `Limits.output_bytes`."""
     duration_s: float
     """Seconds from start to end, including those of the sandbox."""
 
@@ -112,7 +112,7 @@ def check_request(argv: Sequence[str], files: Mapping[str, bytes], stdin: bytes)
         parts = path.split("/")
         if not path or "\0" in path or len(path) > 255 or len(parts) > 8 or {"", ".", ".."} & set(parts):
             raise InvalidInput(
-                f"file {path!r:.80} of a sandboxed program has to be a relative path of at most 255 characters, "
+                f"file {path!r:.80} of a sandboxed program must be a relative path of at most 255 characters, "
                 "without '.' and '..'"
             )
     size_bytes = len(stdin) + sum(map(len, files.values()))

@@ -42,7 +42,7 @@ class Readable:
             wide = os.path.realpath(path) in TOO_WIDE
             if not os.path.isabs(path) or not os.path.exists(path) or wide:
                 raise InvalidInput(
-                    f"readable path {path!r} of the sandbox {'is too wide' if wide else 'has to be absolute and to exist'}; "
+                    f"readable path {path!r} of the sandbox {'is too wide' if wide else 'must be absolute and exist'}; "
                     "name the folder that the programs need"
                 )
         own = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
@@ -51,7 +51,7 @@ class Readable:
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with this interpreter for PYTHON.
+    """Return `argv` with this interpreter in place of PYTHON.
 
     It finds the environment's packages by PYTHONPATH and skips the module `site`, whose `.pth` files can take longer
     than a small program. So `exit` and `quit` are not built in.

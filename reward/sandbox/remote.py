@@ -33,11 +33,12 @@ class RemoteSandbox:
     def __init__(self, url: str) -> None:
         """`/run_code` is appended to `url`. Raises InvalidInput for anything but http and https."""
         if not url.startswith(("http://", "https://")):
-            raise InvalidInput(f"url {url!r} of sandbox remote has to begin with http:// or https://")
+            raise InvalidInput(f"url {url!r} of sandbox remote must begin with http:// or https://")
         self._url = f"{url.rstrip('/')}/run_code"
 
     def run(self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """As `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of bash."""
+        """Run a program like `Sandbox.run`. argv `[python, FILE]` is sent as Python code, everything else as a line of
+        bash."""
         check_request(argv, files, stdin)
         started_s = time.monotonic()
         request = {
@@ -81,7 +82,7 @@ def _read(answer: http.client.HTTPResponse, most_bytes: int, until_s: float) -> 
     while len(text) < most_bytes and (piece := answer.read1(min(65536, most_bytes - len(text)))):
         text += piece
         if time.monotonic() > until_s:
-            raise TimeoutError("its answer does not end")
+            raise TimeoutError("the answer is not complete")
     return bytes(text)
 
 
@@ -110,7 +111,7 @@ def _outcome(answer: dict[str, Any], limits: Limits, duration_s: float) -> Outco
     elif isinstance(code, int) and not isinstance(code, bool):
         ending = "exited" if code >= 0 else "signal"
     else:
-        raise SandboxFailed(f"the sandbox answered no return_code: {str(result)[:200]}")
+        raise SandboxFailed(f"the sandbox's answer has no return_code: {str(result)[:200]}")
     return Outcome(
         ended=ending,
         exit_code=code if ending == "exited" else None,

@@ -16,7 +16,7 @@ import struct
 from paceline.errors import InvalidInput
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables and AUDIT_ARCH, by `platform.machine()`."""
+"""Column of the tables, and AUDIT_ARCH, by `platform.machine()`."""
 
 OWN_PID = 0x7FEEDFEE
 """Placeholder of the program's process id; the launcher, which becomes the program, inserts its own."""
@@ -29,16 +29,17 @@ CLONE_THREAD = 0x00010000
 CLONE_NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone(2)
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 PRCTLS = (3, 15, 16, 21, 38, 39, 0x53564D41)
-"""PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS, PR_SET_VMA."""
+"""Allowed options of prctl: PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS,
+PR_GET_NO_NEW_PRIVS, PR_SET_VMA."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 OWNER_AND_LEASES = (8, 10, 15, 1024, 1026)
-"""F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to others."""
+"""Refused commands of fcntl, which send signals: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY."""
 X32_BIT = 0x40000000
 
 
 @functools.cache
 def build_filter(machine: str, single_process: bool) -> bytes:
-    """Return the program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID for the process.
+    """Return the BPF program for `machine` (as platform.machine()), 8 bytes an instruction, with OWN_PID as process id.
 
     Raises InvalidInput for an architecture without known system calls.
     """
@@ -104,7 +105,7 @@ def _any_of(argument: int, values: tuple[int, ...], answer: bytes) -> list[bytes
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Return `block`, which always returns, behind a test of the call's number."""
+    """Return `block`, which must always return, after a test of the call's number."""
     return [_op(EQUAL, number, 0, len(block)), *block]
 
 

@@ -25,22 +25,22 @@ from paceline.reward.sandbox.launching import (
 from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
-"""Seconds between two measurements; more if one takes more than a tenth of that."""
+"""Seconds between two measurements; more if a measurement takes over a tenth of that."""
 FULL_SHARE = 0.25
 """Part of the disk limit above which measurements are ten times as frequent."""
 START_S = 30.0
-"""Seconds for starting the program, on a busy host."""
+"""Seconds for starting the program on a busy host."""
 END_S = 5.0
 """Seconds for all processes to end after the kill."""
 STARVED_SHARE = 0.1
-"""Fraction of the time limit: a runnable program that got less processor time is starved."""
+"""Share of the time limit. A runnable program with less processor time than that counts as starved."""
 
 
 class Files(Protocol):
     """The folder of a program."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes in it and in deleted files that `pids` hold open, or any number above `most_bytes`."""
+        """Return the bytes in the folder and in deleted files that `pids` hold open, or a number above `most_bytes`."""
         ...
 
 
@@ -85,7 +85,7 @@ def supervise(
     if code is None:
         raise SandboxFailed(f"process {child.pid} of a sandbox did not end within {END_S:g} s of its kill")
     if starved:
-        raise SandboxFailed(f"the program got hardly any processor in its {limits.time_s:g} s")
+        raise SandboxFailed(f"the program got hardly any processor time in its {limits.time_s:g} s")
     if not pipes.stderr_bytes.startswith(ready):
         text = bytes(pipes.stderr_bytes[:500]).decode(errors="replace").strip()
         how = f"within {start_s:g} s" if late else f"status {code}"
@@ -142,7 +142,7 @@ def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: 
 
 
 def _is_starved(pid: int, time_s: float) -> bool:
-    """Return whether the program was runnable and hardly got a processor, which is not its fault."""
+    """Return whether the program was runnable but got hardly any processor time, which is not its fault."""
     pids = descendants(pid)
     used_s = sum(map(processor_seconds, pids))
     return used_s < STARVED_SHARE * time_s and any(map(is_runnable, pids))

@@ -44,8 +44,8 @@ class Workspace:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
-        """Return the bytes on disk of everything below and of the deleted files that `pids` hold open; once it is
-        certain that they exceed `most_bytes`, return any larger number."""
+        """Return the bytes on disk of all files in the folder and of the deleted files that `pids` hold open. Once they
+        certainly exceed `most_bytes`, return any larger number."""
         try:
             folder = os.open(self.path, FOLDER)
         except OSError:
@@ -66,7 +66,7 @@ class Workspace:
 
 
 def _used_bytes(folder: int, most_bytes: int, depth: int) -> int:
-    """As `Workspace.used_bytes`, for an open folder, which is closed."""
+    """Return `Workspace.used_bytes` of an open folder, and close the folder."""
     used = 0
     try:
         if depth == 0:

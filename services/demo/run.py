@@ -25,7 +25,7 @@ from paceline.spec.reading import load_spec
 
 FILES = "demo-files"
 STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
-"""Steps between two printed lines, in a run with rollouts and in a run on examples."""
+"""Steps per printed line of a run with rollouts, and of a run on examples."""
 
 
 @click.command()
@@ -80,7 +80,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
 
 
 def make_files(directory: Path, seed: int) -> Path:
-    """Make model, data and specs of the demo, once for each seed; return their folder."""
+    """Make model, data and specs of the demo unless the folder of this seed has them; return the folder."""
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made

@@ -1,7 +1,7 @@
 """A tiny GRPO run that proves a deployment: `python -m paceline.services.demo.smoke DIRECTORY --model-root ROOT`.
 
-`helm test` makes them in a pod with torch and submits run.yaml from one without. The model, which every role reads,
-goes below ROOT, the deployment's object store; data and spec stay in DIRECTORY and travel with the run.
+`helm test` writes the files in a pod with torch, and submits run.yaml from a pod without torch. The model, which every
+role reads, goes below ROOT, the deployment's object store; data and spec stay in DIRECTORY and travel with the run.
 """
 
 from __future__ import annotations

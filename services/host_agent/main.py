@@ -1,4 +1,4 @@
-"""`paceline serve host-agent`: the relay of a host, which receives weights for all workers there and passes them on.
+"""`paceline serve host-agent`: the relay of a host, which receives weights for all its workers and passes them on.
 
 Workers start one by themselves if there is none; the command is for deployments that place processes themselves (a
 DaemonSet).
@@ -31,9 +31,9 @@ from paceline.weights.hosts.relay import Relay
 from paceline.weights.hosts.transport import transport_of
 
 FIRST_CLIENT_S = 20.0
-"""Seconds after its start within which the first worker has to connect."""
+"""Seconds after the relay's start within which the first worker must connect."""
 LINGER_S = 1.0
-"""Seconds for which it stays after the last worker has left, so that a restarted worker finds the host's weights."""
+"""Seconds for which the relay stays after the last worker has left, so that a restarted worker finds the weights."""
 CHECK_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
     hidden=True,
     help="Name of the socket; default: derived from coordinator and address.",
 )
-@click.option("--stay", is_flag=True, help="Stay even without workers.")
+@click.option("--stay", is_flag=True, help="Keep running without workers.")
 @linux_only
 def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: bool) -> None:
     """Bring weights to all workers of this host, once for all of them, and pass them on to the next host."""

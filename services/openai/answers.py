@@ -29,7 +29,7 @@ from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 
 class Answer(Frame):
-    """A completion. `decode` turns token ids into text."""
+    """The answer to a chat or a completion. `decode` turns token ids into text."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Answer(Frame):
         return self._frame("chat.completion" if self._chat else "text_completion", entries) | {"usage": usage(choices)}
 
     def begin(self, num_choices: int) -> list[Event]:
-        """See `Frame`: a chat stream's first chunk of a choice names the role."""
+        """Return the first chunk of each choice of a chat, which names the role."""
         delta = {"role": "assistant", "content": ""}
         return [
             self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
@@ -76,7 +76,7 @@ class Answer(Frame):
         return [self._event(self._choice(delta, content, delta.offset, None))]
 
     def end(self, choice: Choice) -> list[Event]:
-        """See `Frame`: the last chunk of a choice has its finish reason and its versions."""
+        """Return the last chunk of a choice, with its finish reason and its versions."""
         self._note(choice.spans)
         content: Json = {"delta": {}} if self._chat else {"text": ""}
         reason = reason_of(choice) if self._chat else choice.finish_reason
@@ -84,7 +84,7 @@ class Answer(Frame):
         return [self._event(entry | {"versions": ranges(choice.spans)})]
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """See `Frame`: the chunk of `stream_options.include_usage`."""
+        """Return the chunk of `stream_options.include_usage`, if that is set."""
         if not self._include_usage:
             return []
         return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
@@ -134,7 +134,8 @@ class Answer(Frame):
         return entry
 
     def _put_before(self, entry: Json, choice: Choice, echo: Echo) -> None:
-        """Put the prompt before the text of a choice, and its log-probabilities before those of the sampled tokens."""
+        """Put the prompt before the text of a choice, and the prompt's log-probabilities before those of the sampled
+        tokens."""
         prompt_ids = choice.prompt_ids.tolist()
         entry["text"] = self._decode(prompt_ids) + entry["text"]
         if echo.logprobs is None:
@@ -156,7 +157,7 @@ class Answer(Frame):
         entry["logprobs"] = numbers
 
     def _likeliest(self, token: str, logprob: float, top_id: int, top_logprob: float) -> Json:
-        """Return the given token and the likeliest one by their texts; of two tokens with one text the likelier."""
+        """Return the log-probabilities of both tokens by their texts; the higher one if the texts are equal."""
         likeliest = {token: logprob}
         text = self._decode([top_id])
         likeliest[text] = max(top_logprob, likeliest.get(text, top_logprob))
@@ -192,7 +193,7 @@ class Answer(Frame):
 
 
 def message_of(choice: Choice, answer_id: str) -> Json:
-    """Return the assistant's message of a chat: `content` is null beside calls alone."""
+    """Return the assistant's message of a chat. `content` is null if the message has only calls."""
     calls = [_call(call, answer_id, choice.index, number) for number, call in enumerate(choice.calls)]
     message: Json = {
         "role": "assistant",
@@ -207,12 +208,13 @@ def message_of(choice: Choice, answer_id: str) -> Json:
 
 
 def reason_of(choice: Choice) -> str:
-    """Return the reason why a choice of a chat ended: one that ended by itself after calls waits for their results."""
+    """Return the finish reason of a chat's choice: `tool_calls` if it has calls and ended by itself."""
     return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
 
 
 def call_id(call: ToolCall, answer_id: str, index: int, number: int) -> str:
-    """Return the id of call `number` of choice `index`: the call's, or one that is the same in a stream and whole."""
+    """Return the id of call `number` of choice `index`: the call's own id, or a generated id, which is the same with
+    and without `stream`."""
     return call.id or f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 

@@ -20,13 +20,13 @@ class Echo:
     """The prompt as a part of an answer, with its log-probabilities if they were requested."""
 
     logprobs: Sequence[float] | None = None
-    """[P] under the model at temperature 1; the first one is NaN."""
+    """[P] log-probabilities of the prompt's tokens at temperature 1; the first one is NaN."""
     top_ids: Sequence[int] = ()
-    """[P] the likeliest token at each position; the first one is -1."""
+    """[P] id of the likeliest token at each position; the first one is -1."""
     top_logprobs: Sequence[float] = ()
-    """[P]"""
+    """[P] log-probabilities of `top_ids`."""
     version: tuple[int, ...] | None = None
-    """The version that computed them."""
+    """Version that computed the log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Choice:
     text: str
     """The whole completion, as reward functions read it."""
     echo: Echo | None = None
-    """Set if the answer begins with the prompt."""
+    """The prompt, if the answer begins with it."""
 
     @property
     def content(self) -> str:
@@ -69,11 +69,11 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     offset: int
-    """Characters of content before these parts."""
+    """Number of characters of content before `parts`."""
     num_calls: int
-    """Calls before these parts."""
+    """Number of calls before `parts`."""
     spans: tuple[VersionSpan, ...]
-    """Spans of the whole choice until now."""
+    """Version spans of the whole choice until now."""
 
 
 def version_name(version: tuple[int, ...]) -> str:
@@ -102,7 +102,7 @@ class Frame:
     """True if a stream ends with the line `[DONE]`."""
 
     def __init__(self, answer_id: str, run_id: str, at_first: Version) -> None:
-        """`at_first` is the version when the request came."""
+        """`at_first` is the version when the request arrived."""
         self._id, self._run_id, self._at_first = answer_id, run_id, at_first
         self._created_s = int(time.time())
 
@@ -115,19 +115,19 @@ class Frame:
         return []
 
     def add(self, delta: Delta) -> list[Event]:
-        """Return the events of further parts and tokens of one choice."""
+        """Return the events of new parts and tokens of one choice."""
         raise NotImplementedError
 
     def end(self, choice: Choice) -> list[Event]:
-        """Return the events of a choice's end."""
+        """Return the events at the end of a choice."""
         raise NotImplementedError
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """Return the events after the end of all choices."""
+        """Return the events at the end of the answer."""
         raise NotImplementedError
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """Return the events of an error after the stream has begun."""
+        """Return the events of an error in a stream."""
         return [Event(error_answer(error)[1])]
 
 

@@ -42,7 +42,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "ignore_eos": (False,),
     "skip_special_tokens": (True,),
 }
-"""Fields that are known and not supported, with the values that have no effect."""
+"""Unsupported fields, each with the values that are accepted because they have no effect."""
 
 MAX_IDS = 1 << 20
 MAX_PROMPTS = 1024
@@ -60,21 +60,21 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Fields of both kinds of request. None always means the run's value."""
+    """Fields that all kinds of request have. For None the run's value is used."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
-    """`<run>` or `<run>@<version>`."""
+    """Model: `<run>` or `<run>@<version>`."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Completions of each prompt."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """-1 and 0 keep all."""
+    """Number of likeliest tokens to sample from; -1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: int | None = None
@@ -90,12 +90,12 @@ class Ask(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
-            why = "is not supported here" if name in NEUTRAL else "is unknown"
+            why = "is not supported" if name in NEUTRAL else "is unknown"
             raise Unsupported(f"{name} {why}; remove it (it is {value!r:.60})", name)
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
         if self.stream_options is not None and not self.stream:
-            raise Unsupported("stream_options goes with stream=true only", "stream_options")
+            raise Unsupported("stream_options is possible only with stream=true; remove it", "stream_options")
         return self
 
     @property
@@ -114,7 +114,7 @@ class Ask(BaseModel):
 
 
 class CompletionAsk(Ask):
-    """`POST /v1/completions`."""
+    """Request of `POST /v1/completions`."""
 
     prompt: str | Ids | Prompts | IdPrompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -126,13 +126,13 @@ class CompletionAsk(Ask):
     def _check_completion(self) -> CompletionAsk:
         if self.logprobs and not (self.logprobs == 1 and self.echo and self.temperature == 0):
             raise Unsupported(
-                f"logprobs {self.logprobs} asks for other likely tokens, which the engine does not report; "
-                "logprobs=0 gives those of the sampled tokens, and logprobs=1 with echo=true and temperature=0 the likeliest "
-                "token at each position",
+                f"logprobs {self.logprobs} asks for other likely tokens, which the engine does not report; logprobs=0 "
+                "gives the log-probabilities of the sampled tokens, and logprobs=1 with echo=true and "
+                "temperature=0 also the likeliest token at each position",
                 "logprobs",
             )
         if self.echo and (self.stream or (self.n or 1) > 1):
-            raise Unsupported("echo goes without stream and with n=1 only; remove it, or those", "echo")
+            raise Unsupported("echo is possible only without stream and with n=1; remove echo, or stream and n", "echo")
         if self.best_of not in (None, self.n or 1):
             raise Unsupported(f"best_of {self.best_of} must equal n {self.n or 1}; remove it", "best_of")
         if not self.prompt or (not isinstance(self.prompt, str) and [] in self.prompt):
@@ -151,7 +151,7 @@ class CompletionAsk(Ask):
 
 
 class ChatAsk(Ask):
-    """`POST /v1/chat/completions`."""
+    """Request of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
@@ -159,16 +159,17 @@ class ChatAsk(Ask):
     tools: list[Json] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    """False: at most one call in an answer."""
+    """False if an answer may have at most one call."""
     reasoning_effort: str | None = None
     chat_template_kwargs: Json | None = None
     """Arguments of the chat template, besides the run's."""
     separate_reasoning: bool | None = None
-    """False leaves reasoning in the content."""
+    """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """A field of other servers. Here a last message of the assistant is always continued, and no other one is."""
+    """Field of other servers. Must be true if the last message is the assistant's, which is always continued, else
+    false."""
     add_generation_prompt: bool | None = None
-    """The opposite field."""
+    """Opposite of `continue_final_message`."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatAsk:
@@ -191,7 +192,7 @@ class ChatAsk(Ask):
         for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
             if getattr(self, name) is (not only):
                 raise Unsupported(
-                    f"{name} is {only} here with a last message of the {self.messages[-1].role}; remove it",
+                    f"{name} must be {only} with a last message of the {self.messages[-1].role}; remove it",
                     name,
                 )
         self.tools = read_tools(self.tools)
@@ -241,7 +242,7 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
     Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are not an object.
     """
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise Unsupported(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are possible", "tools")
+        raise Unsupported(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are possible", "tools")
     seen: set[str] = set()
     for tool in tools or ():
         function = tool.get("function")
@@ -249,7 +250,11 @@ def read_tools(tools: Sequence[Json] | None) -> list[Json]:
             raise Unsupported(f"tools has an entry that is not a function: {tool!r:.80}", "tools")
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise Unsupported(f"tools has a function with the name {name!r:.80}", "tools")
+            raise Unsupported(
+                f"tools has a function with the invalid name {name!r:.80}; use 1 to 128 of the "
+                "characters A-Z a-z 0-9 _ . : -",
+                "tools",
+            )
         if name in seen:
             raise Unsupported(f"tools has two functions with the name {name!r}; rename one", "tools")
         if not isinstance(function.get("parameters", {}), dict | None):

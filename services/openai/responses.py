@@ -49,15 +49,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Unsupported fields, with the values without effect. The answer's reasoning is plain text, so no field encrypts it."""
+"""Unsupported fields, each with the values that have no effect. The answer's reasoning is plain text, so no field
+encrypts it."""
 
 
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
-"""Fields of a response by the equivalent fields of a chat."""
+"""Maps a field of a chat to the equivalent field of a response."""
 
 
 class ResponsesAsk(BaseModel):
-    """The request. Further fields are those of a chat."""
+    """Request of `POST /v1/responses`. Further fields are those of a chat."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,7 +77,7 @@ class ResponsesAsk(BaseModel):
         for name, values in NEUTRAL.items():
             value = rest.pop(name, None)
             if value is not None and value not in values:
-                raise Unsupported(f"{name} is not supported here; remove it (it is {value!r:.60})", name)
+                raise Unsupported(f"{name} is not supported; remove it (it is {value!r:.60})", name)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         body: Json = {
             **rest,
@@ -88,7 +89,7 @@ class ResponsesAsk(BaseModel):
         }
         form = _only(self.text, "text", "format", ("verbosity",))
         if form is not None and form != {"type": "text"}:
-            raise Unsupported(f"text.format is {form!r:.60}; only plain text is possible here", "text")
+            raise Unsupported(f"text.format is {form!r:.60}; only plain text is supported", "text")
         if not body["messages"]:
             raise Unsupported("input is empty; give a text or at least one item", "input")
         with fields_of_responses():
@@ -99,7 +100,7 @@ class ResponsesAsk(BaseModel):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
         assistant: Json | None = None
-        """The assistant's message that the next item may belong to."""
+        """The assistant's message that the next item may belong to, or None."""
         for item in self.input:
             kind = item.get("type", "message")
             match kind:
@@ -128,7 +129,7 @@ class ResponsesAsk(BaseModel):
                     messages.append({"role": "tool", **answered})
                     assistant = None
                 case _:
-                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown here", "input")
+                    raise Unsupported(f"input has an item of type {kind!r:.60}, which is unknown", "input")
         return [message for message in messages if message != _assistant_message()]
 
 
@@ -163,10 +164,10 @@ def _message(item: Json) -> Json:
 
 def _reasoning(item: Json) -> str | None:
     if item.get("encrypted_content"):
-        raise Unsupported("input has reasoning that is encrypted, which nobody here can read; remove it", "input")
+        raise Unsupported("input has encrypted reasoning, which this server cannot read; remove it", "input")
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise Unsupported(f"input has reasoning of another form: {item!r:.80}", "input")
+        raise Unsupported(f"input has reasoning in an unknown form: {item!r:.80}", "input")
     text = "".join(str(part.get("text") or "") for part in parts)
     return text or None
 
@@ -178,15 +179,13 @@ def _call(item: Json) -> Json:
 
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise Unsupported(
-            f"tools has an entry of type {tool.get('type')!r:.60}; only functions are possible here", "tools"
-        )
+        raise Unsupported(f"tools has an entry of type {tool.get('type')!r:.60}; only functions are supported", "tools")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
 
 def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> Any:
-    """Return the one effective key of a section. Raises Unsupported for another one."""
+    """Return the value of `key`, the only effective key of `section`. Raises Unsupported for an unknown key."""
     for other, value in (section or {}).items():
         if other != key and other not in ignored and value is not None:
             raise Unsupported(f"{name}.{other} is unknown; remove it (it is {value!r:.60})", name)
@@ -194,7 +193,7 @@ def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> 
 
 
 class ResponseAnswer(Frame):
-    """A response. `decode` turns token ids into text."""
+    """The answer of `/v1/responses`. `decode` turns token ids into text."""
 
     ends_with_mark = False
 
@@ -210,9 +209,9 @@ class ResponseAnswer(Frame):
         self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
-        """Items with sent events."""
+        """Items whose first event was sent."""
         self._open: Json | None = None
-        """The last of them, while its text grows."""
+        """The last item while its text grows, else None."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         (choice,) = choices
@@ -308,7 +307,7 @@ class ResponseAnswer(Frame):
         ]
 
     def _item(self, part: AnswerPart, before: Sequence[Json]) -> Json:
-        """Return the item of a part, after the items `before`."""
+        """Return the item of a part; `before` are the items that precede it."""
         item_id = f"{self._id.partition('_')[2]}_{len(before)}"
         if isinstance(part, ToolCall):
             num_calls = sum(item["type"] == "function_call" for item in before)
@@ -343,7 +342,7 @@ class ResponseAnswer(Frame):
         return event
 
     def _reasoning_tokens(self, choice: Choice) -> int:
-        """Return the tokens up to the end of the reasoning."""
+        """Return the number of tokens up to the end of the reasoning."""
         if not choice.reasoning:
             return 0
         ids = list(choice.token_ids)

@@ -22,17 +22,17 @@ NOT_IN_ANSWERS = (
     "detokenize",
     "routed_experts_prompt_start",
 )
-"""Fields of sampling_params for texts, or for reported routes of experts: the answer has neither."""
+"""Ignored fields of sampling_params: they concern text or routes of experts, which the answer does not have."""
 
 
 class TokenAsk(Ask):
-    """The request; `sampling_params` are read like the fields of the other routes."""
+    """Request of `POST /inference/v1/generate`; `sampling_params` are read like the fields of the other routes."""
 
     model: str = ""
-    """`<run>` or `<run>@<version>`; empty is the served run."""
+    """Model: `<run>` or `<run>@<version>`; empty for the served run."""
     token_ids: Annotated[Ids, Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """0 and 1 both give those of the sampled tokens only."""
+    """0 and 1 both return the log-probabilities of the sampled tokens only."""
     request_id: str | None = None
     output_mode: str | None = None
 
@@ -43,16 +43,18 @@ class TokenAsk(Ask):
             return body
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, dict):
-            raise Unsupported(f"sampling_params has to be an object, not {sampling!r:.60}", "sampling_params")
+            raise Unsupported(f"sampling_params must be an object, not {sampling!r:.60}", "sampling_params")
         rest = {name: value for name, value in body.items() if name != "sampling_params"}
         if both := sorted(rest.keys() & sampling.keys()):
-            raise Unsupported(f"{both[0]} is given twice, in sampling_params too; give it there", both[0])
+            raise Unsupported(
+                f"{both[0]} is given outside sampling_params too; keep only the one in sampling_params", both[0]
+            )
         return {**rest, **{name: value for name, value in sampling.items() if name not in NOT_IN_ANSWERS}}
 
     @model_validator(mode="after")
     def _check_tokens(self) -> TokenAsk:
         if self.output_mode not in (None, "tokens"):
-            raise Unsupported(f"output_mode is {self.output_mode!r}; only 'tokens' is possible here", "output_mode")
+            raise Unsupported(f"output_mode is {self.output_mode!r}; only 'tokens' is supported", "output_mode")
         return self
 
     @property
@@ -61,7 +63,7 @@ class TokenAsk(Ask):
 
 
 class TokenAnswer(Frame):
-    """An answer in tokens."""
+    """The answer of `/inference/v1/generate`."""
 
     def __init__(self, answer_id: str, ask: TokenAsk, run_id: str, at_first: Version) -> None:
         super().__init__(ask.request_id or answer_id, run_id, at_first)

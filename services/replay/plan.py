@@ -34,19 +34,19 @@ class ReplayPlan:
     ranks: int
     """World size that trained step `start`."""
     steady: bool
-    """True if all steps were trained at that world size; a replay is not bit-identical otherwise."""
+    """True if all steps were trained at one world size; otherwise a replay is not bit-identical."""
     threads: int
     """Compute threads of each rank."""
     checkpoint: Checkpoint | None
-    """Checkpoint to start from; None at step 0, where the weights are the model's."""
+    """Checkpoint to start from. None at step 0, where the run's model is loaded instead."""
     expected: Checkpoint | None
-    """The run's own checkpoint after the last of the steps, if there is one to compare with."""
+    """The run's checkpoint after the last replayed step, which the result is compared with; None if there is none."""
     warnings: tuple[str, ...] = ()
     """Keys of the run's spec that this version ignores."""
 
 
 def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None) -> ReplayPlan:
-    """Make a plan from the ledger. `end` None is after the last trained step.
+    """Make a plan from the ledger. If `end` is None, the replay ends after the last trained step.
 
     Raises NotFound for an unknown run, without a checkpoint of step `start`, for a step that was not trained, and if
     samples were not kept; SpecError for a spec of another version that differs in more than unknown keys.
@@ -57,7 +57,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     if not 0 <= start < end <= row["next_step"]:
         raise NotFound(
             f"steps {start} to {end} cannot be replayed: run {run_id} has trained {row['next_step']} steps, and "
-            "the first step has to be before the last"
+            "the first step must be before the last"
         )
     checkpoints = _checkpoints(ledger, run_id)
     if start and start not in checkpoints:
@@ -69,7 +69,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     )
     gone = ledger.group_queries.first_step_without_payloads(run_id, start, end) if spec.samples else None
     if gone is not None:
-        raise NotFound(f"the samples of step {gone} were not kept, because the run has logger.keep_samples false")
+        raise NotFound(f"the samples of step {gone} were not kept, because logger.keep_samples of the run is false")
     return ReplayPlan(
         run_id=run_id,
         spec=spec,
@@ -113,7 +113,7 @@ def recorded_losses(ledger: Ledger, run_id: str) -> dict[int, float]:
 
 
 def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
-    """Return the checkpoints that can be loaded, by step; of one step that of the newest session."""
+    """Return the checkpoints that can be loaded, by step. If a step has several, the newest session's is returned."""
     rows = ledger.db.execute(
         "SELECT c.* FROM checkpoints c LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
         " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.chain = COALESCE(b.chain, '') ORDER BY c.session",

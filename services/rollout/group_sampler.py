@@ -1,5 +1,5 @@
-"""Samples leased groups: each completion is generated, or continued from the tokens of an earlier attempt. A chat
-template that is corrected on disk meanwhile is reloaded, and a worker's pace is measured for its heartbeats."""
+"""Samples leased groups: each completion is generated, or continued from the tokens of an earlier attempt. Also reloads
+a chat template that was corrected on disk, and measures the worker's pace for its heartbeats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TemplateFile:
         self._stamp = stamp(self._folder, FILES)
         self._lock = threading.Lock()
         self.reloads = 0
-        """Number of reloads of a changed template: an attempt that began before one may fail by the old template."""
+        """Number of reloads. An attempt that began before a reload may fail because of the old template."""
 
     def reload(self, tokenizer: Any) -> bool:
         """Set `tokenizer`'s template to the one on disk; return whether it changed."""
@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended, `on_warning` each
-    warning about the run, once."""
+    """Samples the groups of one run. `on_sample_end` is called with the group of each ended sample, `on_warning` once
+    with each warning about the run."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class GroupSampler:
         self._on_sample_end, self._on_warning = on_sample_end, on_warning
         self.params = SamplingParams.from_spec(spec.policy.generation)
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
-        """Stop strings of the run, which end external requests too."""
+        """Stop strings of the run. They end external requests too."""
         self._request_ids: dict[str, None] = {}
-        """Requests in the engine."""
+        """Ids of the requests in the engine."""
         self.generated_tokens = 0
 
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
@@ -106,7 +106,7 @@ class GroupSampler:
         ]
 
     def abort(self) -> None:
-        """End all running samples with their tokens until now."""
+        """End all running samples, with the tokens that they have."""
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
@@ -144,7 +144,7 @@ def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: 
 
 
 def warnings_of_opening(spec: RunSpec) -> list[str]:
-    """Return a warning for each reward that expects the reasoning's opening in completions, if prompts have it."""
+    """Return a warning for each reward that expects `<think>` in completions, for a run whose prompts end with it."""
     remedies = [
         (reward.label, f"leave {THINK} out of its pattern")
         for reward in spec.rewards
@@ -169,21 +169,21 @@ def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Com
         log.error("group %d starts from the beginning: %s", lease.group_id, error)
         return None
     if len(begun) != lease.num_generations:
-        log.error("group %d came with %d samples and starts from the beginning", lease.group_id, len(begun))
+        log.error("group %d starts from the beginning: its earlier attempt has %d samples", lease.group_id, len(begun))
         return None
     return prompt_ids, begun
 
 
 class Pace:
-    """A worker's pace since the last heartbeat. It begins without a lease."""
+    """Measures a worker's pace between heartbeats. The worker begins without a lease."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._empty_since_s: float | None = clock()
         self._empty_s = 0.0
-        """Total seconds without a lease, up to `_empty_since_s`."""
+        """Seconds without a lease until now, except those since `_empty_since_s`."""
         self._reported = (clock(), 0, 0.0)
-        """Time, tokens and seconds without a lease at the last heartbeat."""
+        """Clock, tokens and seconds without a lease at the last heartbeat."""
 
     def begin_work(self) -> None:
         if self._empty_since_s is not None:
@@ -211,7 +211,8 @@ ResultT = TypeVar("ResultT")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return their results, in order. The first error cancels the others, and is raised when they have ended."""
+    """Return the coroutines' results, in order. The first error cancels the other coroutines and is raised when they
+    have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

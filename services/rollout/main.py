@@ -1,4 +1,4 @@
-"""`paceline serve rollout` (also `paceline-rollout`): parse, wire, run."""
+"""`paceline serve rollout` (also `paceline-rollout`): reads the options and runs a rollout worker."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _device(device: str) -> str:
         return "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(
-            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+            f"--device is cuda, but torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
         )
     if device != "auto":
         return device

@@ -43,13 +43,13 @@ from paceline.wire import encode_completions, encode_result
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 5.0
-"""Part of a drain's grace for the return of unfinished groups, besides the time that their bytes take."""
+"""Seconds of a drain's grace for the return of unfinished groups, in addition to the time of their upload."""
 RETURN_BYTES_PER_S = 8 << 20
-"""Upload rate of a worker among many that drain."""
+"""Upload rate of one worker while many drain."""
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4
-"""Unforeseen errors in a row that count as faults of their groups; more of them count as a fault of the worker."""
+"""Unexpected errors in a row that count as faults of their groups. The next one counts as a fault of the worker."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
@@ -78,7 +78,7 @@ class RolloutRun:
         self._template = TemplateFile(spec.policy)
         self._membership = membership
         self._running_by_group: dict[int, int] = {}
-        """Number of samples that still run, by leased group; 0 while the group waits for the exchange's reply."""
+        """Number of running samples of each leased group; 0 while the group waits for the exchange's reply."""
         self._room = asyncio.Event()
         self.refused_pause = ExponentialBackoff()
         """Backoff before the next request for leases, after the exchange has refused a request."""
@@ -86,7 +86,7 @@ class RolloutRun:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = 0
-        """Turns of conversations that are being sampled."""
+        """Number of turns that are being sampled for episodes."""
         self._turn_tokens = 0
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
@@ -97,7 +97,7 @@ class RolloutRun:
         self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample, self._warn)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
-        """Groups in a row with an unforeseen error."""
+        """Number of groups in a row with an unexpected error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, relay)
 
@@ -111,8 +111,8 @@ class RolloutRun:
         device: str,
         relay: RelayClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, from `relay` or from the object store. Raises InvalidInput for
-        a model that cannot be used, EngineDied if the engine did not start."""
+        """Load tokenizer and engine. Weights are received later, from `relay` or from the object store. Raises
+        InvalidInput for a model that cannot be used, EngineDied if the engine did not start."""
         started_s = time.monotonic()
         log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
@@ -132,7 +132,7 @@ class RolloutRun:
 
     @property
     def draining(self) -> bool:
-        """Return whether `drain` was called: no further lease is taken."""
+        """Return whether `drain` was called, after which no further lease is taken."""
         return self._draining.is_set()
 
     @property
@@ -146,7 +146,7 @@ class RolloutRun:
 
     async def generate_forever(self) -> None:
         """Take leases and generate until cancelled, or until all leases are returned after `drain`. In a run with an
-        environment, sample turns for that long."""
+        environment, sample turns instead."""
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(self._end_if_hung())
             if self.spec.environment.is_used:
@@ -203,7 +203,7 @@ class RolloutRun:
         await until_hung(self.engine, stall_s)
         log.critical(
             "the engine has not answered for %.0f s (policy.generation.stall_s) with groups %s leased; this worker ends, "
-            "so that others get them",
+            "so that other workers get the groups",
             stall_s,
             sorted(self._running_by_group),
         )
@@ -212,9 +212,9 @@ class RolloutRun:
         end_process(1)
 
     async def drain(self, grace_s: float) -> int:
-        """Take no further lease; let running samples finish, then return the rest unfinished. Returns the number of
-        unfinished leases. External requests have the same time, and then end with their tokens until now. Returns
-        within `grace_s` seconds, even if no coordinator accepts them: then it notices the silence later."""
+        """Take no further lease, let running samples finish, then return the unfinished groups. Returns their number.
+        External requests have the same time, and then end with the tokens that they have. Returns within `grace_s`
+        seconds, even if no coordinator accepts the groups; the coordinator then notices the silence later."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -239,7 +239,7 @@ class RolloutRun:
     async def generate_external(self, request: GenerationRequest) -> Completion:
         """Generate a completion for an external request, without lease or accounting. Raises like `Engine.generate`."""
         if self.draining:
-            raise Unavailable("this worker is leaving; try another")
+            raise Unavailable("this worker is leaving; try another worker")
         self._external[request.request_id] = None
         self._no_external.clear()
         try:
@@ -307,7 +307,7 @@ class RolloutRun:
             self._release(lease)
 
     async def _sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
-        """Sample the group of a lease; once more if it fails and the chat template was corrected since it was read."""
+        """Sample a leased group. Sample it again if that fails and the chat template was corrected in the meantime."""
         reloads = self._template.reloads
         try:
             return await self._sampler.sample(lease, prefix)
@@ -319,7 +319,7 @@ class RolloutRun:
             return await self._sampler.sample(lease, prefix)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
-        """Return a group with an unforeseen error, as a fault of its data. Raises the error if the engine is the
+        """Return a group with an unexpected error, as a fault of its data. Raises the error if the engine is the
         likelier cause: the engine does not answer, or several groups in a row had an error."""
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"
@@ -345,7 +345,7 @@ class RolloutRun:
         self._progress.note(
             lambda sums, s: (
                 f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['tokens']:,.0f} tokens in {s:.0f} s "
-                f"({sums['tokens'] / s:,.0f} tokens/s), the last by version {newest}"
+                f"({sums['tokens'] / s:,.0f} tokens/s), the last with version {newest}"
             ),
             groups=1,
             tokens=group.num_tokens,
@@ -361,7 +361,7 @@ class RolloutRun:
         reason: str = "bad_prompt",
     ) -> None:
         """Return a lease, with its generated tokens or an error. The reasons `bad_prompt` and `prompt_too_long` mean
-        that no other attempt would succeed, an empty reason that one may."""
+        that every other attempt would fail too; after an empty reason another attempt may succeed."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -398,8 +398,8 @@ class RolloutRun:
 
 
 async def _created(spec: RunSpec, device: str) -> Engine:
-    """Return a new engine. If the caller is cancelled, close the engine first, because the thread that creates it goes
-    on, and an unused engine keeps its processes and its memory."""
+    """Return a new engine. If the caller is cancelled, wait for the engine and close it, because the thread that
+    creates it continues, and an unused engine keeps its processes and its memory."""
     creating = asyncio.create_task(asyncio.to_thread(create_engine, spec, device=device))
     try:
         return await asyncio.shield(creating)
@@ -411,7 +411,8 @@ async def _created(spec: RunSpec, device: str) -> Engine:
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:
-    """Return the seconds of a drain's grace that returning up to that many tokens needs: at most half of it."""
+    """Return the seconds of a drain's grace that are reserved to return up to `max_tokens` tokens: at most half of the
+    grace."""
     return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)
 
 

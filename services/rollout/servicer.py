@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SESSION_CHARS = 256
 BEGUN_VERSION = Version(0, 0)
-"""Version of the tokens in a request; they are not part of the answer."""
+"""Placeholder version of `begun_ids`. These tokens are not part of the answer."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers of one worker."""
+    """Answers the calls of `RolloutService` for one worker."""
 
     def __init__(self, worker: RolloutWorker):
         self._worker = worker
@@ -68,7 +68,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         else:
             gate = self._worker.endpoint.gate_of(run)
             if number > gate.capacity:
-                raise InvalidInput(f"n is {number}, at most {gate.capacity} completions are made for one call here")
+                raise InvalidInput(f"n is {number}; at most {gate.capacity} completions are possible in one call")
 
             async def sample_in_turn(index: int) -> Completion:
                 async with gate.place():
@@ -115,7 +115,7 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
     )
     for name, value, most in bounds:
         if value > most:
-            raise InvalidInput(f"{name} is {value}, at most {most} are possible for this run")
+            raise InvalidInput(f"{name} is {value}; at most {most} are possible for this run")
 
 
 def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> None:
@@ -124,16 +124,17 @@ def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> Non
     version = run.engine.version
     assert version is not None
     if request.run_id and request.run_id != run.run_id:
-        raise Conflict(f"this worker works on run {run.run_id}, not on {request.run_id:.100}; try another")
+        raise Conflict(f"this worker works on run {run.run_id}, not on {request.run_id:.100}; try another worker")
     if request.HasField("pinned_version"):
         pinned = _version(request.pinned_version)
         if pinned != version:
-            raise Conflict(f"this worker holds version {tuple(version)}, not {tuple(pinned)}; try another")
+            raise Conflict(f"this worker holds version {tuple(version)}, not {tuple(pinned)}; try another worker")
     if request.HasField("min_version"):
         oldest = _version(request.min_version)
         if (version.step, version.session) < (oldest.step, oldest.session):
             raise Conflict(
-                f"this worker holds version {tuple(version)}, older than {tuple(oldest)}; try another, or later"
+                f"this worker holds version {tuple(version)}, older than {tuple(oldest)}; try another worker, "
+                "or try later"
             )
 
 
@@ -141,7 +142,7 @@ def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersio
     """Raise Conflict if weights changed during a request of an evaluation."""
     spans = {Version(span.session, span.step) for each in completions for span in each.spans}
     if others := spans - {_version(pinned), BEGUN_VERSION}:
-        raise Conflict(f"this worker received version {tuple(max(others))} meanwhile; try another")
+        raise Conflict(f"this worker received version {tuple(max(others))} while it sampled; try another worker")
 
 
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:
@@ -169,14 +170,14 @@ def _begun(request: rollout_pb2.GenerateRequest) -> Completion | None:
     if request.n > 1:
         raise InvalidInput(f"n is {request.n} with begun_ids, which begin one completion; leave n out")
     if wrong := [token_id for token_id in request.begun_ids if not 0 <= token_id <= MAX_ID]:
-        raise InvalidInput(f"begun_ids holds {wrong[0]}, must be token ids from 0")
+        raise InvalidInput(f"begun_ids holds {wrong[0]}; token ids must be from 0 to {MAX_ID}")
     span = VersionSpan(*BEGUN_VERSION, 0, number)
     # Engines use only the ids; the caller keeps the log-probabilities of these tokens.
     return Completion(np.array(request.begun_ids, np.int32), np.zeros(number, np.float32), (span,), "abort")
 
 
 def _add(response: rollout_pb2.GenerateResponse, text: str, completion: Completion, num_begun: int) -> None:
-    """Add a completion without its first tokens, which the request brought."""
+    """Add a completion without the tokens that the request contained."""
     generated = response.completions.add(
         text=text,
         token_ids=completion.token_ids[num_begun:].tolist(),

@@ -1,5 +1,5 @@
-"""Brings weights to a rollout worker's engine: versions in the memory of its host or in the object store, the swap, the
-answer to the learner.
+"""Brings weights to a rollout worker's engine: receives versions from its host's memory or from the object store, loads
+them into the engine, and answers the learner.
 
 Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which
 swaps between two decode steps. The engine's version only grows.
@@ -30,7 +30,7 @@ from paceline.weights.store.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
-"""Seconds between two reports on weights that are received or loaded; at most a quarter of the allowed silence."""
+"""Seconds between two reports that weights are being received or loaded; at most a quarter of the allowed silence."""
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
     "loading": worker_pb2.WEIGHT_PHASE_LOADING,
@@ -38,7 +38,7 @@ PHASES = {
 
 
 class RolloutWeights:
-    """Receivers of one run for one engine. To be made on the event loop."""
+    """Receives the weights of one run for one engine. Create it on the event loop."""
 
     def __init__(
         self,
@@ -89,7 +89,9 @@ class RolloutWeights:
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
-                raise WireError(f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}")
+                raise WireError(
+                    f"weights are offered in {stored.url[:200]!r}, but the run's weights are in {self._store_url!r}"
+                )
             check_fits(stored.snapshot_bytes)
             self._store_receiver.offer(stored)
         except Exception as error:
@@ -99,7 +101,7 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     async def report_progress(self) -> None:
-        """Tell the learner that weights are being received or loaded, as long as they are. Runs until cancelled."""
+        """Tell the learner at intervals that weights are being received or loaded. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._report_s)
             by_host = self._host_receiver.at_work if self._host_receiver is not None else ()
@@ -117,14 +119,17 @@ class RolloutWeights:
                 await self._membership.report(worker_pb2.ConnectRequest(weight_progress=message))
 
     async def answer_again(self) -> None:
-        """Acknowledge the last version again, because the coordinator was away and the answer may have been lost."""
+        """Acknowledge the last version again, because the answer may have been lost while the coordinator was
+        unreachable."""
         if self._last_yes is not None:
             await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
 
     def expelled(self, expelled: worker_pb2.Expelled) -> None:
         """Keep the current version after a missed deadline, and take part again in the next roster."""
         version = None if self._engine.version is None else tuple(self._engine.version)
-        log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
+        log.warning(
+            "this worker is expelled from epoch %d and keeps version %s: %s", expelled.epoch, version, expelled.reason
+        )
 
     def close(self) -> None:
         self._store_receiver.close()
@@ -138,7 +143,9 @@ class RolloutWeights:
             if serving is not None and version <= serving:
                 if version == serving:
                     return
-                raise Conflict(f"{tuple(version)} came after {tuple(serving)}, which this worker serves already")
+                raise Conflict(
+                    f"version {tuple(version)} came after {tuple(serving)}, which this worker serves already"
+                )
             started_s = time.monotonic()
             swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
             # The engine answers or raises; the learner has a separate deadline.

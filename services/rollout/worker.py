@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 class RolloutWorker:
     """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
-    as long as the run is assigned; `pause` is that back-off. `host` is this machine's address for weights, `bind`
-    the one to listen on, if another."""
+    while the run is assigned; `pause` is that back-off. `host` is this machine's address for weights, `bind` the
+    address to listen on, if it differs."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class RolloutWorker:
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
-        """Run that is over; its engine serves callers until the next run is set up."""
+        """Last run, after its end. Its engine serves callers until the next run is set up."""
 
     @property
     def served(self) -> RolloutRun | None:
-        """The run that serves callers: the current one, else the last one."""
+        """Return the run that serves callers: the current one, else the last one."""
         return self._run or self._ended_run
 
     async def work(self) -> None:
@@ -104,7 +104,8 @@ class RolloutWorker:
                 await _ended(work)
 
     async def drain(self, grace_s: float) -> int:
-        """Finish as much as possible in `grace_s` seconds and return the rest; return the number of unfinished ones."""
+        """Finish as many leases as possible in `grace_s` seconds and return the others. Returns the number of
+        unfinished leases."""
         run = self.served
         returned = await run.drain(grace_s) if run is not None else 0
         self.drained.set()
@@ -231,14 +232,14 @@ OF_VLLM = ("vllm_cfg", "vllm_kwargs")
 
 
 def check_settings(_context: click.Context, _option: click.Parameter, settings: tuple[str, ...]) -> tuple[str, ...]:
-    """Callback of --engine. Raises click.UsageError for a setting that is not a worker's."""
+    """Callback of --engine. Raises click.UsageError for a setting that a worker must not have."""
     for setting in settings:
         dotted, equals, _ = setting.partition("=")
         key = dotted.removeprefix("policy.generation.")
         if not equals or key.partition(".")[0] not in KEYS:
             raise click.UsageError(
-                f"--engine {setting!r}: it takes KEY=VALUE with a key of policy.generation that concerns this worker alone "
-                f"({', '.join(KEYS)}); other keys are set in the run's spec"
+                f"--engine {setting!r} must be KEY=VALUE with a key of policy.generation that concerns this worker "
+                f"alone ({', '.join(KEYS)}); other keys are set in the run's spec"
             )
     return tuple(setting.removeprefix("policy.generation.") for setting in settings)
 

@@ -63,9 +63,9 @@ def test_a_missing_argument_is_named() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (1.0, "returned float 1.0, it has to be a list"),
+        (1.0, "returned float 1.0; it must return a list"),
         ([1.0], "returned 1 values for 2 completions"),
-        ([1.0, "x"], "at index 1, it has to be a number or None"),
+        ([1.0, "x"], "at index 1; it must return a number or None"),
         ([math.nan, 0.0], "NaN at index 0"),
         ([0.0, 1e39], "at index 1, which is not a finite float32"),
         ([0.0, 10**400], "at index 1, which is not a finite float32"),
@@ -114,14 +114,14 @@ def test_a_built_in_gets_columns_alone() -> None:
 @pytest.mark.parametrize(
     ("completions", "function", "hint"),
     [
-        (["2"], lambda c: c[0][0]["content"], "completions are texts since the prompts are"),
-        (["2"], lambda c: c[0].get("content"), "completions are texts since the prompts are"),
+        (["2"], lambda c: c[0][0]["content"], "completions are texts because the prompts are texts"),
+        (["2"], lambda c: c[0].get("content"), "completions are texts because the prompts are texts"),
         (
             [[{"role": "assistant", "content": "2"}]],
             lambda c: re.search("2", c[0]),
-            "lists of messages since",
+            "lists of messages because",
         ),
-        ([[{"role": "assistant", "content": "2"}]], lambda c: c[0].strip(), "lists of messages since"),
+        ([[{"role": "assistant", "content": "2"}]], lambda c: c[0].strip(), "lists of messages because"),
         (["2"], lambda c: c[0] + 1, ""),
         (["2"], lambda c: c[0]["a"]["b"] if c[1] else 1, ""),
     ],

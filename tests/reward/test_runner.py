@@ -95,7 +95,7 @@ async def test_the_process_is_light_and_arguments_are_each_functions_own(
         ("beyond_float32", "invalid", "returned float 1e+39 at index 1"),
         ("enormous_int", "invalid", "at index 0, which is not a finite float32"),
         ("text_values", "invalid", "returned str '1' at index 0"),
-        ("no_list", "invalid", "returned float 1.0, it has to be a list"),
+        ("no_list", "invalid", "returned float 1.0; it must return a list"),
         ("needs_missing", "invalid", "needs solution, which is neither a column"),
     ],
 )

@@ -27,7 +27,8 @@ from paceline.services.openai.token_route import TokenAsk
 from paceline.services.rollout.openai.sampling import Sampler, Served
 
 MAX_CHARS_PER_TOKEN = 64
-"""Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""
+"""Most characters of a prompt for each token of the longest sequence. A longer prompt is refused before it is
+tokenized."""
 
 EngineAsk = ChatAsk | CompletionAsk | TokenAsk
 
@@ -72,14 +73,17 @@ def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callab
 
 
 def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
-    """Return the [P] tokens of a prompt of `/v1/completions`, a text or ids: it never goes through the chat template.
+    """Return the [P] tokens of a prompt of `/v1/completions`, which is text or token ids. No chat template is applied.
 
     Raises InvalidInput for ids or a text that no sequence could hold, and like `encode_prompt`.
     """
     limit = served.spec.policy.max_total_sequence_length
     if isinstance(prompt, list):
         if len(prompt) > limit or max(prompt) > MAX_ID:
-            raise InvalidInput(f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most")
+            raise InvalidInput(
+                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: at most {limit} ids up to {MAX_ID} "
+                "are possible"
+            )
         return np.array(prompt, np.int32)
     check_size(served, len(prompt))
     return encode_prompt(served.tokenizer, prompt, "never")
@@ -104,7 +108,8 @@ def check_size(served: Served, size: int) -> None:
     limit = served.spec.policy.max_total_sequence_length
     if size > MAX_CHARS_PER_TOKEN * limit:
         raise InvalidInput(
-            f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
+            f"a prompt of {size} characters exceeds {limit} tokens, the most of prompt and completion together; "
+            "shorten it"
         )
 
 
@@ -134,8 +139,9 @@ NO_CALLS = AnswerFormat("none", False)
 def prepare_chat(
     ask: ChatAsk, template: ChatTemplate, run_kwargs: Mapping[str, Any] = NO_KWARGS, call_format: str = "auto"
 ) -> tuple[IntArray, Callable[[], AnswerReader]]:
-    """Return the [P] tokens of a request, opened for the answer, with the data for a reader of the answer. `run_kwargs` are the run's arguments of the template, which the request's replace;
-    `call_format` is the format of the run's model for calls (`auto`: the template's).
+    """Return the [P] tokens of a chat, which end where the answer begins, and a function that makes a reader of the
+    answer. `run_kwargs` are the run's template arguments; those of the request replace them. `call_format` is the
+    spec's format of tool calls (`auto`: the template's format).
 
     Raises Unsupported for content that the template does not render, for tools whose calls could not be read, and for a
     call that cannot be demanded; InvalidInput for content that the template refuses.
@@ -177,7 +183,7 @@ def prepare_chat(
 
 
 def _begun_call(choice: ToolChoice, tools: Sequence[Json], written: AnswerFormat) -> str:
-    """Return the beginning of a demanded call, up to the model's first choice."""
+    """Return the beginning of a demanded call, up to the first text that the model chooses."""
     if not written.opening:
         raise Unsupported(
             f"tool_choice is {choice.kind!r}, but the chat template of this model writes calls in an unknown form, "

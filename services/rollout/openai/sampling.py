@@ -23,7 +23,7 @@ from paceline.services.openai.frames import Choice, Delta, Echo, cut_spans, mode
 from paceline.spec import RunSpec
 
 UNFINISHED = "\ufffd"
-"""Character that a decoder writes for bytes that are no character (yet)."""
+"""Character that a decoder writes for bytes that do not form a character (yet)."""
 
 
 class TextStream:
@@ -105,7 +105,8 @@ class VersionGone(NotFound):
 
 @dataclass
 class Sampler:
-    """Generator of choice number `index` of an answer. `on_delta` gets each delta; None waits for the end."""
+    """Generates choice number `index` of an answer. `on_delta` is called with each delta; None if the answer is not
+    streamed."""
 
     served: Served
     prompt_ids: IntArray
@@ -114,16 +115,16 @@ class Sampler:
     seed: int
     index: int
     reader: AnswerReader
-    """A fresh reader of the text."""
+    """Reader that has not read any text."""
     stop: tuple[str, ...] = ()
     pinned: Version | None = None
     in_reasoning: bool = False
     """True if the chat template opened the reasoning."""
     on_delta: Callable[[Delta], None] | None = None
     echo: bool = False
-    """Put the prompt before the text."""
+    """True if the answer's text begins with the prompt."""
     scores_prompt: bool = False
-    """With `echo`: compute the prompt's log-probabilities."""
+    """True if, with `echo`, the prompt's log-probabilities are computed."""
     _parts: list[AnswerPart] = field(default_factory=list)
     _told: int = 0
     _stream: TextStream = field(init=False)
@@ -152,7 +153,8 @@ class Sampler:
             num_tokens = len(completion.token_ids)
             if completion.finish_reason == "abort":
                 raise Unavailable(
-                    f"the worker stopped serving {self.served.run_id} while it generated; try another, or later"
+                    f"the worker stopped serving {self.served.run_id} while it generated; try another worker, "
+                    "or try later"
                 )
         self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
         if self._stream.stopped:
@@ -202,7 +204,8 @@ class Sampler:
             self._tell(completion, parts, self._stream.num_tokens)
 
     def _tell(self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False) -> None:
-        """Pass parts on, with the tokens since the last ones; tokens of text that was kept back come with that text."""
+        """Report new parts with the tokens since the last report. Tokens of text that was kept back are reported with
+        that text."""
         if self.on_delta is not None and (parts or (last and num_tokens > self._told)):
             new = slice(self._told, num_tokens)
             self.on_delta(
@@ -253,5 +256,5 @@ def served_names(served: Served) -> str:
 
 
 def decode_all(tokenizer: Any, token_ids: list[int]) -> str:
-    """Return the text of tokens, with special ones."""
+    """Return the text of tokens, including special tokens."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -38,10 +38,10 @@ from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prom
 from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 SHARE = 8
-"""External requests get one of this many of the engine's places (at least one)."""
+"""External requests may use 1/SHARE of the engine's places, at least one."""
 
 QUEUE = 16
-"""Sequences that may run or wait, in multiples of the places."""
+"""External sequences that may run or wait, as a multiple of their places."""
 
 
 class Gate:
@@ -55,11 +55,11 @@ class Gate:
 
     @contextlib.contextmanager
     def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Reserve room for a request's sequences in the queue. Raises Busy if there is none now."""
+        """Reserve room for a request's sequences in the queue. Raises Busy if there is no room."""
         if self._taken + num_sequences > self.capacity:
             raise Busy(
                 f"{self._taken} sequences run or wait, at most {self.capacity} may; this request has "
-                f"{num_sequences}. Try again later, or another worker"
+                f"{num_sequences}. Try again later, or try another worker"
             )
         self._taken += num_sequences
         try:
@@ -88,9 +88,9 @@ class Endpoint:
         coordinator: str = "",
         recorder: Recorder | None = None,
     ) -> None:
-        """`make_gate` makes the gate for an engine that decodes that many sequences at a time. The `coordinator` identifies
-        callers if the port requires a token; without it only the process's token is valid. `recorder` stores answers and feedback.
-        """
+        """`make_gate(batch_size)` returns the gate of an engine that decodes `batch_size` sequences at a time. The
+        `coordinator` identifies callers if the port requires a token; without a coordinator only the process's token
+        is valid. `recorder` stores answers and feedback."""
         self._source = source
         self._recorder = recorder
         self._make_gate = make_gate
@@ -214,7 +214,8 @@ async def _stream(
     samplers: list[Sampler],
     record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events; errors after the first byte are events too. `record` gets the choices before the end."""
+    """Stream server-sent events. Errors after the first byte are events too. `record` is called with the choices before
+    the stream ends."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
@@ -273,7 +274,7 @@ def _version(served: Served) -> Version:
 
 
 class FeedbackAsk(BaseModel):
-    """`POST /v1/feedback`."""
+    """Body of `POST /v1/feedback`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -296,7 +297,7 @@ class Recorder(Protocol):
 
 
 def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:
-    """Return prompt, completion and finish reason of each choice; a prompt of token ids as text."""
+    """Return prompt, completion and finish reason of each choice. A prompt of token ids is decoded to text."""
     return [
         {
             "prompt": _prompt(served, ask, choice),

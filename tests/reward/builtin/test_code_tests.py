@@ -160,7 +160,7 @@ async def test_a_run_is_refused_where_nothing_holds(monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_refusal_reaches_the_run() -> None:
-    with pytest.raises(InvalidInput, match="readable path 'relative' of the sandbox has to be absolute"):
+    with pytest.raises(InvalidInput, match="readable path 'relative' of the sandbox must be absolute"):
         async with RewardRunner([section(readable=["relative"])]):
             pass
 
@@ -321,7 +321,7 @@ def test_programs_count_as_in_their_benchmarks(name: str) -> None:
         (LCB, "need its name, not None; set entry_point_column"),
         ([*LCB, {"input": "1", "output": "1", "testtype": "stdin"}], "tests of one type"),
         ([{"input": "a b", "output": "1", "testtype": "functional", "fn_name": "f"}], "each on a line as JSON"),
-        ({"input": ["1"], "output": ["1", "2"]}, "not as many outputs"),
+        ({"input": ["1"], "output": ["1", "2"]}, "1 inputs but 2 outputs"),
         ("eJxrYJ0qwAABU3oYo6tKUpVqIQ", "asserts nothing"),
         ({"base_input": [[1]], "plus_input": [[2]]}, "an object with input and output"),
         ([{**LCB[0], "fn_name": "f"}, {**LCB[0], "fn_name": "g"}], "the tests call 2 functions"),

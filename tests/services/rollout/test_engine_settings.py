@@ -75,7 +75,7 @@ def command(engine_settings: tuple[str, ...]) -> None:
 def test_what_is_sampled_is_not_a_workers_to_choose(given: str) -> None:
     refused = CliRunner().invoke(command, ["--engine", given])
     assert refused.exit_code == 2
-    assert f"--engine '{given}': it takes KEY=VALUE" in refused.output
+    assert f"--engine '{given}' must be KEY=VALUE" in refused.output
 
 
 def test_the_full_name_of_a_key_is_understood() -> None:

@@ -140,9 +140,9 @@ BAD_OFFERS = [
     (stored_offer(run_id="another"), "offer is of run 'another', this member serves 'run'"),
     (
         stored_offer(url="s3://elsewhere"),
-        "weights in 's3://elsewhere' are offered; the run's are in",
+        "weights are offered in 's3://elsewhere', but the run's weights are in",
     ),
-    (stored_offer(url=""), "weights in '' are offered"),
+    (stored_offer(url=""), "weights are offered in ''"),
     (stored_offer(algorithm="md5"), "checksum algorithm 'md5'"),
     (stored_offer(name="../../etc/passwd"), "an object may not be called '../../etc/passwd'"),
     (stored_offer(name=""), "an object may not be called ''"),

@@ -107,7 +107,7 @@ def test_code_tests_that_cannot_be_read_or_take_too_long_are_refused(tmp_path: P
     spec = spec_for(tmp_path, row, function)
     unknown = {"prompt": "b", "tests": [{"input": "1", "output": "1", "hidden": True}]}
     Path(str(spec.data.train)).write_text("".join(f"{json.dumps(each)}\n" for each in (row, unknown)))
-    with pytest.raises(DataError, match=r"column 'tests': test 0 has the key 'hidden', which nothing reads"):
+    with pytest.raises(DataError, match=r"column 'tests': test 0 has the key 'hidden', which is unknown"):
         checked_data(spec)
 
 

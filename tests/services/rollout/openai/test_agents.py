@@ -252,11 +252,11 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported here"),
-        ({"background": True}, "background", "not supported here"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "not supported here"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"background": True}, "background", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
-        ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the name None"),
+        ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the invalid name None"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "only plain text"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "can only switch reasoning off"),
         ({"reasoning": {"depth": 3}}, "reasoning", "reasoning.depth is unknown"),
@@ -267,7 +267,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is unknown"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted"),
-        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "of another form"),
+        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "in an unknown form"),
         ({"input": [{"role": "critic", "content": "x"}]}, "input", "the unsupported role 'critic'"),
     ],
 )
