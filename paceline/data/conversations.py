@@ -1,9 +1,9 @@
 """Converts a conversation to token ids and the mask of the assistant's tokens, each answer with the token that ends it.
 
-The chat template marks the assistant's text (`{% generation %}`). Without marks it is found by prefixes: what each
-assistant message adds to the conversation before it, opened for an answer. Promise: every answer is trained with a
-token at which sampling stops, or with the template's end of a turn, behind which the last answer has such a token. So
-the model learns to stop, and no token is trained that begins outside an answer.
+The chat template marks the assistant's text (`{% generation %}`). Without marks the text is found by prefixes: it is
+what an assistant message adds to the rendered conversation before it, opened for an answer. Promise: every answer is
+trained with a token at which sampling stops, or with the template's end of a turn; in the second case the last answer
+has such a token after its end. So the model learns to stop, and no token is trained that begins outside an answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark of a chat template at the beginning of the assistant's tokens."""
 
 Span = tuple[int, int]
-"""Begin and end, in characters or tokens."""
+"""Begin and end of a span, in characters or tokens."""
 
 
 def encode_conversation(
@@ -141,7 +141,7 @@ def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools:
 def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]) -> tuple[list[int], list[Span]]:
     """Return tokens and spans, with each answer extended to the token at which sampling stops. The last answer gets one
     if the template writes none. Raises InvalidInput if another answer has neither that token nor the template's own
-    end, behind which the model learns to stop from the last answer."""
+    end of a turn."""
     stops, ended = stop_ids(tokenizer), []
     for number, (begin, end) in enumerate(spans):
         is_last = number == len(spans) - 1
@@ -164,7 +164,8 @@ def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: lis
 
 
 def _stop_of(tokenizer: Any, ids: list[int], stops: frozenset[int], span: Span, behind: int) -> int | None:
-    """Return the index of the token that ends a span: the last stop in it, or the first behind it and white space."""
+    """Return the index of the token that ends a span: the last stop in it, else the first stop after it and white
+    space."""
 
     def is_blank(first: int, last: int) -> bool:
         return not tokenizer.decode(ids[first:last], skip_special_tokens=False).strip()

@@ -45,7 +45,7 @@ class Demonstration(NamedTuple):
     prompt: Any
     """Text or messages; all but the last message of a whole conversation; None if the whole text trains."""
     completion: Any
-    """Text, or the messages that follow."""
+    """Text, or the messages that follow the prompt."""
 
 
 class Preference(NamedTuple):
@@ -270,7 +270,8 @@ def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> A
 
 
 def continuing(prompt: Any, completion: Any) -> Any:
-    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError for anything more."""
+    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError if such a
+    completion is more than text."""
     begins = are_messages(prompt) and prompt[-1]["role"] == "assistant"
     if not (begins and are_messages(completion) and completion[0]["role"] == "assistant"):
         return completion
@@ -284,6 +285,6 @@ def continuing(prompt: Any, completion: Any) -> Any:
 
 
 def _completion(value: Any, key: str, begun: Any) -> Any:
-    """Return a checked completion of the prompt `begun`. Raises DataError."""
+    """Return a checked completion of a prompt; `begun` is that prompt. Raises DataError."""
     check_text(value, key)
     return continuing(begun, plain(value))

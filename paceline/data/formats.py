@@ -23,7 +23,7 @@ FORMS = {
     "labeled_completion": ("unpaired preference", "preference"),
     "traces": ("traces",),
 }
-"""Kinds of rows by the form of an algorithm's examples."""
+"""Kinds of rows that can be read, by the form of an algorithm's examples."""
 READERS = {
     "language modeling": "sft reads it",
     "prompt-only": "algorithms that sample read it, such as grpo",
@@ -34,7 +34,7 @@ READERS = {
     "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
     "traces": "offline_grpo reads them",
 }
-"""Algorithms that read a kind, or what to do if there is none."""
+"""Clause with the algorithms that read a kind of rows, or with the remedy if none does."""
 
 
 class Format(NamedTuple):
@@ -44,7 +44,7 @@ class Format(NamedTuple):
     name: str
     """Name for people, with the library that defines it."""
     conversational: bool | None = None
-    """False: standard; None if the format has only one style."""
+    """True for the conversational style, false for the standard one; None if the format has only one style."""
     tools: bool = False
     """True if rows have definitions of tools for the chat template."""
     note: str = ""
@@ -94,7 +94,7 @@ def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
 
 
 def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm: str) -> str:
-    """Return a sentence about a row whose format the algorithm does not read; else, or for an unknown format, empty."""
+    """Return a sentence about a row whose format the algorithm does not read; empty for other rows and unknown formats."""
     found = format_of_row(row, data)
     if found is None or found.kind in FORMS.get(form, ()):
         return ""

@@ -72,7 +72,7 @@ class SpooledRows:
 
 
 MAX_ARRAY_MB = 256
-"""Size of a JSON array."""
+"""Largest size in MB of a file with one JSON array."""
 
 
 def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:

@@ -30,7 +30,7 @@ TOOLS_KEY = "tools"
 """Column with the definitions of tools for the chat template, as in TRL."""
 
 SAYS_NOTHING: tuple[Any, ...] = (None, [], {}, "")
-"""Values of a further field that mean its absence: clients write them, and tables fill missing fields with null."""
+"""Values that mean that a field is absent: clients write them, and tables fill missing fields with null."""
 
 CALL_FIELDS = ("tool_calls", "function_call")
 """Fields with calls: the API's, and its older form for a single call."""
@@ -247,13 +247,13 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose column
-    of that name may have any values. Raises DataError."""
+    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose row
+    may have any values in that column. Raises DataError."""
     return tools_of(columns) if isinstance(prompt, list) else None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one definition of the column's `value`, to which a table may have added nulls (`filled`)."""
+    """Return one definition of tools, read from the column's `value`. `filled`: a table may have added nulls to it."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool
@@ -297,7 +297,7 @@ def _without_nulls(value: Any) -> Any:
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"developer": "system", "function": "tool"}
-"""Older names of roles, and newer ones that many templates do not have."""
+"""Roles by their older names, and by newer ones that many templates do not have."""
 
 ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+none\b")
 _MARK = "Text 4713."
@@ -341,8 +341,8 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     """Return messages with the results of tools in the order of their calls.
 
-    For a template that does not write ids, so that its model knows results only by their order. Raises InvalidInput if
-    the results are not those of the calls before them.
+    This is for a template that does not write ids, so that its model knows results only by their order. Raises
+    InvalidInput if the results are not those of the calls before them.
     """
     ordered: list[Json] = []
     block: list[Json] = []

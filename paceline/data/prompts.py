@@ -26,7 +26,7 @@ from paceline.spec.sections.data import MIXTURE_BLOCK
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that every JSON parser accepts: missing numbers of tables are NaN if pandas has written them."""
+    """Return a value as every JSON parser accepts it: NaN, which pandas writes for missing numbers, becomes None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):

@@ -38,7 +38,7 @@ def with_keys_of_row(row: Mapping[str, Any], data: DataSection) -> DataSection:
 
 LETTERS = string.ascii_uppercase
 TEXTS, LETTER = "answer_choices", "answer_letter"
-"""Columns that are added to a row."""
+"""Columns that `with_choices` adds to a row."""
 
 
 def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads tables with `datasets`: Parquet and Arrow files, folders that it has saved, and data sets on the hub.
+"""Reads tables with `datasets`: Parquet and Arrow files, folders that `datasets` has saved, and data sets on the hub.
 
 A table is mapped into memory from the disk, so its size does not matter. For that `datasets` keeps an unencrypted copy
 of a file's rows; with a storage key a file is read into memory instead.
@@ -54,7 +54,7 @@ def need_table_packages(what: str) -> None:
 SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dict.fromkeys(
     ("float16", "halffloat"), np.float16
 )
-"""Names in `datasets` and pyarrow of types whose numbers get more digits in Python than they are written with."""
+"""Names in `datasets` and pyarrow of number types whose values have more digits in Python than in the file."""
 STREAMED_ROWS = 1000
 """Rows of one table of a stream."""
 

@@ -150,7 +150,8 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
 
 
 def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the reward: for TRL its functions', which hold numbers; none if no name is standard."""
+    """Return the columns of the reward: for TRL those of its reward functions, which hold numbers; none if no name is
+    standard."""
     if REWARD_KEY in row:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
@@ -188,21 +189,21 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
 class TraceGroups:
     """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers.
 
-    Own exports that name a group stay in it; all other traces belong to the group of their prompt.
+    A trace of an own export that names a group belongs to that group, any other trace to the group of its prompt.
     """
 
     columns: tuple[str, ...] = ("traces",)
 
     def __init__(self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64) -> None:
-        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces is several groups.
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces gets several groups.
 
         Raises DataError if no group is left.
         """
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
-        """Traces in no group, by reason."""
+        """Numbers of traces in no group, by reason."""
         self.formats: Counter[str] = Counter()
-        """Traces in groups, by format."""
+        """Numbers of traces in groups, by format."""
         members: dict[bytes, list[tuple[int, float]]] = {}
         formats: dict[int, str] = {}
         for index in range(len(rows)):

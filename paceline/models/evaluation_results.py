@@ -154,7 +154,7 @@ def has_passed(verdicts: Sequence[Document]) -> bool:
 
 
 def outcome_of(verdicts: Sequence[Document]) -> str:
-    """Return the gates' outcome for people: `no verdict`, `passed`, or the first outcome that is not."""
+    """Return the gates' outcome for people: `no verdict`, `passed`, or the first other outcome."""
     return next((v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict")
 
 

@@ -80,7 +80,8 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
 
 
 def weights_bytes(model_name: str) -> int:
-    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder that is not here."""
+    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder of another
+    machine."""
     try:
         files = [*Path(model_name).expanduser().glob("*.safetensors")]
         return sum(file.stat().st_size for file in files)

@@ -24,7 +24,7 @@ class Reference(NamedTuple):
 
     name: str
     version: int = 0
-    """0: the newest version."""
+    """Number of the version; 0: the newest."""
     alias: str = ""
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ Call = Callable[[str, Any], Any]
 
 
 class Models:
-    """The registered models behind `call`."""
+    """The registered models, through methods of ModelService that `call` sends."""
 
     def __init__(self, call: Call):
         self._call = call

@@ -19,7 +19,7 @@ class ModelShape:
     layers: int
     hidden: int
     mlp: int
-    """Width of the MLP; of all experts that a token passes through together."""
+    """Width of the MLP; with experts, the sum of the widths of those that a token passes through."""
     attention: int
     """Width of the queries of all heads."""
     key_value: int
@@ -31,7 +31,7 @@ class ModelShape:
     layer_parameters: int
     """Parameters of one decoder layer."""
     tied: bool = True
-    """True if the head is the embedding."""
+    """True if the head shares the embedding's matrix."""
     experts_per_token: int = 0
     """Experts that a token passes through; 0 for a dense MLP."""
     heads: int = 1

@@ -1,8 +1,8 @@
 """Explains faults of a spec's keys and values, suggests the intended key, and describes all keys.
 
 A fault is one line: the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the
-dictionary of other libraries' names, then by spelling, then by its last parts elsewhere; a wrong suggestion is worse
-than none. Pages of the documentation are made from the spec's classes and the dictionary.
+dictionary of other libraries' names, then by spelling, then by its last parts in other sections. A wrong suggestion is
+worse than none. Pages of the documentation are made from the spec's classes and the dictionary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section that are searched."""
+"""Levels of an unknown section in which its keys are looked up."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
-    """Return one line per fault of a spec for that algorithm, at most FAULTS_SHOWN."""
+    """Return one line per fault of a spec with this `algorithm`, at most FAULTS_SHOWN."""
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
@@ -82,7 +82,8 @@ def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[st
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
-    """Return the clause for another library's name, with our key for `algorithm`, or for the algorithm in `path`."""
+    """Return the clause about another library's name, with the matching key of `algorithm`, or of the algorithm in
+    `path`."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
@@ -138,7 +139,7 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return each distinct answer once, keyed by its first path and the number of others."""
+    """Return each distinct answer once, by the first path that has it and the number of the other paths."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
@@ -272,7 +273,7 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""With more candidates than these, none is suggested."""
+"""With more candidates than this, none is suggested."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:

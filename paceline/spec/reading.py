@@ -1,8 +1,8 @@
 """Reads a `RunSpec` from YAML and dotted overrides; `paceline.spec.faults` explains faults.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` does the work of `paceline submit`. Relative paths in a file
-are relative to that file, folders that the run makes to the working directory. The resolved spec holds absolute paths,
-so that every service reads the same.
+are relative to that file; folders that the run makes are relative to the working directory. The resolved spec holds
+absolute paths, so that every service reads the same files.
 
 For another library's configuration in place of a spec, the error suggests `paceline import`. Bundles, permitted folders
 and checks before a start use `code_paths` for all files of user code in a spec.
@@ -311,14 +311,14 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
 
 
 COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-rl"}
-"""Library's name for `paceline import`, by the table of its names."""
+"""Argument of `paceline import` for each table of a library's names."""
 SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
-"""Libraries whose configurations are not YAML, by file suffix."""
+"""Libraries whose configurations are not YAML, by the suffix of their files."""
 MIN_KEYS = 3
-"""Keys of a library that are not ours, from which a file counts as its configuration."""
+"""Least number of keys of a library, and not ours, in a file that counts as the library's configuration."""
 MAX_KEYS = 1000
 COMMON_PREFIX = "actor_rollout_ref."
-"""Prefix that the tables may leave out."""
+"""Prefix of verl's names that the tables may leave out."""
 
 
 def import_hint(path: Path, tree: dict[str, Any]) -> str:

@@ -46,7 +46,8 @@ class EvaluationSection(Section):
     and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
     `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
     continuation: str = " {choice}"
-    """Text whose log-probability `choose` takes after the prompt: `{choice}` is the answer, `{letter}` its letter."""
+    """Text that `choose` adds to the prompt to take its log-probability: `{choice}` is the answer, `{letter}` its
+    letter."""
     group_by: tuple[str, ...] = ()
     """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
     best and the worst one, which `paceline gate --max` can bound."""
@@ -98,11 +99,11 @@ class RunSpec(Section):
     cluster: ClusterSection = ClusterSection()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Priority in the coordinator's queue: of the waiting runs, the one with the highest priority starts first, among
-    equal ones the oldest. A run with a higher priority than the running one replaces it: that run writes a
+    equal ones the oldest. A run with a higher priority than the running one replaces it: the replaced run writes a
     checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours of training after which the run ends as succeeded: its last steps are trained, checkpoint and export
-    written. Waiting in the queue and pauses do not count. None: it trains max_num_steps."""
+    """Hours of training after which the run ends as succeeded, with its last steps trained, and checkpoint and export
+    written. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
 
     @property
     def algorithm_section(self) -> AlgorithmSection:
@@ -203,7 +204,8 @@ class RunSpec(Section):
 
     @property
     def prompts_have_tools(self) -> bool:
-        """Return whether the chat template gets the tools in a sampled prompt's row; an environment has its own tools."""
+        """Return whether the chat template gets the tools in a sampled prompt's row; false with an environment, which
+        has its own tools."""
         return self.samples and not self.environment.is_used
 
     @property
@@ -231,7 +233,7 @@ class RunSpec(Section):
         )
 
     def _without_filter(self) -> str:
-        """Return a warning if groups of equal rewards are to be dropped although their advantages are not 0."""
+        """Return a warning if use_dynamic_sampling is set although groups of equal rewards have advantages."""
         if self.rewards_decide_advantages or not self.grpo.use_dynamic_sampling:
             return ""
         return (
@@ -328,7 +330,7 @@ class RunSpec(Section):
             )
 
     def _check_best_metric(self) -> None:
-        """Raise ValueError if a checkpoint would lack the metric's value, because it could never be the best."""
+        """Raise ValueError if checkpoints would lack the metric's value, so that none could be the best."""
         save, metric = self.checkpointing, self.checkpointing.metric_name
         if metric is None or not metric.startswith("val:"):
             return

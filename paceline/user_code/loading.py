@@ -64,8 +64,9 @@ def _module(path: Path) -> ModuleType:
 
 
 class NeighbourFinder(PathFinder):
-    """Finds the files beside a user's file for its imports. It comes after every other finder, so they shadow nothing.
-    A folder at the end of `sys.path` would shadow packages in editable mode, which are found after that."""
+    """Finds the files beside a user's file for its imports. It comes after every other finder, so that these files
+    shadow nothing. A folder at the end of `sys.path` would shadow packages in editable mode, which are found after
+    that."""
 
     folders: ClassVar[list[str]] = []
 
@@ -73,7 +74,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module of that name in one of the folders; None for a module inside a package."""
+        """Return the spec of the module of that name in one of the folders; None for a module inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 

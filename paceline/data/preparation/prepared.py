@@ -46,7 +46,7 @@ class PreparedSet:
     rows: int = 0
     """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows that were left out, by reason."""
+    """Numbers of rows that were left out, by reason."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Prepared:
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
-    """A file with `lines`."""
+    """File with the text of `lines`."""
 
     @property
     def files(self) -> dict[str, list[Path]]:
@@ -82,8 +82,8 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open. A spec without preparation is not
-    read.
+    """Prepare the data of a spec in a folder that exists while the context is open. Without data.preparation no data
+    are read.
 
     Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
     function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.
@@ -102,7 +102,7 @@ def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: boo
 
 
 def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
-    """Run a preparation to its end, also under a running event loop, as in a notebook."""
+    """Run a preparation to its end, also while an event loop runs, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
