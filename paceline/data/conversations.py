@@ -81,8 +81,8 @@ def _by_prefixes(
         start, end = len(opened), len(closed)
         if opened != ids[:start] or closed != ids[:end] or start >= end:
             raise InvalidInput(
-                f"the chat template writes the messages before {message!r:.60} in another way once later ones follow, "
-                "so the assistant's tokens cannot be told exactly; use a template with {% generation %} marks, or "
+                f"the chat template changes the messages before {message!r:.60} once later ones follow, "
+                "so the assistant's tokens cannot be identified; use a template with {% generation %} marks, or "
                 "sft.loss_mask=completion"
             )
         own = end_of(tokenizer, ids[start:end], str(message.get("content") or ""))
@@ -99,8 +99,8 @@ def _by_marks(
     """
     if not tokenizer.is_fast:
         raise InvalidInput(
-            f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
-            "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
+            f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot find: it has no "
+            "fast form that records the positions of characters; use a tokenizer with a tokenizer.json"
         )
     text, marked = _marked(tokenizer, messages, template_kwargs, tools)
     with refusals("the tokenizer", f"the messages {messages!r:.60}"):

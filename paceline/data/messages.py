@@ -58,12 +58,12 @@ def are_messages(value: Any) -> bool:
 def fault_of_messages(value: Any) -> str:
     """Return why a value is not a list of chat messages that a template can take; empty if it is."""
     if not isinstance(value, list) or not value:
-        return f"has to be text or chat messages, not {value!r:.80}"
+        return f"must be text or chat messages, not {value!r:.80}"
     for index, message in enumerate(value):
         if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:
             return "has messages with 'from' and 'value'; rename these keys to 'role' and 'content'"
         if not are_messages([message]):
-            return f"has to be text or chat messages (objects with role and content), not {value!r:.80}"
+            return f"must be text or chat messages (objects with role and content), not {value!r:.80}"
         try:
             read_message(message)
         except DataError as fault:
@@ -111,11 +111,11 @@ def _read_content(role: str, content: Any, *, optional: bool) -> str:
     if optional and content in SAYS_NOTHING:
         return ""
     if content is None:
-        raise DataError(f"of the {role} whose content is null, without content or tool_calls; give it text")
+        raise DataError(f"of the {role} without content or tool_calls; give it text")
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        remedy = "write a result as JSON text" if role == "tool" else "a content is text"
+        remedy = "write a result as JSON text" if role == "tool" else "content must be text"
         raise DataError(f"of the {role} whose content is {content!r:.40}; {remedy}")
     if not content:
         raise DataError(f"of the {role} whose content is an empty list; give it text")
@@ -195,7 +195,7 @@ def _read_field(what: str, text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -274,7 +274,7 @@ def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
 
 def _bad_tools(value: Any) -> DataError:
     return DataError(
-        f"column {TOOLS_KEY!r} has to be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
+        f"column {TOOLS_KEY!r} must be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
         "correct it, or rename the column"
     )
 

@@ -90,7 +90,7 @@ class PromptSource:
             prompt, columns = prompt_of(row, self._data)
         except DataError as error:  # every row was checked when the data set was opened
             raise Unreadable(
-                f"row {self.index(cursor)} of the data set has changed: {error}; put it back as it was"
+                f"row {self.index(cursor)} of the data set has changed: {error}; restore the data set"
             ) from None
         if self._added is not None:
             columns[self._added] = self._names[self._order.part(cursor)]

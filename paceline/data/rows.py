@@ -167,9 +167,9 @@ def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]
 def _checked_names(path: Path, names: list[str]) -> list[str]:
     for name in names:
         if not name.strip():
-            raise DataError(f"{path}, line 1: a column has no name; name every column there")
+            raise DataError(f"{path}, line 1: a column has no name; name every column")
         if names.count(name) > 1:
-            raise DataError(f"{path}, line 1: the column {name!r} is there {names.count(name)} times; name it once")
+            raise DataError(f"{path}, line 1: the column {name!r} occurs {names.count(name)} times; name it once")
     return names
 
 

@@ -114,7 +114,7 @@ def _loaded(
         raise
     except Exception as error:  # `datasets` raises dozens of types; each means that the set cannot be read
         if found := _CONFIGS.search(str(error)):
-            named = f"{config!r} is none of them" if config else "it has several"
+            named = f"{config!r} is none of them" if config else "none is set"
             raise DataError(
                 f"{field} {name!r}: set {field}_config to one of its configurations [{found[1]}]; {named}"
             ) from None

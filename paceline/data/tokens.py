@@ -234,7 +234,7 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
             "message of the user or a tool, or with the beginning of the answer as text"
         )
     rewritten = InvalidInput(
-        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template writes in another way, so it cannot "
+        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template changes, so it cannot "
         "be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
@@ -365,8 +365,8 @@ def encode_exchange(
     whole = render_chat(tokenizer, [*messages, *completion], template_kwargs, tools)
     if not whole.startswith(text):
         raise InvalidInput(
-            f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
-            "completion cannot be told apart; give completions as text, or use another template"
+            f"the chat template changes the prompt {messages!r:.60} once an answer follows, so prompt and "
+            "completion cannot be separated; give completions as text, or use another template"
         )
     ids = _prompt_ids(tokenizer, messages, template, text)
     rest = _behind(tokenizer, ids, text, whole[len(text) :], begins=False)

@@ -142,9 +142,7 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(
-                f"column {name!r} has to be a finite number, not {value!r:.80}; correct the row or remove it"
-            )
+            raise DataError(f"column {name!r} must be a finite number, not {value!r:.80}; correct the row or remove it")
         total, known = total + float(value), True
     return total if known else None
 
@@ -165,14 +163,14 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
         return None
     if row.get("messages") is not None:
         raise DataError(
-            "column 'messages' is that of an episode, whose rows have several prompts; export a run without an environment"
+            "column 'messages' belongs to an episode, whose rows have several prompts; export a run without an environment"
         )
     try:
         prompt_ids, token_ids = (np.asarray(row[name], np.int32) for name in TOKEN_COLUMNS[:2])
         logprobs = np.asarray(row["logprobs"], np.float32)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"columns {', '.join(TOKEN_COLUMNS)} have to be lists of numbers ({error}); write the export as JSONL or Parquet"
+            f"columns {', '.join(TOKEN_COLUMNS)} must be lists of numbers ({error}); write the export as JSONL or Parquet"
         ) from None
     if prompt_ids.ndim != 1 or not len(prompt_ids) or token_ids.ndim != 1 or token_ids.shape != logprobs.shape:
         raise DataError(
@@ -250,7 +248,7 @@ class TraceGroups:
         if len(traces) == 1:
             self.left_out["only trace of its prompt"] += 1
         elif len({reward for _, reward in traces}) == 1:
-            self.left_out["all traces of the prompt have one reward"] += len(traces)
+            self.left_out["all traces of the prompt have the same reward"] += len(traces)
         else:
             self._groups.append([index for index, _ in traces])
             self.formats.update(formats[index] for index, _ in traces)

@@ -347,7 +347,7 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     backend = "vllm" if wants and (has_vllm or is_set) else "native"
     notes = []
     if wants and spec.samples:
-        why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
+        why = "on GPUs" if backend == "vllm" else "vLLM is not installed on this machine; pip install 'paceline[vllm]'"
         notes = [f"policy.generation.backend is {backend}: auto, {why}"]
     return with_keys(spec, {"policy.generation.backend": backend}), notes
 
@@ -376,7 +376,7 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         kinds = ["none"]
     usual = max(USUAL_TOKENS, longest)
     if shape is None or room_bytes is None:
-        why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
+        why = "the model's config.json is not on this machine" if shape is None else "cluster.gpu_gb is not set"
         chosen, tokens = kinds[-1], usual
     else:
         why = f"{gigabytes(room_bytes)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"

@@ -86,7 +86,7 @@ class BoundedLoader(StepwiseLoader):
         if self._nodes > MAX_NODES:
             raise SpecError(f"the spec has more than {MAX_NODES} keys and values (in {place})")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
-            raise SpecError(f"the value in {place} has {len(event.value)} characters, {MAX_SCALAR} are allowed")
+            raise SpecError(f"the value in {place} has {len(event.value)} characters; at most {MAX_SCALAR} are allowed")
         if self._depth == MAX_DEPTH:
             raise SpecError(f"the spec is nested more than {MAX_DEPTH} levels deep (in {place})")
         self._depth += 1
@@ -95,7 +95,7 @@ class BoundedLoader(StepwiseLoader):
         is_number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
         if is_number and len(node.value) > MAX_NUMBER:
             raise SpecError(
-                f"the number in {place} has {len(node.value)} characters and cannot be read; {MAX_NUMBER} are allowed"
+                f"the number in {place} has {len(node.value)} characters and cannot be read; at most {MAX_NUMBER} are allowed"
             )
         return node
 
@@ -107,7 +107,7 @@ class BoundedLoader(StepwiseLoader):
     def _check_time(self, place: str) -> None:
         if self._clock() > self._until_s:
             raise SpecError(
-                f"reading the spec took longer than {MAX_READ_S:g} s (it got to {place}); shorten it, or submit it again "
+                f"reading the spec took longer than {MAX_READ_S:g} s (it reached {place}); shorten the spec, or submit it again "
                 "when the coordinator's machine has less to do"
             )
 
@@ -133,7 +133,7 @@ def load(text: str, clock: Callable[[], float] = time.monotonic) -> Any:
     """Return the contents of the YAML `text`. Raises SpecError if it is not YAML or exceeds a limit."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
-        raise SpecError(f"the spec has {size} bytes, {MAX_BYTES} are allowed; keep data in files")
+        raise SpecError(f"the spec has {size} bytes; at most {MAX_BYTES} are allowed, so keep data in files")
     loader = None
     try:
         loader = BoundedLoader(text, clock)

@@ -131,7 +131,7 @@ def _tree_of(text: str) -> dict[str, Any]:
 
 def _mapping(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise SpecError(f"the spec is {type(tree).__name__}, but it has to be a mapping of sections")
+        raise SpecError(f"the spec is {type(tree).__name__}, but it must be a mapping of sections")
     return tree
 
 
@@ -194,7 +194,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set `a.b.c=value` in `tree`; the value is parsed as YAML, list items are addressed by index. Raises SpecError."""
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
-        raise SpecError(f"override {override!r} has to look like section.key=value")
+        raise SpecError(f"override {override!r} must look like section.key=value")
     if dotted.startswith(("+", "~")):
         raise SpecError(
             f"override {override!r} has Hydra's {dotted[0]!r}; write it without, as {dotted.lstrip('+~')}={raw}"
@@ -229,12 +229,12 @@ def _below_value(override: str, key: str) -> SpecError:
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
-    return SpecError(f"override {override!r}: {key!r} is below a plain value")
+    return SpecError(f"override {override!r}: {key!r} is below a plain value, not in a section")
 
 
 def _index(node: list[Any], key: str, override: str) -> int:
     if not key.isdigit() or int(key) >= len(node):
-        raise SpecError(f"override {override!r}: {key!r} has to be an index below {len(node)}")
+        raise SpecError(f"override {override!r}: {key!r} must be an index below {len(node)}")
     return int(key)
 
 

@@ -57,7 +57,9 @@ class EvaluationSection(Section):
     def _check_continuation(cls, text: str) -> str:
         names = placeholders(text)
         if not names or not names <= CONTINUATION_NAMES:
-            raise ValueError(f"continuation {text!r} has to hold {{choice}} or {{letter}}, and no other name in braces")
+            raise ValueError(
+                f"continuation {text!r} must contain {{choice}} or {{letter}}, and no other name in braces"
+            )
         return text
 
 
@@ -238,7 +240,7 @@ class RunSpec(Section):
             return ""
         return (
             f"grpo.use_dynamic_sampling true with grpo.advantage {self.grpo.advantage!r} or loss_fn.use_kl_in_reward: a group of "
-            "equal rewards has advantages there, so only groups without any reward are dropped; set use_dynamic_sampling false"
+            "equal rewards then has advantages, so only groups without any reward are dropped; set use_dynamic_sampling false"
         )
 
     def _unread(self) -> str:
@@ -295,7 +297,7 @@ class RunSpec(Section):
         if scheduler.name == "wsd" and warmup + (scheduler.decay_steps or 0) > self.max_num_steps:
             raise ValueError(
                 f"policy.scheduler: {warmup} steps of warm-up + decay_steps {scheduler.decay_steps} exceed "
-                f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
+                f"the run's {self.max_num_steps} steps: 'wsd' would have no peak; reduce one of them"
             )
 
     def _check_environment(self) -> None:
@@ -320,8 +322,8 @@ class RunSpec(Section):
             )
         if self.pool_serves_reference:
             raise ValueError(
-                "environment is set, and the reward pool would serve the reference, which reads no episodes; set "
-                "loss_fn.reference_policy_kl_penalty to 0 or let the learner serve it"
+                "environment is set, but the reward pool, which would serve the reference, reads no episodes; set "
+                "loss_fn.reference_policy_kl_penalty to 0, or loss_fn.reference_policy_pool to learner"
             )
         if environment.advantage != "outcome" and self.grpo.advantage not in WITH_GROUP_BASELINE:
             raise ValueError(
@@ -352,12 +354,12 @@ class RunSpec(Section):
                 )
         if self.data.streaming:
             raise ValueError(
-                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by their numbers; set it to false"
+                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by index; set it to false"
             )
         if self.data.source_key is not None:
             raise ValueError(
-                f"data.source_key {self.data.source_key!r} with algorithm {self.algorithm!r}, but only rewards of samples are "
-                "measured by source; remove it"
+                f"data.source_key {self.data.source_key!r} with algorithm {self.algorithm!r}, but only an algorithm that samples "
+                "reports rewards by source; remove it"
             )
         if section.validates and self.data.validation is None:
             raise ValueError(
@@ -391,13 +393,13 @@ class RunSpec(Section):
         if self.syncs_reference:
             raise ValueError(
                 f"policy.lora_cfg.enabled true with loss_fn.reference_policy_sync_steps "
-                f"{self.loss_fn.reference_policy_sync_steps}: the reference is the base without the adapter, which does not "
-                "change; leave it out, or train the model whole"
+                f"{self.loss_fn.reference_policy_sync_steps}: the reference is the base without the adapter and never "
+                "changes; leave reference_policy_sync_steps out, or train the model whole"
             )
         if lora.dropout and self.algorithm_section.compares_policies:
             raise ValueError(
                 f"policy.lora_cfg.dropout {lora.dropout} with algorithm {self.algorithm}: its ratio compares two "
-                "policies, of which only one would drop inputs; set it to 0"
+                "policies, but only one of them would drop inputs; set the dropout to 0"
             )
 
     def _check_grpo(self) -> None:
@@ -414,13 +416,15 @@ class RunSpec(Section):
             if labels.count(label) > 1:
                 raise ValueError(f"rewards has the name {label!r} {labels.count(label)} times; give each its own name")
         if not any(reward.weight_schedule or reward.weight for reward in self.rewards):
-            raise ValueError("every reward has weight 0, so nothing could be learnt")
+            raise ValueError("every reward has weight 0, so nothing could be learnt; set a weight")
         if all(reward.gate_min is not None for reward in self.rewards):
-            raise ValueError("every reward has gate_min: a gate acts on the other functions, and there is none")
+            raise ValueError(
+                "every reward has gate_min, but a gate acts only on functions without it; remove one gate_min"
+            )
         if self.weights.publish_interval > age + 1:
             raise ValueError(
                 f"weights.publish_interval {self.weights.publish_interval} exceeds "
-                f"async_grpo.max_trajectory_age_steps + 1 = {age + 1}: no lease could ever be given"
+                f"async_grpo.max_trajectory_age_steps + 1 = {age + 1}: no lease could ever be given; lower the interval"
             )
         if self.async_grpo.hard_max_age_steps < age:
             raise ValueError(
@@ -438,8 +442,8 @@ class RunSpec(Section):
             )
         if self.grpo.advantage == "gdpo" and self.loss_fn.use_kl_in_reward:
             raise ValueError(
-                "grpo.advantage 'gdpo' with loss_fn.use_kl_in_reward true: it normalises each reward by itself and "
-                "has no place for a KL among them; put the KL in the loss"
+                "grpo.advantage 'gdpo' with loss_fn.use_kl_in_reward true: gdpo normalises each reward "
+                "separately and cannot include a KL; put the KL in the loss"
             )
         if self.loss_fn.proximal_policy == "log_linear" and self.policy.num_updates_per_step == 1:
             raise ValueError(

@@ -69,7 +69,7 @@ class Box:
         """Put this process into the box, irrevocably. Raises Unavailable if files must be hidden but cannot be."""
         if why := why_no_isolation():
             if self.hidden:
-                raise Unavailable(f"user code has to be isolated, but {why}")
+                raise Unavailable(f"user code must be isolated, but {why}")
             return
         keep_capabilities()
         if not self.hidden:

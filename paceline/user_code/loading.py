@@ -38,7 +38,7 @@ def load_from_file(path: Path, name: str, kind: str) -> Any:
         noun = kind.rpartition(" ")[2]
         raise InvalidInput(f"{path} has no {noun} {name!r}{nearest(name, functions)}; it has {existing}")
     if not callable(loaded):
-        raise InvalidInput(f"{name!r} in {path} is {type(loaded).__name__}, but a {kind} has to be callable")
+        raise InvalidInput(f"{name!r} in {path} is {type(loaded).__name__}, but a {kind} must be callable")
     return loaded
 
 
@@ -49,7 +49,7 @@ def _module(path: Path) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise InvalidInput(f"{path} is not a Python file; user code lives in a .py file")
+        raise InvalidInput(f"{path} is not a Python file; user code must be in a .py file")
     module = importlib.util.module_from_spec(spec)
     _find_neighbours_in(path.parent)
     sys.modules[module_name] = module  # dataclasses and pickle read the entry while the module runs

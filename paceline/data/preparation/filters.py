@@ -94,7 +94,7 @@ def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
         found = next((name for name, index in indexes.items() if index.share(text) >= share), "")
-        return f"prompt of {found}" if found else ""
+        return f"prompt that overlaps with {found}" if found else ""
 
     return check
 

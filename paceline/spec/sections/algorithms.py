@@ -141,8 +141,8 @@ class GrpoSection(AlgorithmSection):
             raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
         if (low or 0.0) > 0 or (high or 0.0) < 0:
             raise ValueError(
-                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions without a reward or a "
-                "difference would train; use bounds around 0"
+                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions with an advantage of "
+                "0 would train; use bounds around 0"
             )
         if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
             raise ValueError(
@@ -266,8 +266,8 @@ class DpoSection(ExamplesSection):
     def _check(self) -> DpoSection:
         if self.label_smoothing and self.preference_loss not in ("conservative", "robust"):
             raise ValueError(
-                f"label_smoothing {self.label_smoothing} with preference_loss {self.preference_loss!r}, which has "
-                "none; use conservative or robust"
+                f"label_smoothing {self.label_smoothing} with preference_loss {self.preference_loss!r}, which "
+                "ignores it; use conservative or robust"
             )
         return self
 
@@ -338,7 +338,7 @@ class OfflineGrpoSection(ExamplesSection):
         """Raise ValueError for loss settings that need values which traces lack."""
         refused = {
             "proximal_policy": ("exact", "traces have no ages"),
-            "use_kl_in_reward": (False, "advantages are those of the recorded rewards"),
+            "use_kl_in_reward": (False, "the advantages come from the recorded rewards"),
             "reference_policy_pool": ("learner", "no reward worker takes part"),
             "reference_policy_sync_steps": (None, "the reference is the policy before training"),
         }
@@ -401,5 +401,5 @@ class DistillationSection(AlgorithmSection):
         if grpo.advantage != "trl" or grpo.use_dynamic_sampling:
             raise ValueError(
                 f"grpo.advantage {grpo.advantage!r} and use_dynamic_sampling {grpo.use_dynamic_sampling} with "
-                "algorithm 'distillation': the teacher gives the advantages, rewards are only shown; leave both out"
+                "algorithm 'distillation': the teacher gives the advantages, and rewards are only shown; leave both out"
             )

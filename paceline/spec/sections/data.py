@@ -125,7 +125,7 @@ class PreparationSection(Section):
             raise ValueError(f"function {self.function!r} is not a function; write it as path/to/file.py:name")
         if (self.pass_rate is None) != (not self.pass_rate_of):
             given = "pass_rate" if self.pass_rate is not None else "pass_rate_of"
-            raise ValueError(f"only {given} is set; pass_rate and pass_rate_of go together, set both")
+            raise ValueError(f"only {given} is set; set both pass_rate and pass_rate_of")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             raise ValueError(
                 f"pass_rate {list(self.pass_rate)} has its larger bound first, so no prompt would stay; swap them"

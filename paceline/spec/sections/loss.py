@@ -176,7 +176,9 @@ class LossSection(Section):
         if self.reference_policy_sync_steps is not None:
             self._check_sync(self.reference_policy_sync_steps)
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
-            raise ValueError("use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract")
+            raise ValueError(
+                "use_kl_in_reward is true with reference_policy_kl_penalty 0: there is no KL to subtract; set the penalty"
+            )
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
         if in_loss and self.reference_policy_kl_type == "k1":
             raise ValueError(
@@ -207,14 +209,14 @@ class LossSection(Section):
         if self.m2_threshold is not None and self.proximal_policy != "exact":
             raise ValueError(
                 f"m2_threshold {self.m2_threshold} with proximal_policy {self.proximal_policy!r}: the threshold is "
-                "taken before the first update, from the exact proximal policy"
+                "taken before the first update, from the exact proximal policy; set proximal_policy=exact"
             )
         if self.ratio_anchor == "proximal":
             return
         if self.truncated_importance_sampling_ratio is not None:
             raise ValueError(
                 f"ratio_anchor 'behaviour' with truncated_importance_sampling_ratio "
-                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, a weight on "
+                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, and a weight on "
                 "top would count it twice; set truncated_importance_sampling_ratio=null"
             )
         if self.ratio_level != "token":
@@ -224,8 +226,8 @@ class LossSection(Section):
             )
         if self.policy_loss == "vespo":
             raise ValueError(
-                "policy_loss 'vespo' with ratio_anchor 'behaviour': it multiplies the proximal ratio and the "
-                "importance weight by itself; set ratio_anchor=proximal"
+                "policy_loss 'vespo' with ratio_anchor 'behaviour': vespo itself multiplies the proximal ratio "
+                "and the importance weight; set ratio_anchor=proximal"
             )
         if self.proximal_policy != "exact":
             raise ValueError(
@@ -237,11 +239,13 @@ class LossSection(Section):
         if self.policy_loss != "clip" and self.ratio_level != "token":
             raise ValueError(
                 f"policy_loss {self.policy_loss!r} with ratio_level {self.ratio_level!r}: only 'clip' is defined on "
-                "ratios of sequences"
+                "ratios of sequences; set ratio_level=token"
             )
         if self.ratio_clip_c is not None:
             if self.policy_loss != "clip":
-                raise ValueError(f"ratio_clip_c {self.ratio_clip_c} with policy_loss {self.policy_loss!r}")
+                raise ValueError(
+                    f"ratio_clip_c {self.ratio_clip_c} with policy_loss {self.policy_loss!r}, which ignores it"
+                )
             if self.ratio_clip_c <= 1 + self.ratio_clip_max:
                 raise ValueError(
                     f"ratio_clip_c {self.ratio_clip_c} is not above 1 + ratio_clip_max = {1 + self.ratio_clip_max}"
@@ -249,6 +253,6 @@ class LossSection(Section):
         weight = self.truncated_importance_sampling_type
         if self.policy_loss == "vespo" and weight in ("sequence_tis", "sequence_mask"):
             raise ValueError(
-                f"policy_loss 'vespo' with truncated_importance_sampling_type {weight!r}: it multiplies the weights "
-                "of the tokens itself; use 'tis' or 'icepop'"
+                f"policy_loss 'vespo' with truncated_importance_sampling_type {weight!r}: vespo itself multiplies "
+                "the weights of the tokens; use 'tis' or 'icepop'"
             )

@@ -120,7 +120,7 @@ class SchedulerSection(Section):
                     f"{field} {value} has no effect with name {self.name!r}; it applies only to {', '.join(names)}: remove {field}, or choose another name"
                 )
         if self.name == "wsd" and self.decay_steps is None:
-            raise ValueError("name 'wsd' without decay_steps: say how many steps the fall at the end takes")
+            raise ValueError("name 'wsd' without decay_steps: set the number of steps of the fall at the end")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} and warmup_ratio {self.warmup_ratio} both set the warm-up; keep one"
@@ -254,7 +254,7 @@ class GenerationSection(Section):
         ]
         if biased and not self.allow_biased_sampling:
             raise ValueError(
-                f"{', '.join(biased)} changes the sampler's distribution, the learner's log-probabilities do not "
+                f"{', '.join(biased)} changes the sampler's distribution, but the learner's log-probabilities do not "
                 "repeat the change, so the importance ratio would be biased; remove it, or set "
                 "allow_biased_sampling=true to accept that"
             )
@@ -365,7 +365,7 @@ class PolicySection(Section):
         if lora.enabled and lora.dropout and recomputes:
             raise ValueError(
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
-                "recomputation would draw another mask than the forward pass; set one of them to 0 or none"
+                "recomputation would draw another mask than the forward pass; set dropout to 0, or recomputation to none"
             )
         return self
 

@@ -94,10 +94,10 @@ class WebhookSection(Section):
     @model_validator(mode="after")
     def _check(self) -> WebhookSection:
         if bool(self.url) == bool(self.url_variable):
-            raise ValueError("a webhook has either url or url_variable")
+            raise ValueError("a webhook needs either url or url_variable")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                "url has to be http(s)://HOST[:PORT]/… without a password; put a secret one into url_variable"
+                "url must be http(s)://HOST[:PORT]/… without a password; put a secret one into url_variable"
             )
         return self
 
@@ -182,7 +182,7 @@ class TrackerSection(Section):
             raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files for later; remove it")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                f"url {self.url.split('@')[-1]!r} has to be http(s)://HOST[:PORT]/… without a password, which belongs in the "
+                f"url {self.url.split('@')[-1]!r} must be http(s)://HOST[:PORT]/… without a password, which belongs in the "
                 "environment of the sending process"
             )
         return self
@@ -233,7 +233,7 @@ class LoggerSection(Section):
         kinds = [tracker.kind for tracker in trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
             raise ValueError(
-                f"{twice[0]} is there {kinds.count(twice[0])} times; only one tracker of each kind is possible"
+                f"kind {twice[0]} occurs {kinds.count(twice[0])} times; only one tracker of each kind is possible"
             )
         return trackers
 

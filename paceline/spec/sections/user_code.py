@@ -172,7 +172,7 @@ class EnvironmentSection(Section):
         ]
         if len(named) > 1:
             raise ValueError(
-                f"{' and '.join(named)} are both set, but an environment is only one of them; remove the others"
+                f"{' and '.join(named)} are both set, but an environment has only one of them; remove the others"
             )
         if self.train_call and self.has_class:
             raise ValueError(f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call")

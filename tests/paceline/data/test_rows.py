@@ -113,9 +113,9 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
         ),
         (
             ['{"prompt": "a"}', '{"prompt": 7}'],
-            "line 2: column 'prompt' has to be text or chat messages, not 7",
+            "line 2: column 'prompt' must be text or chat messages, not 7",
         ),
-        (['{"prompt": [{"role": "user"}]}'], "line 1: column 'prompt' has to be text or chat messages"),
+        (['{"prompt": [{"role": "user"}]}'], "line 1: column 'prompt' must be text or chat messages"),
         (
             ['{"prompt": "a", "answer": 1}', '{"prompt": "b"}'],
             "line 2: no column 'answer', which earlier rows have",
@@ -182,7 +182,7 @@ def test_a_data_set_of_several_configurations_needs_one_by_name(tmp_path: Path) 
     assert len(source(tmp_path, train_config="main")) == 1
     assert len(source(tmp_path, train_config="extra")) == 2
     wanted = f"data.train '{tmp_path}': set data.train_config to one of its configurations ['main', 'extra']; "
-    assert refusal(tmp_path) == f"{wanted}it has several"
+    assert refusal(tmp_path) == f"{wanted}none is set"
     assert refusal(tmp_path, train_config="mian") == f"{wanted}'mian' is none of them"
     path = tmp_path / "main.jsonl"
     assert refusal(path, train_config="main") == (
