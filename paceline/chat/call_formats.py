@@ -40,9 +40,9 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: str
-    """JSON object as text."""
+    """Arguments, as the text of a JSON object."""
     id: str = ""
-    """Empty if the enclosing answer assigns it."""
+    """Id of the call; empty if the enclosing answer assigns it."""
 
 
 class MalformedCall(Exception):

@@ -40,7 +40,7 @@ Span = tuple[int, int]
 def encode_conversation(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> tuple[IntArray, np.ndarray]:
-    """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
+    """Return ([T] token ids, [T] bool: written by the assistant) of a conversation up to the end of its last answer.
 
     Raises InvalidInput for a template without marks whose earlier messages depend on later ones, and for one whose
     answers may end without a token at which sampling stops.

@@ -144,7 +144,7 @@ def report_of(rows: Rows, spec: RunSpec) -> str:
 
 
 class UnpairedRows:
-    """Rows of pairs as rows of labeled completions: row 2i has the chosen one of pair i, row 2i + 1 the rejected."""
+    """Rows of pairs as rows of labeled completions: row 2i has the chosen completion of pair i, row 2i + 1 the rejected one."""
 
     def __init__(self, rows: Rows, data: DataSection) -> None:
         self._rows, self._data, self.fingerprint = rows, data, rows.fingerprint

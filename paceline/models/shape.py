@@ -27,7 +27,7 @@ class ModelShape:
     vocabulary: int
     parameters: int
     adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers below the head; times the rank, the size of a LoRA adapter."""
+    """Σ (inputs + outputs) of all linear layers below the head; multiplied by the rank, it is the size of a LoRA adapter."""
     layer_parameters: int
     """Parameters of one decoder layer."""
     tied: bool = True

@@ -11,7 +11,7 @@ import psutil
 from paceline.errors import PacelineError
 
 STARVED_SHARE = 0.1
-"""Fraction of its time limit: a runnable process that gets less processor time is starved."""
+"""Fraction of a call's time limit: a runnable process that gets less processor time is starved."""
 NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
 
 

@@ -61,7 +61,7 @@ class TemporaryFolder:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Remove it with its files, after the end of the process. Blocks."""
+        """Remove the folder with its files, after the end of the process. Blocks."""
         _remove(self.path)
         os.close(self._lock)
 
@@ -145,7 +145,7 @@ class ProcessSettings:
     environment: dict[str, str]
     box: Box
     temporary: TemporaryFolder | None = None
-    """Its separate folder for temporary files; None if the user's folder is open to it."""
+    """Separate folder for the process' temporary files; None if the user's folder is open to it."""
 
     def remove(self) -> None:
         """Remove the temporary files, after the end of the process. Blocks."""
@@ -182,7 +182,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its processes. They never get the storage key; if there is one, judges keep no answers
+        """Return the environment of the code's processes. They never get the storage key; if there is one, judges keep no answers
         in files."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):

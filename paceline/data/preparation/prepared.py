@@ -42,7 +42,7 @@ class PreparedSet:
     """One of the spec's data sets, prepared."""
 
     paths: list[Path] = field(default_factory=list)
-    """A file for each entry of a list, in its order."""
+    """One file for each entry of a list of data sets, in its order."""
     rows: int = 0
     """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)

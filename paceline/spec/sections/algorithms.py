@@ -1,4 +1,4 @@
-"""The algorithms, a section each, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
+"""Sections of the algorithms, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
 
 Properties of an algorithm are declared in its section, so that no other module depends on its name.
 """

@@ -161,14 +161,14 @@ class CheckpointingSection(Section):
 
 
 class TrackerSection(Section):
-    """A tracker of a run's metrics. Its key or password is in the environment of the sending process, never here."""
+    """A tracker of a run's metrics. Its key or password is in the environment of the sending process, never in the spec."""
 
     kind: Literal["wandb", "mlflow", "tensorboard"]
     """Weights & Biases, MLflow (a server), or TensorBoard's files."""
     project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
     """Project in the tracker; MLflow's experiment."""
     url: str = ""
-    """Server. Empty: from the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
+    """URL of the server; empty: the one in the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
     """W&B: write files for `wandb sync` into the tracker's folder."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"

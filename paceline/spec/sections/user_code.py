@@ -37,9 +37,9 @@ class RewardFunctionSection(Section):
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
-    """Time limit of one call on one group."""
+    """Seconds that one call on one group may take."""
     memory_mb: PositiveInt = 2048
-    """Address space that the function may allocate in its process."""
+    """MiB of address space that the function may allocate in its process."""
 
     @property
     def label(self) -> str:
@@ -112,7 +112,7 @@ class EnvironmentSection(Section):
     call_timeout_s: PositiveFloat = 60.0
     """Time-out of one call of the environment in seconds; a longer call fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
-    """Address space that the user's code may allocate in its process."""
+    """MiB of address space that the user's code may allocate in its process."""
     max_tool_tokens: PositiveInt = 4096
     """Tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
     max_failures: PositiveInt = 3

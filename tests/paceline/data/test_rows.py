@@ -68,7 +68,7 @@ def test_a_file_that_is_changed_in_its_place_is_told_until_it_is_put_back(tmp_pa
     prompts, before = source(jsonl), jsonl.read_bytes()
     jsonl.write_text(content, encoding="latin-1")
     for cursor in range(3):
-        with pytest.raises(Unreadable, match=r"put (the file|it) back as it was"):
+        with pytest.raises(Unreadable, match=r"restore the (file|data set)"):
             prompts.draw(cursor)
     jsonl.write_bytes(before)
     assert prompts.draw(0) == ("2+2=", {"answer": "4"})
