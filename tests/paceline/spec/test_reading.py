@@ -187,7 +187,10 @@ def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
         ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without, as grpo.seed=3"),
         ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' must be an index below 2"),
         ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' must be an index below 2"),
-        ("policy.model_name.path=x", "override 'policy.model_name.path=x': 'path' is below a plain value, not in a section"),
+        (
+            "policy.model_name.path=x",
+            "override 'policy.model_name.path=x': 'path' is below a plain value, not in a section",
+        ),
         ("policy.model_name.a.b=x", "override 'policy.model_name.a.b=x': 'a' is below a plain value, not in a section"),
         ("grpo.seed={1", "override 'grpo.seed={1': the value '{1' is not valid YAML; quote it"),
     ],
