@@ -38,7 +38,7 @@ class Malformed(NamedTuple):
 
     text: str
     fault: str
-    """Reason why it is not a call, for the model or a person."""
+    """Reason why the text is not a call, for the model or a person."""
 
 
 AnswerPart = TextPart | ToolCall

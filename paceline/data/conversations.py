@@ -66,7 +66,7 @@ def encode_conversation(
 def _by_prefixes(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole, and the spans of the assistant's messages."""
+    """Return the tokens of the whole conversation, and the spans of the assistant's messages."""
 
     def written(shown: list[Any], *, opens: bool = False) -> list[int]:
         text = render_chat(tokenizer, shown, template_kwargs, tools, add_generation_prompt=opens)
@@ -93,7 +93,7 @@ def _by_prefixes(
 def _by_marks(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole, and the spans between the template's marks.
+    """Return the tokens of the whole conversation, and the spans between the template's marks.
 
     A token that begins before a mark belongs to the span only if its text before the mark is white space.
     """

@@ -105,11 +105,11 @@ def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm
 
 
 def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
-    """Return a description of a data set's format by its first row, for people. `form` is that of the algorithm's
+    """Return a description of a data set's format by its first row, for people. `form` is the form of the algorithm's
     examples, None for an algorithm that samples."""
     if form is None and is_made(data):
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
-        return f"prompts by {named}, of rows with the columns {', '.join(sorted(row))}"
+        return f"prompts by {named}, from rows with the columns {', '.join(sorted(row))}"
     if not data.prompt_key:
         return f"rows without prompts, which the environment gives; columns: {', '.join(sorted(row)) or 'none'}"
     keys = with_keys_of_row(row, data)

@@ -173,8 +173,8 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text.
-    Text within the text was encoded twice."""
+    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text. A
+    text within that text was encoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -215,7 +215,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Json:
 
 
 STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
-"""Decoder that refuses what is not JSON, or ambiguous: NaN, numbers beyond float64, repeated keys."""
+"""Decoder that refuses what is ambiguous or not JSON: NaN, numbers beyond float64, repeated keys."""
 
 
 def read_json(text: str) -> Any:

@@ -105,7 +105,7 @@ class PromptSource:
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True) -> PromptSource:
     """Return the training (or validation) prompts. With `has_tools` the chat template gets the tools of a row. Raises
-    DataError: empty, malformed row, no prompt column; Unreadable: missing."""
+    DataError for no rows, a malformed row or no prompt column; Unreadable for missing data."""
     rows: Rows
     if data.streaming and not validation:
         check_prepared(data)
@@ -172,8 +172,8 @@ class Epochs:
 
 
 class Mixture:
-    """Parts by weight. Each block of `MIXTURE_BLOCK` draws has a fixed number of each part, its share of the weights,
-    spread over the block. The rows of each part come in separate epochs."""
+    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes a fixed number of rows from each part, its share of
+    the weights, spread over the block. The rows of each part come in separate epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._seed, self._shares = seed, _shares(weights)

@@ -34,7 +34,7 @@ Check = Callable[[dict[str, Any]], object]
 Mask = npt.NDArray[np.bool_]
 
 BATCH_ROWS = 1 << 16
-"""Rows of one scan."""
+"""Number of rows in one scan."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dic
 )
 """Names in `datasets` and pyarrow of number types whose values have more digits in Python than in the file."""
 STREAMED_ROWS = 1000
-"""Rows of one table of a stream."""
+"""Number of rows in one table of a stream."""
 
 _CONFIGS = re.compile(
     r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]",
@@ -237,7 +237,7 @@ class StreamedRows:
         return 0
 
     def __getitem__(self, draw: int) -> Row:
-        """Return the row of a draw. Raises Unreadable while its block is being read, and if it cannot be read."""
+        """Return the row of a draw. Raises Unreadable while its block is being read, and if the block cannot be read."""
         number, position = divmod(draw, self._block_rows)
         block = self._block(number)
         first = number * self._block_rows

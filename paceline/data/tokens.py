@@ -384,8 +384,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops, if only white space follows it, or
-    nothing of `message`, a text that the template wrote; else None."""
+    """Return the number of tokens up to and including the last one at which sampling stops. None if there is none, or
+    if more than white space follows it; after a `message`, a text that the template wrote, other text may follow."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

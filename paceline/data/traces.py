@@ -57,9 +57,9 @@ class Trace(NamedTuple):
     completion: Any
     """Text, or messages that follow the prompt."""
     reward: float | None
-    """None if the row has none, because nothing scored the completion."""
+    """Reward; None if the row has none, because nothing scored the completion."""
     tokens: TraceTokens | None
-    """None for a text row."""
+    """Recorded tokens; None for a text row."""
     tools: list[Any] | None = None
     """Definitions of tools for the chat template with the prompt of a text row."""
     finish_reason: str | None = None

@@ -282,7 +282,7 @@ def _text(value: Any) -> str:
 
 
 LEAST_SHARE = 0.3
-"""vLLM's share of a GPU shared with the learner, while the learner's settings are chosen."""
+"""vLLM's share of a GPU shared with the learner that is assumed while the learner's settings are chosen."""
 SPARE_SHARE = 0.05
 """Share of a GPU shared by vLLM and the learner that stays free, as a margin for the estimate's error."""
 AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)

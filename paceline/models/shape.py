@@ -159,7 +159,7 @@ DENSE_BFLOAT16_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 peak of GPUs whose names contain the key; NVIDIA's data sheets."""
+"""Peak FLOP/s in dense bfloat16 of GPUs whose names contain the key, from NVIDIA's data sheets."""
 
 
 def training_flops(

@@ -225,7 +225,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _below_value(override: str, key: str) -> SpecError:
-    """Return the error for an override below a plain value that is a section in another library."""
+    """Return the error for an override whose key is below a plain value; for another library's name it has our key."""
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))

@@ -115,7 +115,7 @@ class RunSpec(Section):
 
     @property
     def samples(self) -> bool:
-        """Return whether the run trains on rollouts; else on a data set's examples."""
+        """True if the run trains on rollouts, false if on a data set's examples."""
         return self.algorithm_section.samples
 
     @property

@@ -118,7 +118,8 @@ _entered = Box()
 
 
 def why_refused(error: BaseException, box: Box | None = None) -> str:
-    """Return `; ` and the sentence for an error of user code if `box` (None: this process') may be the cause, else empty."""
+    """Return `; ` and the box's sentence if `box` (None: the box of this process) may have caused an error of user
+    code, else an empty text."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

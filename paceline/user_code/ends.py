@@ -27,8 +27,8 @@ class ProcessDied(PacelineError):
     """The process ended instead of answering. The message says how, as in `died with signal SIGKILL`."""
 
     by_signal = False
-    """True if a signal that this service did not send ended the process: the kernel was out of memory, or a crash or a
-    person was the cause."""
+    """True if the process ended by a signal that this service did not send: from the kernel (out of memory, a crash) or
+    a person."""
 
 
 class ProcessNotStarted(ProcessDied):

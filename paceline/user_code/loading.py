@@ -24,9 +24,9 @@ from paceline.user_code.box import why_refused
 
 def load_from_file(path: Path, name: str, kind: str) -> Any:
     """Return the function or class `name` of a file. `kind` is its purpose in messages, as `reward function`. Raises
-    InvalidInput for a file that fails to import (with its error), nothing of that name in it (with the nearest one)
-    or something that cannot be called; Unreadable if the file, or one that it imports, does not exist. Runs the
-    user's module: call it only in a process that may run their code."""
+    InvalidInput for a file that fails to import (with its error) or lacks the name (with the nearest one), and for
+    something that cannot be called; Unreadable if the file, or one that it imports, does not exist. Runs the user's
+    module: call it only in a process that may run their code."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise Unreadable(f"{kind} {name!r}: there is no file {str(path)!r}; check the path in the spec")
@@ -112,8 +112,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes, and the names of required ones that are missing. A function
-    with `**`, or without a signature, takes all: `arguments` itself."""
+    """Return the arguments that a user's function takes, and the names of required ones that are missing. For a
+    function with `**`, or without a signature, return `arguments` itself."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -134,8 +134,8 @@ class UserProcess(_Child):
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """End the previous process, start a new one, and load the user's code. Raises InvalidInput if it cannot be
-        loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
+        """End the previous process, start a new one, and load the user's code. Raises InvalidInput if the code cannot
+        be loaded, Unreadable if it cannot be loaded now, ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
         _, self._reader, self._writer = await self._connected()
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)

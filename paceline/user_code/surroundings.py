@@ -233,7 +233,7 @@ def _caches() -> Iterator[Path]:
 
 def loaded_code(hidden: Iterable[Path]) -> list[Path]:
     """Return the folders from which the next process loads code before it is in its box, except those that this user
-    can neither write nor replace. If user code could write there, its text would read secrets in the next process. A
+    can neither write nor replace. If user code could write there, that code would read secrets in the next process. A
     folder within a `hidden` one is always returned, so that it can be read."""
     packages = [os.path.join(ROOT, "paceline", name) for name in ("", "v1", "reward", "environment")]
     paths = sysconfig.get_paths()

@@ -22,7 +22,7 @@ from paceline.spec import RunSpec
 
 WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
-"""Words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
+"""Number of words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
 OVERLAP = 0.5
 """Least share of a text's n-grams in the other set with which the text counts as contained."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input")

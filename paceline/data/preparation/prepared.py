@@ -174,7 +174,7 @@ async def _processed(rows: Rows, function: str | None, timeout_s: float) -> Asyn
 
 
 BATCH_ROWS = 256
-"""Rows of one call of the process."""
+"""Number of rows in one call of the process."""
 START_TIMEOUT_S = 120.0
 
 
@@ -206,7 +206,8 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield each row's index and the function's result. Raises DataError if it raised, hung, died or was invalid."""
+        """Yield each row's index and the function's result. Raises DataError for a function that raises, hangs, dies or
+        returns something invalid."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):
