@@ -239,9 +239,9 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
     A space there belongs to the remainder, as in TRL, because tokens of words begin with it.
     """
-    first, last = min(whole), max(whole)  # what these two share, all share
+    first, last = min(whole), max(whole)  # the beginning of these two is that of all
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    common = min(common, min(map(len, whole)) - 1)  # all of them continue
+    common = min(common, min(map(len, whole)) - 1)  # each text continues after it
     prompt = ""
     for units in (WRITTEN, WORDS):
         places = set.intersection(*({found.end() for found in units.finditer(text)} for text in whole))

@@ -150,7 +150,7 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
 
 
 def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
-    """Return `spec_from_ledger` for a run. The SpecError names the run and the remedy."""
+    """Return the result of `spec_from_ledger` for a run. The SpecError names the run and the remedy."""
     try:
         return spec_from_ledger(text)
     except SpecError as error:
@@ -183,7 +183,7 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 
 def spec_to_yaml(spec: RunSpec) -> str:
-    """Return the resolved spec, defaults included."""
+    """Return the resolved spec as YAML, defaults included."""
     # libyaml if available: the Python one takes seconds for a megabyte and blocks other threads.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
@@ -191,7 +191,7 @@ def spec_to_yaml(spec: RunSpec) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in `tree`; the value is parsed as YAML, list items are addressed by index. Raises SpecError."""
+    """Set `a.b.c=value` in `tree`; the value is parsed as YAML, and list items have indices. Raises SpecError."""
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
         raise SpecError(f"override {override!r} must look like section.key=value")
@@ -315,7 +315,7 @@ COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-
 SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
 """Libraries whose configurations are not YAML, by the suffix of their files."""
 MIN_KEYS = 3
-"""Least number of keys of a library, and not ours, in a file that counts as the library's configuration."""
+"""Least number of keys that are a library's, and not ours, in a file that counts as its configuration."""
 MAX_KEYS = 1000
 COMMON_PREFIX = "actor_rollout_ref."
 """Prefix of verl's names that the tables may leave out."""

@@ -57,7 +57,7 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        # A missing package or file may still come; a fault of the file itself stays.
+        # A missing package or file may be added later; a fault of the file itself stays.
         kind = Unreadable if isinstance(error, OSError | ImportError) else InvalidInput
         raise kind(f"{path} fails to import: {describe_error(error, path)}") from error
     return module

@@ -72,7 +72,7 @@ def remove_left_over(parent: Path | None = None, min_age_s: float = MIN_AGE_S) -
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(TEMPORARY_PREFIX):
-                # Its service lives and has locked it, or it is gone meanwhile.
+                # Its service lives and has locked it, or the folder was removed meanwhile.
                 with contextlib.suppress(OSError):
                     number += _remove_if_left(entry, min_age_s)
     return number

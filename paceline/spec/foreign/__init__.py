@@ -29,7 +29,7 @@ SAME = "same"
 """Value in reference.yaml for a library's name that equals our key; for TRL, whose names have no sections, the key's
 last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Keys of `grpo` with another name in the sections of EXAMPLES, and that name."""
+"""Keys of `grpo` that have another name in the sections of EXAMPLES, with that name."""
 
 
 @dataclass(frozen=True)
