@@ -38,7 +38,7 @@ class Malformed(NamedTuple):
 
     text: str
     fault: str
-    """Reason why it is not a call, for the model or a person."""
+    """Reason why the text is not a call, for the model or a person."""
 
 
 AnswerPart = TextPart | ToolCall
@@ -49,7 +49,7 @@ class AnswerReader:
     """Reader of one answer."""
 
     calls: CallFormat = "none"
-    """`none` leaves calls in the content."""
+    """Format of the calls to read; `none` leaves calls in the content."""
     reasons: bool = False
     """True when reasoning between `<think>` and `</think>` is not content."""
     in_reasoning: bool = False
@@ -64,12 +64,12 @@ class AnswerReader:
     _trims: bool = False
     """True if white space at the beginning of the state's text is dropped."""
     _searched: int = 0
-    """In a call: the held text up to here has no valid closing mark."""
+    """In a call: number of characters of the held text in which no valid closing mark was found."""
     _fault: str = ""
-    """In a call: why the text up to the first closing mark is not one."""
+    """In a call: why the text up to the first closing mark is not a call."""
     _is_open: bool = False
     _gap: str = ""
-    """In a call: the white space before it, which is content if it is not a call."""
+    """White space before the text of a call; it is content if that text is not a call."""
 
     def __post_init__(self) -> None:
         state = "reasoning" if self.in_reasoning else "start" if self.reasons else "content"
@@ -215,7 +215,7 @@ class AnswerReader:
         self._searched, self._fault, self._is_open = 0, "", False
 
     def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
-        """Return `text` but for its last `keep` characters, which are held."""
+        """Return `text` without its last `keep` characters, which are held."""
         certain = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
         if certain:

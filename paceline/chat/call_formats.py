@@ -40,9 +40,9 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: str
-    """JSON object as text."""
+    """Arguments, as the text of a JSON object."""
     id: str = ""
-    """Empty if the enclosing answer assigns it."""
+    """Id of the call; empty if the enclosing answer assigns it."""
 
 
 class MalformedCall(Exception):
@@ -66,7 +66,7 @@ def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
 
 
 def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
-    """Return the calls of `tools` in a text in the format `json`; after a mark (JSON_MARKS) also calls of others.
+    """Return the calls of `tools` in a text in the format `json`; after a mark (JSON_MARKS) also calls of other tools.
     Raises NoCall, and MalformedCall for an unreadable text that names one of the tools."""
     text = text.strip()
     mark = next((mark for mark in JSON_MARKS if text.startswith(mark)), "")

@@ -38,15 +38,15 @@ class SpecialTokens(NamedTuple):
     """A tokenizer's special tokens by their role in a completion's text."""
 
     template: Any
-    """Chat template from which they were derived."""
+    """Chat template from which the marks were derived."""
     marks: dict[int, str]
-    """Marks of the chat."""
+    """Special tokens that are marks of the chat, with their text."""
     written: dict[int, str]
-    """Those that are text if the model writes them."""
+    """Special tokens that are text if the model writes them, with that text."""
 
 
 _special_tokens: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
-"""By tokenizer in use."""
+"""Special tokens of each tokenizer in use."""
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:

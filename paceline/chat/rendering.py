@@ -37,7 +37,7 @@ BY_ORDER = ("tool_call_id", "name")
 """Fields that link a tool's result to its call. A template that writes results may rely on their order instead."""
 
 BESIDE_CALLS = "content beside tool_calls"
-"""Stands for content beside calls, which some templates then leave out."""
+"""Name, used like a field's, for content beside calls, which some templates leave out."""
 
 _QUESTION, _ANSWER = "Question 4711?", "Answer 4712."
 _CALL: Json = {
@@ -210,7 +210,7 @@ class _Proofs:
 
 
 _proofs: WeakKeyDictionary[Any, _Proofs] = WeakKeyDictionary()
-"""By tokenizer in use."""
+"""Proofs of each tokenizer in use."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Converts a conversation to token ids and the mask of the assistant's tokens, each answer with the token that ends it.
 
-The chat template marks the assistant's text (`{% generation %}`). Without marks it is found by prefixes: what each
-assistant message adds to the conversation before it, opened for an answer. Promise: every answer is trained with a
-token at which sampling stops, or with the template's end of a turn, behind which the last answer has such a token. So
-the model learns to stop, and no token is trained that begins outside an answer.
+The chat template marks the assistant's text (`{% generation %}`). Without marks the text is found by prefixes: it is
+what an assistant message adds to the rendered conversation before it, opened for an answer. Promise: every answer is
+trained with a token at which sampling stops, or with the template's end of a turn; in the second case the last answer
+has such a token after its end. So the model learns to stop, and no token is trained that begins outside an answer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark of a chat template at the beginning of the assistant's tokens."""
 
 Span = tuple[int, int]
-"""Begin and end, in characters or tokens."""
+"""Begin and end of a span, in characters or tokens."""
 
 
 def encode_conversation(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> tuple[IntArray, np.ndarray]:
-    """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
+    """Return ([T] token ids, [T] bool: written by the assistant) of a conversation up to the end of its last answer.
 
     Raises InvalidInput for a template without marks whose earlier messages depend on later ones, and for one whose
     answers may end without a token at which sampling stops.
@@ -66,7 +66,7 @@ def encode_conversation(
 def _by_prefixes(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole, and the spans of the assistant's messages."""
+    """Return the tokens of the whole conversation, and the spans of the assistant's messages."""
 
     def written(shown: list[Any], *, opens: bool = False) -> list[int]:
         text = render_chat(tokenizer, shown, template_kwargs, tools, add_generation_prompt=opens)
@@ -81,8 +81,8 @@ def _by_prefixes(
         start, end = len(opened), len(closed)
         if opened != ids[:start] or closed != ids[:end] or start >= end:
             raise InvalidInput(
-                f"the chat template writes the messages before {message!r:.60} in another way once later ones follow, "
-                "so the assistant's tokens cannot be told exactly; use a template with {% generation %} marks, or "
+                f"the chat template changes the messages before {message!r:.60} once later ones follow, "
+                "so the assistant's tokens cannot be identified; use a template with {% generation %} marks, or "
                 "sft.loss_mask=completion"
             )
         own = end_of(tokenizer, ids[start:end], str(message.get("content") or ""))
@@ -93,14 +93,14 @@ def _by_prefixes(
 def _by_marks(
     tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens of the whole, and the spans between the template's marks.
+    """Return the tokens of the whole conversation, and the spans between the template's marks.
 
     A token that begins before a mark belongs to the span only if its text before the mark is white space.
     """
     if not tokenizer.is_fast:
         raise InvalidInput(
-            f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
-            "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
+            f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot find: it has no "
+            "fast form that records the positions of characters; use a tokenizer with a tokenizer.json"
         )
     text, marked = _marked(tokenizer, messages, template_kwargs, tools)
     with refusals("the tokenizer", f"the messages {messages!r:.60}"):
@@ -141,7 +141,7 @@ def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools:
 def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]) -> tuple[list[int], list[Span]]:
     """Return tokens and spans, with each answer extended to the token at which sampling stops. The last answer gets one
     if the template writes none. Raises InvalidInput if another answer has neither that token nor the template's own
-    end, behind which the model learns to stop from the last answer."""
+    end of a turn."""
     stops, ended = stop_ids(tokenizer), []
     for number, (begin, end) in enumerate(spans):
         is_last = number == len(spans) - 1
@@ -164,7 +164,8 @@ def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: lis
 
 
 def _stop_of(tokenizer: Any, ids: list[int], stops: frozenset[int], span: Span, behind: int) -> int | None:
-    """Return the index of the token that ends a span: the last stop in it, or the first behind it and white space."""
+    """Return the index of the token that ends a span: the last stop in it, else the first stop after it and white
+    space."""
 
     def is_blank(first: int, last: int) -> bool:
         return not tokenizer.decode(ids[first:last], skip_special_tokens=False).strip()

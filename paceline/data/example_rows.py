@@ -45,7 +45,7 @@ class Demonstration(NamedTuple):
     prompt: Any
     """Text or messages; all but the last message of a whole conversation; None if the whole text trains."""
     completion: Any
-    """Text, or the messages that follow."""
+    """Text, or the messages that follow the prompt."""
 
 
 class Preference(NamedTuple):
@@ -72,7 +72,7 @@ def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
         messages: Any = row.get(key)
         if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(
-                f"column {key!r} has to be at least two chat messages, the last by the assistant, not "
+                f"column {key!r} must be at least two chat messages, the last by the assistant, not "
                 f"{messages!r:.80}; correct or remove the row"
             )
         check_text(messages, key)
@@ -92,7 +92,7 @@ def _whole_text(row: dict[str, Any], data: DataSection) -> str:
     """Return the text of a row without a prompt. Raises DataError."""
     text = row["text"]
     if not isinstance(text, str) or not text:
-        raise DataError(f"column 'text' has to be text that is not empty, not {text!r:.80}; correct or remove the row")
+        raise DataError(f"column 'text' must be text that is not empty, not {text!r:.80}; correct or remove the row")
     if data.system_prompt is not None:
         raise DataError("data.system_prompt is set, but column 'text' is no chat; remove data.system_prompt")
     return text
@@ -115,7 +115,7 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
     margin = 0.0 if margin is None else as_number(margin)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(
-            f"column {data.margin_key!r} has to be a finite number, not {margin!r:.80}; correct it, or name another column in "
+            f"column {data.margin_key!r} must be a finite number, not {margin!r:.80}; correct it, or name another column in "
             "data.margin_key"
         )
     if data.prompt_key not in row:
@@ -136,7 +136,7 @@ def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
     value = as_number(row.get(data.preference_key))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(
-            f"column {data.preference_key!r} has to be a finite number, below 0 where {data.chosen_key!r} is better and above 0 "
+            f"column {data.preference_key!r} must be a finite number, below 0 where {data.chosen_key!r} is better and above 0 "
             f"where {data.rejected_key!r} is, not {value!r:.80}; correct it, or name another column in data.preference_key"
         )
     return float(value)
@@ -149,7 +149,7 @@ def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCo
     label = row.get(data.label_key)
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(
-            f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
+            f"column {data.label_key!r} must be true or false, not {label!r:.80}; name the column in data.label_key"
         )
     completion = _completion(row[data.completion_key], data.completion_key, row[data.prompt_key])
     return LabeledCompletion(as_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
@@ -163,7 +163,7 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
     )
     if not fits or len(ranked) < 2:
         raise DataError(
-            f"column 'completions' has to be at least two objects with rank and completion, not {ranked!r:.80}; "
+            f"column 'completions' must be at least two objects with rank and completion, not {ranked!r:.80}; "
             "correct or remove the row"
         )
     ordered = sorted(ranked, key=lambda item: int(item["rank"]))
@@ -192,7 +192,7 @@ def _preference(
     worse = tuple(_completion(completion, keys[1], begun) for completion in rejected)
     if chosen in worse:
         raise DataError(
-            f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, "
+            f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, so "
             "remove it"
         )
     return Preference(as_prompt(prompt, (chosen, *worse), data), chosen, worse, margin)
@@ -205,7 +205,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
         return _split_texts(whole, data)
     if not all(are_messages(conversation) for conversation in whole):
         raise DataError(
-            f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} have to be whole "
+            f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} must be whole "
             "conversations (lists of messages); name the prompt in data.prompt_key"
         )
     for conversation, key in zip(whole, (data.chosen_key, *[data.rejected_key] * len(rejected)), strict=True):
@@ -218,7 +218,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
         common += 1
     if common == 0 or any(len(conversation) == common for conversation in whole):
         raise DataError(
-            f"{data.chosen_key!r} and {data.rejected_key!r} have to begin with the same messages and then to "
+            f"{data.chosen_key!r} and {data.rejected_key!r} must begin with the same messages and then to "
             "differ; correct or remove the row"
         )
     return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
@@ -239,9 +239,9 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
     A space there belongs to the remainder, as in TRL, because tokens of words begin with it.
     """
-    first, last = min(whole), max(whole)  # what these two share, all share
+    first, last = min(whole), max(whole)  # the beginning of these two is that of all
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    common = min(common, min(map(len, whole)) - 1)  # all of them continue
+    common = min(common, min(map(len, whole)) - 1)  # each text continues after it
     prompt = ""
     for units in (WRITTEN, WORDS):
         places = set.intersection(*({found.end() for found in units.finditer(text)} for text in whole))
@@ -251,7 +251,7 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
     if not prompt:
         raise DataError(
             f"there is no column {data.prompt_key!r}, and the texts of {data.chosen_key!r} and {data.rejected_key!r} have no "
-            "common beginning after which both go on; name the prompt in data.prompt_key"
+            "common beginning after which both continue; name the prompt in data.prompt_key"
         )
     rests = [text[len(prompt) :] for text in whole]
     return prompt, rests[0], rests[1:]
@@ -270,20 +270,21 @@ def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> A
 
 
 def continuing(prompt: Any, completion: Any) -> Any:
-    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError for anything more."""
+    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError if such a
+    completion is more than text."""
     begins = are_messages(prompt) and prompt[-1]["role"] == "assistant"
     if not (begins and are_messages(completion) and completion[0]["role"] == "assistant"):
         return completion
     text = completion[0]["content"]
     if len(completion) > 1 or completion[0].get("tool_calls") or not isinstance(text, str):
         raise DataError(
-            f"the prompt ends with the assistant's message {prompt[-1]['content']!r:.60}, which the completion goes on with, so "
-            "that has to be text or one message with text alone; move the beginning into the completion"
+            f"the prompt ends with the assistant's message {prompt[-1]['content']!r:.60}, which the completion continues, so "
+            "the completion must be text or one message with text alone; move the beginning into the completion"
         )
     return text
 
 
 def _completion(value: Any, key: str, begun: Any) -> Any:
-    """Return a checked completion of the prompt `begun`. Raises DataError."""
+    """Return a checked completion of a prompt; `begun` is that prompt. Raises DataError."""
     check_text(value, key)
     return continuing(begun, plain(value))

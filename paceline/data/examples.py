@@ -133,7 +133,7 @@ def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
 
 
 def report_of(rows: Rows, spec: RunSpec) -> str:
-    """Return a description of the examples (of traces, their groups) and what was left out, for people."""
+    """Return a description of the examples (or of the groups of traces) and of what was left out, for people."""
     assert spec.examples is not None
     if isinstance(rows, TraceGroups):
         return f"{describe(rows[0]['traces'][0], spec.data, 'traces')}; {rows.report}"
@@ -144,7 +144,7 @@ def report_of(rows: Rows, spec: RunSpec) -> str:
 
 
 class UnpairedRows:
-    """Rows of pairs as rows of labeled completions: row 2i has the chosen one of pair i, row 2i + 1 the rejected."""
+    """Rows of pairs as rows of labeled completions: row 2i has the chosen completion of pair i, row 2i + 1 the rejected one."""
 
     def __init__(self, rows: Rows, data: DataSection) -> None:
         self._rows, self._data, self.fingerprint = rows, data, rows.fingerprint
@@ -153,12 +153,12 @@ class UnpairedRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of rows of each data set in a list."""
+        """Return the number of rows from each data set of a list."""
         return tuple(2 * size for size in sizes_of(self._rows))
 
     @property
     def left_out(self) -> Counter[str]:
-        """Return the pairs that were left out, by reason."""
+        """Return the numbers of pairs that were left out, by reason."""
         return left_out_of(self._rows)
 
     @property
@@ -210,7 +210,7 @@ def trace_keys(spec: RunSpec) -> TraceKeys:
 
 
 def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
-    """Return the traces of one example; those of text get data.system_prompt. Raises DataError."""
+    """Return the traces of one example; traces of text get data.system_prompt. Raises DataError."""
     traces = [read_trace(trace, trace_keys(spec)) for trace in row["traces"]]
     return [
         trace
@@ -221,7 +221,7 @@ def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
 
 
 def _without_tools(table: Any) -> Mask:
-    """Return [N] false for rows with tools, which are checked one by one."""
+    """Return [N] booleans: false for rows with tools, which are checked one by one."""
     return np.full(table.num_rows, "tools" not in table.column_names)
 
 
@@ -258,11 +258,11 @@ UNDECIDED = "neither completion is better"
 
 
 class DecidedPairs:
-    """Checked rows of pairs without those whose number (`data.preference_key`) is 0, which have no better completion.
-    Only their indices are in memory."""
+    """Checked rows of pairs, without rows whose number (`data.preference_key`) is 0, because neither completion is
+    better. Only their indices are in memory."""
 
     def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
-        """Raise DataError that names `field` if a data set has no such row."""
+        """Raise DataError that names `field` if a data set has no pair with a better completion."""
         self._rows, self.columns, self.fingerprint = rows, rows.columns, rows.fingerprint
         self._kept = np.array([i for i in range(len(rows)) if preference_of(rows[i], data) != 0], np.int64)
         ends = np.searchsorted(self._kept, [0, *accumulate(sizes_of(rows))])
@@ -274,7 +274,7 @@ class DecidedPairs:
                 "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
             )
         self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
-        """Rows that were left out, by reason."""
+        """Numbers of rows that were left out, by reason."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -285,7 +285,7 @@ class DecidedPairs:
 
 
 def exchange_of(row: dict[str, Any], spec: RunSpec) -> tuple[Any, Any, str]:
-    """Return the prompt of a row, the completion that trains, and its kind (chosen, good, bad; empty). The prompt is
+    """Return the prompt of a row, the completion that trains, and its kind (chosen, good, bad, or empty). The prompt is
     None if the whole text trains; the completion is None for an algorithm that samples."""
     data = spec.data
     match spec.examples and spec.examples.example_form:

@@ -23,7 +23,7 @@ FORMS = {
     "labeled_completion": ("unpaired preference", "preference"),
     "traces": ("traces",),
 }
-"""Kinds of rows by the form of an algorithm's examples."""
+"""Kinds of rows that can be read, by the form of an algorithm's examples."""
 READERS = {
     "language modeling": "sft reads it",
     "prompt-only": "algorithms that sample read it, such as grpo",
@@ -34,7 +34,7 @@ READERS = {
     "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
     "traces": "offline_grpo reads them",
 }
-"""Algorithms that read a kind, or what to do if there is none."""
+"""Clause with the algorithms that read a kind of rows, or with the remedy if none does."""
 
 
 class Format(NamedTuple):
@@ -44,7 +44,7 @@ class Format(NamedTuple):
     name: str
     """Name for people, with the library that defines it."""
     conversational: bool | None = None
-    """False: standard; None if the format has only one style."""
+    """True for the conversational style, false for the standard one; None if the format has only one style."""
     tools: bool = False
     """True if rows have definitions of tools for the chat template."""
     note: str = ""
@@ -94,7 +94,7 @@ def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
 
 
 def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm: str) -> str:
-    """Return a sentence about a row whose format the algorithm does not read; else, or for an unknown format, empty."""
+    """Return a sentence about a row whose format the algorithm does not read; empty for other rows and unknown formats."""
     found = format_of_row(row, data)
     if found is None or found.kind in FORMS.get(form, ()):
         return ""
@@ -105,11 +105,11 @@ def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm
 
 
 def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
-    """Return a description of a data set's format by its first row, for people. `form` is that of the algorithm's
+    """Return a description of a data set's format by its first row, for people. `form` is the form of the algorithm's
     examples, None for an algorithm that samples."""
     if form is None and is_made(data):
         named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
-        return f"prompts by {named}, of rows with the columns {', '.join(sorted(row))}"
+        return f"prompts by {named}, from rows with the columns {', '.join(sorted(row))}"
     if not data.prompt_key:
         return f"rows without prompts, which the environment gives; columns: {', '.join(sorted(row)) or 'none'}"
     keys = with_keys_of_row(row, data)

@@ -72,7 +72,7 @@ class SpooledRows:
 
 
 MAX_ARRAY_MB = 256
-"""Size of a JSON array."""
+"""Largest size in MB of a file with one JSON array."""
 
 
 def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:
@@ -115,7 +115,7 @@ class JsonLines:
 
     def _changed(self, index: int, what: str) -> Unreadable:
         return Unreadable(
-            f"row {index} of {self._path} is not what it was when the file was opened ({what}); put the file back as it was"
+            f"row {index} of {self._path} has changed since the file was opened ({what}); restore the file"
         )
 
     def _index(self, check: Check | None) -> tuple[array[int], array[int]]:
@@ -159,7 +159,7 @@ def _array(path: Path, check: Check | None) -> SpooledRows:
     """Return the objects of an array. Raises DataError with the line at which a faulty one begins."""
     if (size_mb := path.stat().st_size / (1 << 20)) > MAX_ARRAY_MB:
         raise DataError(
-            f"{path} is one JSON array of {size_mb:.0f} MB, which has to be read as a whole; write one object on each line "
+            f"{path} is one JSON array of {size_mb:.0f} MB, which must be read as a whole; write one object on each line "
             f"(.jsonl), or keep it below {MAX_ARRAY_MB} MB"
         )
     rows, text = SpooledRows(path), _utf8(path)

@@ -5,7 +5,7 @@ The types show which nulls a file format added to the arguments of tool calls. A
 holds objects of one shape: if one call has `city` and another one `zip`, each gets both, one of them null. A JSON file
 written from a table has them too. A null was certainly added if the tool's definition has no such parameter, or one
 that cannot be null. It is certainly meant if the parameter is required and can be null. Any other null is removed from
-rows of tables and kept in rows of JSON files, each with one warning. Arguments as JSON text have none.
+rows of tables and kept in rows of JSON files, each with one warning. Arguments as JSON text have no added nulls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 MAX_DEPTH = 16
 """Largest depth of references and combinations; a recursive schema has no end."""
 MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
-"""Most schemas within one that are read, and alternatives that are kept, because references can multiply them."""
+"""Most schemas that are read within one, and most alternatives that are kept, because references can multiply both."""
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {
@@ -36,7 +36,7 @@ TYPE_NAMES = {
     "list": "array",
     "none": "null",
 } | {name: name for name in ("string", "integer", "number", "boolean", "object", "array", "null")}
-"""JSON's names of types, and Python's, which definitions of tools use too."""
+"""JSON's name of a type by that name or Python's, because definitions of tools use either."""
 
 
 def parameters_of(name: str, tools: Sequence[Any]) -> Json:
@@ -186,7 +186,7 @@ def _walk(value: Any, tools: list[Any], is_table: bool) -> Any:
 
 
 def _clean(value: Any, schema: Any, root: Json, is_table: bool) -> Any:
-    """Return a value without the nulls that its schema shows to be added; None for the schema if it is unknown."""
+    """Return a value without the nulls that its schema shows to be added. `schema`: None if unknown."""
     if isinstance(value, list):
         items = [each["items"] for each in alternatives(schema, root) if "items" in each]
         return [_clean(each, {"anyOf": items} if items else None, root, is_table) for each in value]
@@ -217,7 +217,7 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
 
 
 _warned: set[bool] = set()
-"""By kind of rows: true for rows of tables."""
+"""Kinds of rows for which the warning was logged: true for rows of tables."""
 
 
 def _warn(key: str, is_table: bool) -> None:

@@ -30,7 +30,7 @@ TOOLS_KEY = "tools"
 """Column with the definitions of tools for the chat template, as in TRL."""
 
 SAYS_NOTHING: tuple[Any, ...] = (None, [], {}, "")
-"""Values of a further field that mean its absence: clients write them, and tables fill missing fields with null."""
+"""Values that mean that a field is absent: clients write them, and tables fill missing fields with null."""
 
 CALL_FIELDS = ("tool_calls", "function_call")
 """Fields with calls: the API's, and its older form for a single call."""
@@ -58,12 +58,12 @@ def are_messages(value: Any) -> bool:
 def fault_of_messages(value: Any) -> str:
     """Return why a value is not a list of chat messages that a template can take; empty if it is."""
     if not isinstance(value, list) or not value:
-        return f"has to be text or chat messages, not {value!r:.80}"
+        return f"must be text or chat messages, not {value!r:.80}"
     for index, message in enumerate(value):
         if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:
             return "has messages with 'from' and 'value'; rename these keys to 'role' and 'content'"
         if not are_messages([message]):
-            return f"has to be text or chat messages (objects with role and content), not {value!r:.80}"
+            return f"must be text or chat messages (objects with role and content), not {value!r:.80}"
         try:
             read_message(message)
         except DataError as fault:
@@ -111,11 +111,11 @@ def _read_content(role: str, content: Any, *, optional: bool) -> str:
     if optional and content in SAYS_NOTHING:
         return ""
     if content is None:
-        raise DataError(f"of the {role} whose content is null, without content or tool_calls; give it text")
+        raise DataError(f"of the {role} without content or tool_calls; give it text")
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        remedy = "write a result as JSON text" if role == "tool" else "a content is text"
+        remedy = "write a result as JSON text" if role == "tool" else "content must be text"
         raise DataError(f"of the {role} whose content is {content!r:.40}; {remedy}")
     if not content:
         raise DataError(f"of the {role} whose content is an empty list; give it text")
@@ -173,8 +173,8 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text.
-    Text within the text was encoded twice."""
+    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text. A
+    text within that text was encoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -195,7 +195,7 @@ def _read_field(what: str, text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -215,7 +215,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Json:
 
 
 STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
-"""Decoder that refuses what is not JSON, or ambiguous: NaN, numbers beyond float64, repeated keys."""
+"""Decoder that refuses what is ambiguous or not JSON: NaN, numbers beyond float64, repeated keys."""
 
 
 def read_json(text: str) -> Any:
@@ -247,13 +247,13 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose column
-    of that name may have any values. Raises DataError."""
+    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose row
+    may have any values in that column. Raises DataError."""
     return tools_of(columns) if isinstance(prompt, list) else None
 
 
 def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
-    """Return one definition of the column's `value`, to which a table may have added nulls (`filled`)."""
+    """Return one definition of tools, read from the column's `value`. `filled`: a table may have added nulls to it."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
     read: Json = _without_nulls(tool) if filled else tool
@@ -274,7 +274,7 @@ def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
 
 def _bad_tools(value: Any) -> DataError:
     return DataError(
-        f"column {TOOLS_KEY!r} has to be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
+        f"column {TOOLS_KEY!r} must be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
         "correct it, or rename the column"
     )
 
@@ -297,7 +297,7 @@ def _without_nulls(value: Any) -> Any:
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"developer": "system", "function": "tool"}
-"""Older names of roles, and newer ones that many templates do not have."""
+"""Roles by their older names, and by newer ones that many templates do not have."""
 
 ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+none\b")
 _MARK = "Text 4713."
@@ -341,8 +341,8 @@ def for_template(messages: Sequence[Any], source: str, write: Callable[[list[Jso
 def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     """Return messages with the results of tools in the order of their calls.
 
-    For a template that does not write ids, so that its model knows results only by their order. Raises InvalidInput if
-    the results are not those of the calls before them.
+    This is for a template that does not write ids, so that its model knows results only by their order. Raises
+    InvalidInput if the results are not those of the calls before them.
     """
     ordered: list[Json] = []
     block: list[Json] = []

@@ -26,7 +26,7 @@ from paceline.spec.sections.data import MIXTURE_BLOCK
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that every JSON parser accepts: missing numbers of tables are NaN if pandas has written them."""
+    """Return a value as every JSON parser accepts it: NaN, which pandas writes for missing numbers, becomes None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ class PromptSource:
             prompt, columns = prompt_of(row, self._data)
         except DataError as error:  # every row was checked when the data set was opened
             raise Unreadable(
-                f"row {self.index(cursor)} of the data set has changed: {error}; put it back as it was"
+                f"row {self.index(cursor)} of the data set has changed: {error}; restore the data set"
             ) from None
         if self._added is not None:
             columns[self._added] = self._names[self._order.part(cursor)]
@@ -105,7 +105,7 @@ class PromptSource:
 
 def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True) -> PromptSource:
     """Return the training (or validation) prompts. With `has_tools` the chat template gets the tools of a row. Raises
-    DataError: empty, malformed row, no prompt column; Unreadable: missing."""
+    DataError for no rows, a malformed row or no prompt column; Unreadable for missing data."""
     rows: Rows
     if data.streaming and not validation:
         check_prepared(data)
@@ -172,8 +172,8 @@ class Epochs:
 
 
 class Mixture:
-    """Parts by weight. Each block of `MIXTURE_BLOCK` draws has a fixed number of each part, its share of the weights,
-    spread over the block. The rows of each part come in separate epochs."""
+    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes a fixed number of rows from each part, its share of
+    the weights, spread over the block. The rows of each part come in separate epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._seed, self._shares = seed, _shares(weights)

@@ -34,12 +34,12 @@ Check = Callable[[dict[str, Any]], object]
 Mask = npt.NDArray[np.bool_]
 
 BATCH_ROWS = 1 << 16
-"""Rows of one scan."""
+"""Number of rows in one scan."""
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of single rows, with a scan that saves most of them."""
+    """A check of single rows, with a scan that makes most of its calls unnecessary."""
 
     row: Check
     columns: tuple[str, ...] | None
@@ -200,9 +200,9 @@ class Messages:
 
         self.keys = {field.name for field in column.type.value_type}
         self.lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-        """[N] messages of each row."""
+        """[N] number of messages in each row."""
         self.rows = np.repeat(np.arange(len(column)), self.lengths)
-        """[M] row of each message."""
+        """[M] index of each message's row."""
         flat = pc.list_flatten(column)
         self.roles, self.contents = pc.struct_field(flat, "role"), pc.struct_field(flat, "content")
         self._ends = np.cumsum(self.lengths)
@@ -223,7 +223,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _are_plain_messages(kind: pa.DataType) -> bool:
-    """Return whether a type is a list of structures with the texts role and content."""
+    """Return whether a type is a list of structures with the text fields role and content."""
     import pyarrow as pa
 
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
@@ -248,8 +248,9 @@ def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
-    """Return the check that every row has a usable prompt, or the columns that make one. An empty `data.prompt_key`
-    checks rows without prompts. NeMo RL's `input` is one too. With `has_tools` the chat template gets a row's tools."""
+    """Return the check that every row has a usable prompt, or the columns that make one. With an empty
+    `data.prompt_key` it checks rows without prompts. NeMo RL's `input` is a prompt too. With `has_tools` the chat
+    template gets a row's tools."""
     if is_made(data):
         return RowCheck(
             lambda row: check_text(prompt_of(row, data)[0], data.prompt_key),
@@ -278,7 +279,7 @@ def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:
 
 
 def check_prepared(data: DataSection) -> None:
-    """Raise DataError if data still have to be prepared."""
+    """Raise DataError if data must still be prepared."""
     if data.preparation.is_used:
         raise DataError(
             "data.preparation is set, but the run came without prepared rows; submit it with this version's `paceline submit` or "

@@ -38,7 +38,7 @@ def with_keys_of_row(row: Mapping[str, Any], data: DataSection) -> DataSection:
 
 LETTERS = string.ascii_uppercase
 TEXTS, LETTER = "answer_choices", "answer_letter"
-"""Columns that are added to a row."""
+"""Columns that `with_choices` adds to a row."""
 
 
 def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def with_choices(row: Mapping[str, Any], section: ChoicesSection) -> dict[str, A
     texts, labels = _answers(row, section.keys)
     if not 2 <= len(texts) <= len(LETTERS):
         raise DataError(
-            f"columns {list(section.keys)} have {len(texts)} answers, must have 2 to {len(LETTERS)}; correct the row"
+            f"columns {list(section.keys)} have {len(texts)} answers, but must have 2 to {len(LETTERS)}; correct the row"
         )
     right = 0 if section.answer_key is None else _right(row, section.answer_key, labels, len(texts))
     order = list(range(len(texts)))
@@ -75,7 +75,7 @@ def _answers(row: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[list[str], 
         value, labels = value["text"], [str(label) for label in value["label"]]
     if not isinstance(value, list | tuple):
         raise DataError(
-            f"column {keys[0]!r} is {value!r:.80}, must be a list of answers; name its column in data.choices.keys"
+            f"column {keys[0]!r} is {value!r:.80}, but must be a list of answers; name its column in data.choices.keys"
         )
     if labels and len(labels) != len(value):
         raise DataError(f"column {keys[0]!r} has {len(value)} texts and {len(labels)} labels; correct the row")
@@ -99,7 +99,7 @@ def _right(row: Mapping[str, Any], key: str, labels: list[str], count: int) -> i
     if not labels and len(text) == 1 and text in LETTERS[:count]:
         return LETTERS.index(text)
     known = ", ".join(labels) if labels else f"0 to {count - 1}, or {LETTERS[0]} to {LETTERS[count - 1]}"
-    raise DataError(f"column {key!r} is {value!r:.80}, must name one of the {count} answers: {known}")
+    raise DataError(f"column {key!r} is {value!r:.80}, but must name one of the {count} answers: {known}")
 
 
 CHOICES = "choices"

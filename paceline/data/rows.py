@@ -167,9 +167,9 @@ def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]
 def _checked_names(path: Path, names: list[str]) -> list[str]:
     for name in names:
         if not name.strip():
-            raise DataError(f"{path}, line 1: a column has no name; name every column there")
+            raise DataError(f"{path}, line 1: a column has no name; name every column")
         if names.count(name) > 1:
-            raise DataError(f"{path}, line 1: the column {name!r} is there {names.count(name)} times; name it once")
+            raise DataError(f"{path}, line 1: the column {name!r} occurs {names.count(name)} times; name it once")
     return names
 
 
@@ -216,7 +216,7 @@ class JoinedRows:
                 )
         self._parts = parts
         self.sizes = tuple(map(len, parts))
-        """Rows of each part."""
+        """Number of rows of each part."""
         self._ends = list(accumulate(self.sizes))
         self.columns = parts[0].columns
         self.fingerprint = "; ".join(part.fingerprint for part in parts)
@@ -225,13 +225,13 @@ class JoinedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable as the part does."""
+        """Return row `index`. Raises Unreadable as the row's part does."""
         number = bisect_right(self._ends, index)
         return self._parts[number][index - (self._ends[number - 1] if number else 0)]
 
 
 def left_out_of(rows: Rows) -> Counter[str]:
-    """Return the rows that were left out of a data set, by reason."""
+    """Return the numbers of rows that were left out of a data set, by reason."""
     return +Counter(getattr(rows, "left_out", {}))
 
 
@@ -247,7 +247,7 @@ def sizes_of(rows: Rows) -> tuple[int, ...]:
 
 
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
-"""Suffixes of files that are read here; `datasets` reads every other name."""
+"""Suffixes of files that this module reads; `datasets` reads every other name."""
 KIND = CacheKind("data", default_mb=1 << 18, wait_s=1800.0)
 
 

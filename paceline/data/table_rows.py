@@ -1,4 +1,4 @@
-"""Reads tables with `datasets`: Parquet and Arrow files, folders that it has saved, and data sets on the hub.
+"""Reads tables with `datasets`: Parquet and Arrow files, folders that `datasets` has saved, and data sets on the hub.
 
 A table is mapped into memory from the disk, so its size does not matter. For that `datasets` keeps an unencrypted copy
 of a file's rows; with a storage key a file is read into memory instead.
@@ -54,9 +54,9 @@ def need_table_packages(what: str) -> None:
 SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dict.fromkeys(
     ("float16", "halffloat"), np.float16
 )
-"""Names in `datasets` and pyarrow of types whose numbers get more digits in Python than they are written with."""
+"""Names in `datasets` and pyarrow of number types whose values have more digits in Python than in the file."""
 STREAMED_ROWS = 1000
-"""Rows of one table of a stream."""
+"""Number of rows in one table of a stream."""
 
 _CONFIGS = re.compile(
     r"(?:Config name is missing.*|BuilderConfig .* not found\. )[Aa]vailable(?: configs)?: \[(.*?)\]",
@@ -114,7 +114,7 @@ def _loaded(
         raise
     except Exception as error:  # `datasets` raises dozens of types; each means that the set cannot be read
         if found := _CONFIGS.search(str(error)):
-            named = f"{config!r} is none of them" if config else "it has several"
+            named = f"{config!r} is none of them" if config else "none is set"
             raise DataError(
                 f"{field} {name!r}: set {field}_config to one of its configurations [{found[1]}]; {named}"
             ) from None
@@ -237,7 +237,7 @@ class StreamedRows:
         return 0
 
     def __getitem__(self, draw: int) -> Row:
-        """Return the row of a draw. Raises Unreadable while its block is being read, and if it cannot be read."""
+        """Return the row of a draw. Raises Unreadable while its block is being read, and if the block cannot be read."""
         number, position = divmod(draw, self._block_rows)
         block = self._block(number)
         first = number * self._block_rows

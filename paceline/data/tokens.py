@@ -30,7 +30,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
-"""Texts to encode a text behind, to see how the tokenizer writes it within a longer text."""
+"""Texts put before a text when it is encoded, to find its tokens within a longer text."""
 
 
 class _Ends(NamedTuple):
@@ -39,11 +39,11 @@ class _Ends(NamedTuple):
     ids: frozenset[int]
     """Tokens in addition to the tokenizer's end of sequence."""
     by_text: bool
-    """True if stop strings end it too."""
+    """True if stop strings end sampling too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
-"""Filled for each tokenizer that was loaded for a policy."""
+"""Conditions by tokenizer, for each tokenizer that was loaded for a policy."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -111,7 +111,7 @@ def end_id(tokenizer: Any) -> int:
 
 
 def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
-    """Raise InvalidInput unless both give every token the same number."""
+    """Raise InvalidInput unless the tokenizers of policy and teacher give every token the same number."""
     own, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(teacher).get_vocab()
     if own != theirs:
         differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
@@ -224,7 +224,8 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
 
 
 def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
-    """Return messages that end with the assistant's, to continue it. Raises InvalidInput if the template changes it."""
+    """Return the template's text of messages up to the assistant's last one, to be continued. Raises InvalidInput if
+    the template changes that message."""
     last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
@@ -233,7 +234,7 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
             "message of the user or a tool, or with the beginning of the answer as text"
         )
     rewritten = InvalidInput(
-        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template writes in another way, so it cannot "
+        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template changes, so it cannot "
         "be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
@@ -304,7 +305,7 @@ def shown_to(tokenizer: Any, messages: Any, template_kwargs: Kwargs) -> Any:
 
 
 def of_tools(tools: Tools) -> dict[str, Any]:
-    """Return the argument for tools of the chat template; none if there are no tools."""
+    """Return the chat template's argument for tools; empty if there are no tools."""
     return {} if tools is None else {"tools": list(tools)}
 
 
@@ -343,8 +344,8 @@ def encode_exchange(
     ends: bool = True,
     stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Return ([P], [T]) token ids of a prompt and what follows it. That ends where sampling would, at the end of
-    sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for sampling).
+    """Return ([P], [T]) token ids of a prompt and its completion. The completion ends where sampling would, at the end
+    of sequence, unless it was cut off (`ends` is false). `stops` are the tokens that end it (default: as for sampling).
 
     A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's.
     Raises InvalidInput if the template changes the prompt once an answer follows, because the trained prompt would
@@ -364,8 +365,8 @@ def encode_exchange(
     whole = render_chat(tokenizer, [*messages, *completion], template_kwargs, tools)
     if not whole.startswith(text):
         raise InvalidInput(
-            f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
-            "completion cannot be told apart; give completions as text, or use another template"
+            f"the chat template changes the prompt {messages!r:.60} once an answer follows, so prompt and "
+            "completion cannot be separated; give completions as text, or use another template"
         )
     ids = _prompt_ids(tokenizer, messages, template, text)
     rest = _behind(tokenizer, ids, text, whole[len(text) :], begins=False)
@@ -373,7 +374,8 @@ def encode_exchange(
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
-    """Return the tokens of a text behind a prompt: those in the whole text, if it keeps the prompt's tokens."""
+    """Return the tokens of a text after a prompt: its tokens in the whole text, if that begins with the prompt's
+    tokens."""
     with refusals("the tokenizer", f"the completion {text!r:.60}"):
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -382,8 +384,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops, if only white space follows it, or
-    nothing of `message`, a text that the template wrote; else None."""
+    """Return the number of tokens up to and including the last one at which sampling stops. None if there is none, or
+    if more than white space follows it; after a `message`, a text that the template wrote, other text may follow."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

@@ -57,9 +57,9 @@ class Trace(NamedTuple):
     completion: Any
     """Text, or messages that follow the prompt."""
     reward: float | None
-    """None if the row has none, because nothing scored the completion."""
+    """Reward; None if the row has none, because nothing scored the completion."""
     tokens: TraceTokens | None
-    """None for a text row."""
+    """Recorded tokens; None for a text row."""
     tools: list[Any] | None = None
     """Definitions of tools for the chat template with the prompt of a text row."""
     finish_reason: str | None = None
@@ -142,15 +142,14 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(
-                f"column {name!r} has to be a finite number, not {value!r:.80}; correct the row or remove it"
-            )
+            raise DataError(f"column {name!r} must be a finite number, not {value!r:.80}; correct the row or remove it")
         total, known = total + float(value), True
     return total if known else None
 
 
 def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the reward: for TRL its functions', which hold numbers; none if no name is standard."""
+    """Return the columns of the reward: for TRL those of its reward functions, which hold numbers; none if no name is
+    standard."""
     if REWARD_KEY in row:
         return (REWARD_KEY,)
     if not row.keys() >= TRL_COLUMNS:
@@ -164,14 +163,14 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
         return None
     if row.get("messages") is not None:
         raise DataError(
-            "column 'messages' is that of an episode, whose rows have several prompts; export a run without an environment"
+            "column 'messages' belongs to an episode, whose rows have several prompts; export a run without an environment"
         )
     try:
         prompt_ids, token_ids = (np.asarray(row[name], np.int32) for name in TOKEN_COLUMNS[:2])
         logprobs = np.asarray(row["logprobs"], np.float32)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"columns {', '.join(TOKEN_COLUMNS)} have to be lists of numbers ({error}); write the export as JSONL or Parquet"
+            f"columns {', '.join(TOKEN_COLUMNS)} must be lists of numbers ({error}); write the export as JSONL or Parquet"
         ) from None
     if prompt_ids.ndim != 1 or not len(prompt_ids) or token_ids.ndim != 1 or token_ids.shape != logprobs.shape:
         raise DataError(
@@ -188,21 +187,21 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
 class TraceGroups:
     """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds only numbers.
 
-    Own exports that name a group stay in it; all other traces belong to the group of their prompt.
+    A trace of an own export that names a group belongs to that group, any other trace to the group of its prompt.
     """
 
     columns: tuple[str, ...] = ("traces",)
 
     def __init__(self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64) -> None:
-        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces is several groups.
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of over `max_size` traces gets several groups.
 
         Raises DataError if no group is left.
         """
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
-        """Traces in no group, by reason."""
+        """Numbers of traces in no group, by reason."""
         self.formats: Counter[str] = Counter()
-        """Traces in groups, by format."""
+        """Numbers of traces in groups, by format."""
         members: dict[bytes, list[tuple[int, float]]] = {}
         formats: dict[int, str] = {}
         for index in range(len(rows)):
@@ -249,7 +248,7 @@ class TraceGroups:
         if len(traces) == 1:
             self.left_out["only trace of its prompt"] += 1
         elif len({reward for _, reward in traces}) == 1:
-            self.left_out["all traces of the prompt have one reward"] += len(traces)
+            self.left_out["all traces of the prompt have the same reward"] += len(traces)
         else:
             self._groups.append([index for index, _ in traces])
             self.formats.update(formats[index] for index, _ in traces)

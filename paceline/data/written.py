@@ -1,4 +1,4 @@
-"""Parses numbers as files write them, and tells whether a text is the value of a column. Pure.
+"""Parses numbers as files write them, and decides whether a text is the value of a column. Pure.
 
 Promise: a number is recognised without loss, so nothing that was read as a number is compared in another form.
 """
@@ -20,14 +20,14 @@ def number_of(text: str) -> int | float | None:
 
 
 def as_number(value: Any) -> Any:
-    """Return the number in a cell with a spelling that no number has (`0.50` in CSV); any other value unchanged."""
+    """Return the number in a cell that is text because of its spelling (`0.50` in CSV); any other value unchanged."""
     found = number_of(value) if isinstance(value, str) else None
     return value if found is None else found
 
 
 def says(text: str, value: Any) -> bool:
     """Return whether a text is the value of a column. Files spell truth values and fractions in several ways, as `true`
-    and `True`, or `0.5` and `0.50`; the value no longer shows which one it was."""
+    and `True`, or `0.5` and `0.50`, and the value does not show how it was spelled."""
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
     if isinstance(value, float) and number_of(text) == value:

@@ -1,4 +1,4 @@
-"""Decides from a model's config whether its architecture can be trained here.
+"""Decides from a model's config whether its architecture can be trained.
 
 Promise: an architecture that would compute wrong numbers without an error is refused by name, when a run is submitted
 or its model is loaded. The check reads config.json alone, without transformers or weights; docs/use/models.md lists the

@@ -137,7 +137,7 @@ def check_evidence(export_sha256: str, evaluations: Mapping[str, Document], verd
         if measured != export_sha256:
             raise DataError(
                 f"{name} measured model files with {'the digest ' + measured if measured else 'no recorded digest'}, but "
-                f"the files here have {export_sha256}; evaluate this folder"
+                f"the model's files have {export_sha256}; evaluate its folder"
             )
     digests = {result["digest"] for result in evaluations.values()}
     for name, verdict in verdicts.items():
@@ -154,10 +154,12 @@ def has_passed(verdicts: Sequence[Document]) -> bool:
 
 
 def outcome_of(verdicts: Sequence[Document]) -> str:
-    """Return the gates' outcome for people: `no verdict`, `passed`, or the first outcome that is not."""
+    """Return the gates' outcome for people: `no verdict`, `passed`, or the first other outcome."""
     return next((v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict")
 
 
 def _check_digest(name: str, document: Document, what: str) -> None:
     if not _has_own_digest(document):
-        raise DataError(f"{name} is not {what} as it was written: its digest does not match; create it again")
+        raise DataError(
+            f"{name} is {what} that was changed after it was written: its digest does not match; create it again"
+        )

@@ -25,7 +25,7 @@ class Origin(BaseModel):
     step: int
     """Number of trained steps."""
     chain: str
-    """Chain of the run's batches until then; empty for a run on examples."""
+    """Hash chain over the run's batches up to that step; empty for a run on examples."""
     spec_sha256: str
     """SHA-256 of the resolved spec's YAML text."""
 

@@ -24,11 +24,9 @@ def hub_remedy(name: str) -> str:
     if Path(name).is_absolute() or parts[0] in (".", "..", "~"):
         return "there is no such folder; check the path"
     if len(parts) > 2 or parts[0].lower() in FOLDERS or (len(parts) > 1 and Path(parts[0]).is_dir()):
-        return (
-            f"it looks like a path and was used as a name on the hub; write ./{name} for a path below the spec's folder"
-        )
+        return f"the name looks like a path and was used as a name on the hub; write ./{name} for a path below the spec's folder"
     return (
-        "it was searched on the hub; check the name, or name a folder. Without network set HF_HUB_OFFLINE=1, which uses "
+        "the name was searched on the hub; check it, or name a folder. Without network set HF_HUB_OFFLINE=1, which uses "
         "earlier downloads"
     )
 
@@ -80,7 +78,8 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
 
 
 def weights_bytes(model_name: str) -> int:
-    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder that is not here."""
+    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder of another
+    machine."""
     try:
         files = [*Path(model_name).expanduser().glob("*.safetensors")]
         return sum(file.stat().st_size for file in files)

@@ -17,23 +17,23 @@ from paceline.spec import PolicySection, RunSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 300_000_000
-"""A process on CPUs with torch and transformers, before it loads a model."""
+"""Bytes of a process on CPUs with torch and transformers, before it loads a model."""
 CONTEXT_BYTES = 1_000_000_000
-"""Memory of CUDA, NCCL and cuBLAS on a GPU for each process."""
+"""Bytes that CUDA, NCCL and cuBLAS take on a GPU for each process."""
 SAMPLER_BYTES = 500_000_000
-"""A rollout worker on CPUs, before it loads a model."""
+"""Bytes of a rollout worker on CPUs, before it loads a model."""
 
 HEAD_COPIES = 3
-"""Tiles of float32 logits that exist at the same time."""
+"""Number of tiles of float32 logits that exist at the same time."""
 HEAD_TILE = 16_384
-"""Width of a tile (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
+"""Width of a tile of logits, in tokens of the vocabulary (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
 """Tensors of at least this size are returned to the host when freed (`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
 """Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not
 reuse the space of an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
 GATHERED_LAYERS = 2
-"""Layers whose weights FSDP has gathered at the same time: the current one and the next."""
+"""Number of layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
 REMEDIES = (
     "policy.activation_checkpointing=full, policy.optimizer.state_dtype=bfloat16, a smaller policy.train_mb_tokens or "
@@ -43,24 +43,25 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of each process, by purpose."""
+    """Estimated bytes of each process, by purpose."""
 
     shape: ModelShape
     learner: Mapping[str, int]
-    """Of one rank without activations; on a GPU, the GPU's memory."""
+    """Bytes of one learner rank without activations, by purpose; on a GPU, in the GPU's memory."""
     activations: int
-    """Of a rank's full micro-batch, with the logits of a tile, beyond the memory that gradients use later."""
+    """Bytes of the activations of a rank's full micro-batch, with the logits of a tile, beyond the memory that
+    gradients use later."""
     micro_batch_tokens: int
     sampler: Mapping[str, int] = field(default_factory=dict)
-    """Of one rollout worker with the native engine; empty for vLLM, which uses a given share."""
+    """Bytes of one rollout worker with the native engine, by purpose; empty for vLLM, which uses a given share."""
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
     offloaded: int = 0
-    """Host memory of a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
+    """Bytes of host memory of a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
 
     @property
     def learner_bytes(self) -> int:
-        """Bytes of a rank with a full micro-batch."""
+        """Bytes of a learner rank with a full micro-batch."""
         return sum(self.learner.values()) + self.activations
 
     @property

@@ -27,12 +27,13 @@ from paceline.spec import RunSpec
 from paceline.spec.keys import with_keys
 
 GPUS_PER_HOST = 8
-"""GPUs of a host, for a learner with more ranks than that."""
+"""Number of GPUs assumed on each host, for a learner with more ranks than that."""
 VLLM_SHARE = 0.92
 """Share of a GPU that vLLM 0.32 and 0.33 use by default."""
 SHARE_KEY = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VLLM_WORKSPACE_BYTES = 3_000_000_000
-"""vLLM's memory in addition to weights and KV cache: CUDA graphs, activations of a step, contexts of its processes."""
+"""Bytes that vLLM takes in addition to weights and KV cache: CUDA graphs, activations of a step, contexts of its
+processes."""
 LEAST_MB_TOKENS = 1_024
 HOST = "the host"
 
@@ -42,9 +43,9 @@ class Room:
     """Memory available to a run."""
 
     gpu_bytes: int | None = None
-    """Of one GPU; None: unknown."""
+    """Bytes of one GPU; None: unknown."""
     host_bytes: int | None = None
-    """Free on the host of a run on CPUs; None: unknown."""
+    """Bytes that are free on the host of a run on CPUs; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _engine(spec: RunSpec, needed: Estimate, room: Room) -> tuple[dict[str, int]
 
 
 def with_gpu_size(spec: RunSpec, room: Room) -> Room:
-    """Return the room with the spec's size of GPUs."""
+    """Return `room` with the size of a GPU from cluster.gpu_gb, if that is set."""
     if spec.cluster.gpu_gb is None:
         return room
     return Room(int(spec.cluster.gpu_gb * 1e9), room.host_bytes)
@@ -184,7 +185,7 @@ MOST_RANKS = 1_024
 
 
 def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
-    """Return keys with values that make the run fit: a single one if that is enough, else several; empty if none help."""
+    """Return values by key that make the run fit: a single key if that is enough, else several; empty if no values do."""
 
     def fits(changed: Mapping[str, Any]) -> bool:
         try:
@@ -281,13 +282,13 @@ def _text(value: Any) -> str:
 
 
 LEAST_SHARE = 0.3
-"""vLLM's share of a GPU shared with the learner, while the learner's settings are chosen."""
+"""vLLM's share of a GPU shared with the learner that is assumed while the learner's settings are chosen."""
 SPARE_SHARE = 0.05
-"""Share of such a GPU that stays free, as a margin for the estimate's error."""
+"""Share of a GPU shared by vLLM and the learner that stays free, as a margin for the estimate's error."""
 AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
-"""Micro-batches from which `auto` chooses; larger ones make a GPU no faster."""
+"""Tokens of the micro-batches from which `auto` chooses; larger ones make a GPU no faster."""
 USUAL_TOKENS = 8_192
-"""Micro-batch that must fit before `auto` keeps more activations."""
+"""Tokens of the micro-batch that must fit before `auto` keeps more activations."""
 log = logging.getLogger(__name__)
 
 
@@ -310,7 +311,7 @@ def planned(spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bo
 
     The choice is the first of none, selective and full with which the usual 8,192 tokens fit (or the longest sequence,
     if that is more), then the largest power of two of tokens that fits. If the model's sizes or the room are unknown,
-    it is full and 8,192. `has_vllm`: vLLM is installed where the run samples.
+    the choice is full and 8,192. `has_vllm`: vLLM is installed where the run samples.
     """
     room = with_gpu_size(spec, room)
     spec, notes = with_engine(spec, has_vllm=has_vllm)
@@ -346,7 +347,7 @@ def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     backend = "vllm" if wants and (has_vllm or is_set) else "native"
     notes = []
     if wants and spec.samples:
-        why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
+        why = "on GPUs" if backend == "vllm" else "vLLM is not installed on this machine; pip install 'paceline[vllm]'"
         notes = [f"policy.generation.backend is {backend}: auto, {why}"]
     return with_keys(spec, {"policy.generation.backend": backend}), notes
 
@@ -375,7 +376,7 @@ def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[R
         kinds = ["none"]
     usual = max(USUAL_TOKENS, longest)
     if shape is None or room_bytes is None:
-        why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
+        why = "the model's config.json is not on this machine" if shape is None else "cluster.gpu_gb is not set"
         chosen, tokens = kinds[-1], usual
     else:
         why = f"{gigabytes(room_bytes)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"

@@ -28,8 +28,8 @@ SCORE = "score.weight"
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
-"""Tensors that no forward pass here needs: layers for speculative decoding, a policy's value head, and constants stored
-by older checkpoints."""
+"""Tensors that no forward pass of Paceline needs: layers for speculative decoding, a policy's value head, and constants
+stored by older checkpoints."""
 LM_HEADS = ("lm_head.", "embed_out.")
 
 
@@ -244,7 +244,8 @@ def _refuse_unfit(kind: str, place: str, what: str, missing: Iterable[str], unex
 
 
 def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
-    """Return the prefix of a wrapper in the names of unexpected tensors, if one would be a missing tensor without it."""
+    """Return the prefix of a wrapper in the names of unexpected tensors, if a name without it is that of a missing
+    tensor."""
     prefixes = (name.removesuffix(missing) for missing in lacking[-1:] for name in extra if name.endswith(missing))
     return next((prefix for prefix in prefixes if prefix.endswith(".")), None)
 

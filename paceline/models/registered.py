@@ -24,7 +24,7 @@ class Reference(NamedTuple):
 
     name: str
     version: int = 0
-    """0: the newest version."""
+    """Number of the version; 0: the newest."""
     alias: str = ""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
     """Raise InvalidInput for a text that cannot be the name of a model."""
     if not NAME.fullmatch(name):
         raise InvalidInput(
-            f"the model's name is {name[:80]!r}; it has to be 1 to 64 letters, digits, dots, hyphens and underscores, the first "
+            f"the model's name is {name[:80]!r}; it must be 1 to 64 letters, digits, dots, hyphens and underscores, the first "
             "a letter or digit"
         )
 
@@ -55,7 +55,7 @@ def check_alias(alias: str) -> None:
     """Raise InvalidInput for a text that cannot be an alias."""
     if not ALIAS.fullmatch(alias):
         raise InvalidInput(
-            f"the alias is {alias[:80]!r}; it has to be 1 to 32 lower-case letters, digits, hyphens and underscores, the first a "
+            f"the alias is {alias[:80]!r}; it must be 1 to 32 lower-case letters, digits, hyphens and underscores, the first a "
             f"letter, such as {CHAMPION!r}"
         )
 
@@ -65,7 +65,7 @@ Call = Callable[[str, Any], Any]
 
 
 class Models:
-    """The registered models behind `call`."""
+    """The registered models, through methods of ModelService that `call` sends."""
 
     def __init__(self, call: Call):
         self._call = call

@@ -19,7 +19,7 @@ class ModelShape:
     layers: int
     hidden: int
     mlp: int
-    """Width of the MLP; of all experts that a token passes through together."""
+    """Width of the MLP; with experts, the sum of the widths of those that a token passes through."""
     attention: int
     """Width of the queries of all heads."""
     key_value: int
@@ -27,11 +27,11 @@ class ModelShape:
     vocabulary: int
     parameters: int
     adapted_rows: int
-    """Σ (inputs + outputs) of all linear layers below the head; times the rank, the size of a LoRA adapter."""
+    """Σ (inputs + outputs) of all linear layers below the head; multiplied by the rank, it is the size of a LoRA adapter."""
     layer_parameters: int
     """Parameters of one decoder layer."""
     tied: bool = True
-    """True if the head is the embedding."""
+    """True if the head shares the embedding's matrix."""
     experts_per_token: int = 0
     """Experts that a token passes through; 0 for a dense MLP."""
     heads: int = 1
@@ -159,7 +159,7 @@ DENSE_BFLOAT16_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 peak of GPUs whose names contain the key; NVIDIA's data sheets."""
+"""Peak FLOP/s in dense bfloat16 of GPUs whose names contain the key, from NVIDIA's data sheets."""
 
 
 def training_flops(

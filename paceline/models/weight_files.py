@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
 COMPARED_BYTES = 32 << 20
-"""Bytes of each of two tensors compared at a time."""
+"""Bytes of each tensor that a comparison of two holds at a time."""
 FILES_SHOWN = 3
 REMOTE_PART_BYTES = 32 << 20
 """Bytes of one request to an object store; the requests of a slice run in parallel."""
@@ -37,7 +37,7 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""Torch's type names by those in the files."""
+"""Torch's names of types, by their names in the files."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Parses untrusted YAML with limits on size, depth, number of values, length of a value and time; anchors and aliases
 are refused.
 
-An alias stands for a whole tree, and aliases of aliases for exponentially many. A submitted spec needs none (those in a
-user's file are resolved where it is read). libyaml reads the characters and Python builds the values, so a thread that
-reads a large text lets other threads run after each value.
+An alias repeats a whole tree, so nested aliases can repeat exponentially many. A submitted spec needs none, because
+those in a user's file are resolved when the file is read. libyaml reads the characters and Python builds the values, so
+a thread that reads a large text lets other threads run after each value.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from paceline.errors import SpecError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_NODES = 20_000
-"""Keys and values together."""
+"""Largest number of keys and values in a spec, counted together."""
 MAX_SCALAR = 1 << 16
-"""Characters of one value."""
+"""Largest number of characters in one value."""
 MAX_NUMBER = 1000
-"""Characters of a number: the time to read some YAML notations is quadratic in their length."""
+"""Largest number of characters in a number: the time to read some YAML notations is quadratic in their length."""
 MAX_READ_S = 10.0
-"""Seconds for one text. Within the other limits it takes tenths of a second, but the machine may be busy."""
+"""Largest number of seconds to read one text. A text within the other limits takes tenths of a second, but the machine
+may be busy."""
 
 
 class PythonEvents(Reader, Scanner, Parser):
@@ -55,7 +56,7 @@ Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """The safe loader, with a Python step for each value."""
+    """PyYAML's safe loader, with a Python step for each value."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
@@ -85,7 +86,7 @@ class BoundedLoader(StepwiseLoader):
         if self._nodes > MAX_NODES:
             raise SpecError(f"the spec has more than {MAX_NODES} keys and values (in {place})")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
-            raise SpecError(f"the value in {place} has {len(event.value)} characters, {MAX_SCALAR} are allowed")
+            raise SpecError(f"the value in {place} has {len(event.value)} characters; at most {MAX_SCALAR} are allowed")
         if self._depth == MAX_DEPTH:
             raise SpecError(f"the spec is nested more than {MAX_DEPTH} levels deep (in {place})")
         self._depth += 1
@@ -94,7 +95,7 @@ class BoundedLoader(StepwiseLoader):
         is_number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
         if is_number and len(node.value) > MAX_NUMBER:
             raise SpecError(
-                f"the number in {place} has {len(node.value)} characters and cannot be read; {MAX_NUMBER} are allowed"
+                f"the number in {place} has {len(node.value)} characters and cannot be read; at most {MAX_NUMBER} are allowed"
             )
         return node
 
@@ -106,14 +107,14 @@ class BoundedLoader(StepwiseLoader):
     def _check_time(self, place: str) -> None:
         if self._clock() > self._until_s:
             raise SpecError(
-                f"reading the spec took longer than {MAX_READ_S:g} s (it got to {place}); shorten it, or submit it again "
+                f"reading the spec took longer than {MAX_READ_S:g} s (it reached {place}); shorten the spec, or submit it again "
                 "when the coordinator's machine has less to do"
             )
 
 
 def excess(value: Any) -> str:
-    """Return how a value that was read without limits exceeds those on levels, keys and values, with each alias counted
-    as its whole tree; empty if it does not."""
+    """Return which limit of levels, keys or values an already parsed value exceeds; empty if none. Each alias counts as
+    its whole tree."""
     waiting, nodes = [(value, 1)], 0
     while waiting:
         each, depth = waiting.pop()
@@ -129,10 +130,10 @@ def excess(value: Any) -> str:
 
 
 def load(text: str, clock: Callable[[], float] = time.monotonic) -> Any:
-    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML, or beyond the limits."""
+    """Return the contents of the YAML `text`. Raises SpecError if it is not YAML or exceeds a limit."""
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
-        raise SpecError(f"the spec has {size} bytes, {MAX_BYTES} are allowed; keep data in files")
+        raise SpecError(f"the spec has {size} bytes; at most {MAX_BYTES} are allowed, so keep data in files")
     loader = None
     try:
         loader = BoundedLoader(text, clock)

@@ -1,8 +1,8 @@
 """Explains faults of a spec's keys and values, suggests the intended key, and describes all keys.
 
 A fault is one line: the dotted key as it was typed, the value, and the remedy. An unknown key is looked up in the
-dictionary of other libraries' names, then by spelling, then by its last parts elsewhere; a wrong suggestion is worse
-than none. Pages of the documentation are made from the spec's classes and the dictionary.
+dictionary of other libraries' names, then by spelling, then by its last parts in other sections. A wrong suggestion is
+worse than none. Pages of the documentation are made from the spec's classes and the dictionary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section that are searched."""
+"""Levels of an unknown section in which its keys are looked up."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
-    """Return one line per fault of a spec for that algorithm, at most FAULTS_SHOWN."""
+    """Return one line per fault of a spec with this `algorithm`, at most FAULTS_SHOWN."""
     items = error.errors()
     lines: list[str] = []
     for item in items[:FAULTS_SHOWN]:
@@ -54,7 +54,7 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
         return unknown_key(location, value, algorithm)
     if item["type"] == "missing":
         whole = dotted(location) in keys()
-        return [f"{typed}: missing; {'every spec has to set it' if whole else 'the list is too short'}"]
+        return [f"{typed}: missing; {'every spec must set it' if whole else 'the list is too short'}"]
     if item["type"] == "value_error":
         return [f"{typed}: {message}" if typed else message]
     union = _union_above(location)
@@ -62,7 +62,7 @@ def _explain_one(item: Any, algorithm: str) -> list[str]:
     if isinstance(value, dict) and (foreign := _foreign_below(typed, value, algorithm)):
         return foreign
     if union is not None:  # pydantic reports one fault for each member of the union
-        return [f"{typed}: has to be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
+        return [f"{typed}: must be {keys()[dotted(union)].type_text} (got {reprlib.repr(value)})"]
     return [f"{typed}: {value_fault(dotted(location), item)} (got {reprlib.repr(value)})"]
 
 
@@ -82,7 +82,8 @@ def _foreign_below(typed: str, value: dict[Any, Any], algorithm: str) -> list[st
 
 
 def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
-    """Return the clause for another library's name, with our key for `algorithm`, or for the algorithm in `path`."""
+    """Return the clause about another library's name, with the matching key of `algorithm`, or of the algorithm in
+    `path`."""
     if not entry.key:
         return f"there is none, because {entry.none}"
     if entry.place:
@@ -92,7 +93,7 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
     whose = f"{entry.library}'s {name!r}" if entry.library else repr(name)
     section = path.partition(".")[0]
     key = key_for(entry.key, section if section in EXAMPLES else algorithm) or entry.key
-    clause = f"{whose} is {key} here"
+    clause = f"{whose} is {key} in Paceline"
     return f"{clause}; {entry.note}" if entry.note else clause
 
 
@@ -138,7 +139,7 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return each distinct answer once, keyed by its first path and the number of others."""
+    """Return each distinct answer once, by the first path that has it and the number of the other paths."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)
@@ -165,24 +166,24 @@ def _listed(words: list[str]) -> str:
 
 
 _KINDS = {
-    "int": "has to be an integer",
-    "float": "has to be a number",
-    "bool": "has to be true or false",
-    "string": "has to be a text",
-    "dict": "has to be a mapping",
-    "tuple": "has to be a list",
-    "finite_number": "has to be a finite number",
+    "int": "must be an integer",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be a text",
+    "dict": "must be a mapping",
+    "tuple": "must be a list",
+    "finite_number": "must be a finite number",
 }
 _SIGNS = {
-    "greater_than": "has to be greater than {gt}",
-    "greater_than_equal": "has to be greater than or equal to {ge}",
-    "less_than": "has to be less than {lt}",
-    "less_than_equal": "has to be less than or equal to {le}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be greater than or equal to {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be less than or equal to {le}",
 }
 
 
 def value_fault(key: str, item: Any) -> str:
-    """Return the clause for a pydantic fault at our dotted `key`, such as "has to be an integer"."""
+    """Return the clause for a pydantic fault at our dotted `key`, such as "must be an integer"."""
     kind, value, context = str(item["type"]), item["input"], item.get("ctx", {})
     hint = _foreign_value(key, value)
     if key == "rewards" or key == f"rewards.{ITEM}":
@@ -191,13 +192,13 @@ def value_fault(key: str, item: Any) -> str:
         return _with(_SIGNS[kind].format(**{name: f"{each:g}" for name, each in context.items()}), hint)
     if kind == "literal_error":
         choices = ", ".join(map(repr, _literals(key)))
-        return _with(f"has to be one of {choices}", hint or _guess(key, value))
+        return _with(f"must be one of {choices}", hint or _guess(key, value))
     if kind == "string_pattern_mismatch":
         return _with(_pattern(key, value), hint)
     if kind.startswith("model") or kind == "dataclass_type":
         return _with(f"is a section: keys with values, such as {_example(key)}", hint)
     if kind in ("too_long", "too_short", "missing_argument"):
-        return _with(f"has to have {context.get('max_length', context.get('min_length'))} values", hint)
+        return _with(f"must have {context.get('max_length', context.get('min_length'))} values", hint)
     words = _KINDS.get(kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type"))
     return _with(words or str(item["msg"]), hint)
 
@@ -243,7 +244,7 @@ def _pattern(key: str, value: Any) -> str:
         reason = f"{' '.join(map(repr, wrong[:5]))} not" if wrong else "the first one a letter or a digit"
         return f"may have letters, digits, dots, dashes and underscores, {reason}, and 63 of them at most; write name={remedy}"
     if key == "checkpointing.metric_name":
-        return "has to be val: or train: and a metric, such as val:reward or train:loss"
+        return "must be val: or train: with a metric after it, such as val:reward or train:loss"
     return "has a form that is not allowed"
 
 
@@ -272,7 +273,7 @@ def _word(value: Any) -> str:
 MAX_LETTERS = 64
 """Longer words are not compared, because the time grows with the product of the lengths."""
 MAX_GUESSES = 3
-"""With more candidates than these, none is suggested."""
+"""With more candidates than this, none is suggested."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.spec.run import RunSpec
 
 ITEM = "N"
-"""Part of a dotted key that stands for a list index: `rewards.N.weight`."""
+"""Part of a dotted key in place of a list index: `rewards.N.weight`."""
 
 _PLAIN = {
     int: "integer",
@@ -41,7 +41,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The field's sentence; for a section without one, its class's."""
+        """The field's docstring; for a section without one, the docstring of its class."""
         text = self.field.description or (self.section.__doc__ if self.section else None) or ""
         return " ".join(text.split())
 

@@ -1,8 +1,8 @@
 """Reads a `RunSpec` from YAML and dotted overrides; `paceline.spec.faults` explains faults.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` does the work of `paceline submit`. Relative paths in a file
-are relative to that file, folders that the run makes to the working directory. The resolved spec holds absolute paths,
-so that every service reads the same.
+are relative to that file; folders that the run makes are relative to the working directory. The resolved spec holds
+absolute paths, so that every service reads the same files.
 
 For another library's configuration in place of a spec, the error suggests `paceline import`. Bundles, permitted folders
 and checks before a start use `code_paths` for all files of user code in a spec.
@@ -131,7 +131,7 @@ def _tree_of(text: str) -> dict[str, Any]:
 
 def _mapping(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise SpecError(f"the spec is {type(tree).__name__}, but it has to be a mapping of sections")
+        raise SpecError(f"the spec is {type(tree).__name__}, but it must be a mapping of sections")
     return tree
 
 
@@ -150,7 +150,7 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
 
 
 def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
-    """Return `spec_from_ledger` for a run. The SpecError names the run and the remedy."""
+    """Return the result of `spec_from_ledger` for a run. The SpecError names the run and the remedy."""
     try:
         return spec_from_ledger(text)
     except SpecError as error:
@@ -183,7 +183,7 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 
 def spec_to_yaml(spec: RunSpec) -> str:
-    """Return the resolved spec, defaults included."""
+    """Return the resolved spec as YAML, defaults included."""
     # libyaml if available: the Python one takes seconds for a megabyte and blocks other threads.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
@@ -191,10 +191,10 @@ def spec_to_yaml(spec: RunSpec) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in `tree`; the value is parsed as YAML, list items are addressed by index. Raises SpecError."""
+    """Set `a.b.c=value` in `tree`; the value is parsed as YAML, and list items have indices. Raises SpecError."""
     dotted, equals, raw = override.partition("=")
     if not equals or not dotted:
-        raise SpecError(f"override {override!r} has to look like section.key=value")
+        raise SpecError(f"override {override!r} must look like section.key=value")
     if dotted.startswith(("+", "~")):
         raise SpecError(
             f"override {override!r} has Hydra's {dotted[0]!r}; write it without, as {dotted.lstrip('+~')}={raw}"
@@ -225,16 +225,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _below_value(override: str, key: str) -> SpecError:
-    """Return the error for an override below a plain value that is a section in another library."""
+    """Return the error for an override whose key is below a plain value; for another library's name it has our key."""
     dotted = override.partition("=")[0]
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
-    return SpecError(f"override {override!r}: {key!r} is below a plain value")
+    return SpecError(f"override {override!r}: {key!r} is below a plain value, not in a section")
 
 
 def _index(node: list[Any], key: str, override: str) -> int:
     if not key.isdigit() or int(key) >= len(node):
-        raise SpecError(f"override {override!r}: {key!r} has to be an index below {len(node)}")
+        raise SpecError(f"override {override!r}: {key!r} must be an index below {len(node)}")
     return int(key)
 
 
@@ -311,14 +311,14 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
 
 
 COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-rl"}
-"""Library's name for `paceline import`, by the table of its names."""
+"""Argument of `paceline import` for each table of a library's names."""
 SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
-"""Libraries whose configurations are not YAML, by file suffix."""
+"""Libraries whose configurations are not YAML, by the suffix of their files."""
 MIN_KEYS = 3
-"""Keys of a library that are not ours, from which a file counts as its configuration."""
+"""Least number of keys that are a library's, and not ours, in a file that counts as its configuration."""
 MAX_KEYS = 1000
 COMMON_PREFIX = "actor_rollout_ref."
-"""Prefix that the tables may leave out."""
+"""Prefix of verl's names that the tables may leave out."""
 
 
 def import_hint(path: Path, tree: dict[str, Any]) -> str:

@@ -46,7 +46,8 @@ class EvaluationSection(Section):
     and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
     `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
     continuation: str = " {choice}"
-    """Text whose log-probability `choose` takes after the prompt: `{choice}` is the answer, `{letter}` its letter."""
+    """Text that `choose` adds to the prompt to take its log-probability: `{choice}` is the answer, `{letter}` its
+    letter."""
     group_by: tuple[str, ...] = ()
     """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
     best and the worst one, which `paceline gate --max` can bound."""
@@ -56,7 +57,9 @@ class EvaluationSection(Section):
     def _check_continuation(cls, text: str) -> str:
         names = placeholders(text)
         if not names or not names <= CONTINUATION_NAMES:
-            raise ValueError(f"continuation {text!r} has to hold {{choice}} or {{letter}}, and no other name in braces")
+            raise ValueError(
+                f"continuation {text!r} must contain {{choice}} or {{letter}}, and no other name in braces"
+            )
         return text
 
 
@@ -98,11 +101,11 @@ class RunSpec(Section):
     cluster: ClusterSection = ClusterSection()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Priority in the coordinator's queue: of the waiting runs, the one with the highest priority starts first, among
-    equal ones the oldest. A run with a higher priority than the running one replaces it: that run writes a
+    equal ones the oldest. A run with a higher priority than the running one replaces it: the replaced run writes a
     checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours of training after which the run ends as succeeded: its last steps are trained, checkpoint and export
-    written. Waiting in the queue and pauses do not count. None: it trains max_num_steps."""
+    """Hours of training after which the run ends as succeeded, with its last steps trained, and checkpoint and export
+    written. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
 
     @property
     def algorithm_section(self) -> AlgorithmSection:
@@ -112,7 +115,7 @@ class RunSpec(Section):
 
     @property
     def samples(self) -> bool:
-        """Return whether the run trains on rollouts; else on a data set's examples."""
+        """True if the run trains on rollouts, false if on a data set's examples."""
         return self.algorithm_section.samples
 
     @property
@@ -203,7 +206,8 @@ class RunSpec(Section):
 
     @property
     def prompts_have_tools(self) -> bool:
-        """Return whether the chat template gets the tools in a sampled prompt's row; an environment has its own tools."""
+        """Return whether the chat template gets the tools in a sampled prompt's row; false with an environment, which
+        has its own tools."""
         return self.samples and not self.environment.is_used
 
     @property
@@ -231,12 +235,12 @@ class RunSpec(Section):
         )
 
     def _without_filter(self) -> str:
-        """Return a warning if groups of equal rewards are to be dropped although their advantages are not 0."""
+        """Return a warning if use_dynamic_sampling is set although groups of equal rewards have advantages."""
         if self.rewards_decide_advantages or not self.grpo.use_dynamic_sampling:
             return ""
         return (
             f"grpo.use_dynamic_sampling true with grpo.advantage {self.grpo.advantage!r} or loss_fn.use_kl_in_reward: a group of "
-            "equal rewards has advantages there, so only groups without any reward are dropped; set use_dynamic_sampling false"
+            "equal rewards then has advantages, so only groups without any reward are dropped; set use_dynamic_sampling false"
         )
 
     def _unread(self) -> str:
@@ -293,7 +297,7 @@ class RunSpec(Section):
         if scheduler.name == "wsd" and warmup + (scheduler.decay_steps or 0) > self.max_num_steps:
             raise ValueError(
                 f"policy.scheduler: {warmup} steps of warm-up + decay_steps {scheduler.decay_steps} exceed "
-                f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
+                f"the run's {self.max_num_steps} steps: 'wsd' would have no peak; reduce one of them"
             )
 
     def _check_environment(self) -> None:
@@ -318,8 +322,8 @@ class RunSpec(Section):
             )
         if self.pool_serves_reference:
             raise ValueError(
-                "environment is set, and the reward pool would serve the reference, which reads no episodes; set "
-                "loss_fn.reference_policy_kl_penalty to 0 or let the learner serve it"
+                "environment is set, but the reward pool, which would serve the reference, reads no episodes; set "
+                "loss_fn.reference_policy_kl_penalty to 0, or loss_fn.reference_policy_pool to learner"
             )
         if environment.advantage != "outcome" and self.grpo.advantage not in WITH_GROUP_BASELINE:
             raise ValueError(
@@ -328,7 +332,7 @@ class RunSpec(Section):
             )
 
     def _check_best_metric(self) -> None:
-        """Raise ValueError if a checkpoint would lack the metric's value, because it could never be the best."""
+        """Raise ValueError if checkpoints would lack the metric's value, so that none could be the best."""
         save, metric = self.checkpointing, self.checkpointing.metric_name
         if metric is None or not metric.startswith("val:"):
             return
@@ -350,12 +354,12 @@ class RunSpec(Section):
                 )
         if self.data.streaming:
             raise ValueError(
-                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by their numbers; set it to false"
+                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by index; set it to false"
             )
         if self.data.source_key is not None:
             raise ValueError(
-                f"data.source_key {self.data.source_key!r} with algorithm {self.algorithm!r}, but only rewards of samples are "
-                "measured by source; remove it"
+                f"data.source_key {self.data.source_key!r} with algorithm {self.algorithm!r}, but only an algorithm that samples "
+                "reports rewards by source; remove it"
             )
         if section.validates and self.data.validation is None:
             raise ValueError(
@@ -389,13 +393,13 @@ class RunSpec(Section):
         if self.syncs_reference:
             raise ValueError(
                 f"policy.lora_cfg.enabled true with loss_fn.reference_policy_sync_steps "
-                f"{self.loss_fn.reference_policy_sync_steps}: the reference is the base without the adapter, which does not "
-                "change; leave it out, or train the model whole"
+                f"{self.loss_fn.reference_policy_sync_steps}: the reference is the base without the adapter and never "
+                "changes; leave reference_policy_sync_steps out, or train the model whole"
             )
         if lora.dropout and self.algorithm_section.compares_policies:
             raise ValueError(
                 f"policy.lora_cfg.dropout {lora.dropout} with algorithm {self.algorithm}: its ratio compares two "
-                "policies, of which only one would drop inputs; set it to 0"
+                "policies, but only one of them would drop inputs; set the dropout to 0"
             )
 
     def _check_grpo(self) -> None:
@@ -412,13 +416,15 @@ class RunSpec(Section):
             if labels.count(label) > 1:
                 raise ValueError(f"rewards has the name {label!r} {labels.count(label)} times; give each its own name")
         if not any(reward.weight_schedule or reward.weight for reward in self.rewards):
-            raise ValueError("every reward has weight 0, so nothing could be learnt")
+            raise ValueError("every reward has weight 0, so nothing could be learnt; set a weight")
         if all(reward.gate_min is not None for reward in self.rewards):
-            raise ValueError("every reward has gate_min: a gate acts on the other functions, and there is none")
+            raise ValueError(
+                "every reward has gate_min, but a gate acts only on functions without it; remove one gate_min"
+            )
         if self.weights.publish_interval > age + 1:
             raise ValueError(
                 f"weights.publish_interval {self.weights.publish_interval} exceeds "
-                f"async_grpo.max_trajectory_age_steps + 1 = {age + 1}: no lease could ever be given"
+                f"async_grpo.max_trajectory_age_steps + 1 = {age + 1}: no lease could ever be given; lower the interval"
             )
         if self.async_grpo.hard_max_age_steps < age:
             raise ValueError(
@@ -436,8 +442,8 @@ class RunSpec(Section):
             )
         if self.grpo.advantage == "gdpo" and self.loss_fn.use_kl_in_reward:
             raise ValueError(
-                "grpo.advantage 'gdpo' with loss_fn.use_kl_in_reward true: it normalises each reward by itself and "
-                "has no place for a KL among them; put the KL in the loss"
+                "grpo.advantage 'gdpo' with loss_fn.use_kl_in_reward true: gdpo normalises each reward "
+                "separately and cannot include a KL; put the KL in the loss"
             )
         if self.loss_fn.proximal_policy == "log_linear" and self.policy.num_updates_per_step == 1:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""The box around a process of user code, from within: the processes that it may touch, the files that it may not.
+"""Puts a process of user code into its box, which limits the processes that it may reach and the files that it may use.
 
 Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no
-environment, memory or descriptor of a process outside, sends no signal there, and connects to no abstract socket there.
+environment, memory or descriptor of a process outside, sends it no signal, and connects to none of its abstract sockets.
 Root keeps the capabilities for files and users, and no other (`OF_FILES_AND_USERS`). The process can neither read nor
 change the text of hidden files, and cannot change that of kept ones; `paceline.user_code.surroundings` names them.
 Landlock does not protect modes, owners and times of files.
@@ -50,9 +50,10 @@ class Box:
 
     hidden: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
-    """Folders within hidden ones that it may read."""
+    """Folders within hidden ones that the process may read."""
     kept: tuple[str, ...] = ()
-    """Folders that it may read but not change, except for hidden files in them. They need hidden files."""
+    """Folders that the process may read but not change, except for hidden files in them. They take effect only with
+    hidden files."""
 
     @classmethod
     def read(cls, text: str) -> Box:
@@ -65,10 +66,10 @@ class Box:
         return json.dumps(asdict(self))
 
     def close(self) -> None:
-        """Put this process into the box, irrevocably. Raises Unavailable if files have to be hidden but cannot be."""
+        """Put this process into the box, irrevocably. Raises Unavailable if files must be hidden but cannot be."""
         if why := why_no_isolation():
             if self.hidden:
-                raise Unavailable(f"user code has to be isolated, but {why}")
+                raise Unavailable(f"user code must be isolated, but {why}")
             return
         keep_capabilities()
         if not self.hidden:
@@ -117,7 +118,8 @@ _entered = Box()
 
 
 def why_refused(error: BaseException, box: Box | None = None) -> str:
-    """Return `; ` and the sentence for an error of user code if `box` (None: this process') may be the cause, else empty."""
+    """Return `; ` and the box's sentence if `box` (None: the box of this process) may have caused an error of user
+    code, else an empty text."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

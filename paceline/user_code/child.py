@@ -23,7 +23,7 @@ from paceline.user_code.box import Box
 MAX_LIMIT_BYTES = 2**62
 """Largest value that setrlimit takes."""
 OOM_SCORE = 500
-"""Of 1000: if the host runs out of memory, the kernel kills this process before the service."""
+"""Score of this process, up to 1000: if the host runs out of memory, the kernel kills it before the service."""
 
 
 def connect(killed_first: bool = True) -> socket.socket:
@@ -79,7 +79,8 @@ def mapped_bytes() -> int | None:
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Return whether a failed connection is the cause: a fault of the called service, not of the user code or the data."""
+    """Return whether a failed connection caused `error`: a fault of the called service, not of the user code or the
+    data."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
@@ -91,7 +92,7 @@ def is_unreachable(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory limit is the cause."""
+    """Return whether the memory limit caused `error`."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

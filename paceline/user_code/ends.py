@@ -11,7 +11,7 @@ import psutil
 from paceline.errors import PacelineError
 
 STARVED_SHARE = 0.1
-"""Fraction of its time limit: a runnable process that gets less processor time is starved."""
+"""Fraction of a call's time limit: a runnable process that gets less processor time is starved."""
 NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
 
 
@@ -19,14 +19,16 @@ class ProcessTimeout(PacelineError):
     """No answer within the time limit."""
 
     starved = False
-    """True if it was always runnable but hardly got a processor (or its disk), which is no fault of the user code."""
+    """True if the process was always runnable but hardly got a processor (or its disk), which is no fault of the user
+    code."""
 
 
 class ProcessDied(PacelineError):
     """The process ended instead of answering. The message says how, as in `died with signal SIGKILL`."""
 
     by_signal = False
-    """True if a signal that this side did not send ended it: from the kernel out of memory, a crash, or a person."""
+    """True if the process ended by a signal that this service did not send: from the kernel (out of memory, a crash) or
+    a person."""
 
 
 class ProcessNotStarted(ProcessDied):
@@ -44,7 +46,8 @@ def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | 
 
 
 def usage(pid: int) -> float:
-    """Return the processor seconds of a process and its children, ended ones included; 0 for a process that is gone."""
+    """Return the processor seconds of a process and its children, ended ones included; 0 for a process that no longer
+    exists."""
     used_s = 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)

@@ -43,14 +43,15 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for the next message, in the process. Raises EOFError if the service is gone. There is no deadline, because
-    an idle process has nothing else to do, and the service's end shows as EOF."""
+    """Wait for the next message, in the process. Raises EOFError if the service has ended. There is no deadline,
+    because an idle process has nothing else to do, and the service's end shows as EOF."""
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Wait for the next message, in the service, which sets the deadline. Raises EOFError (process gone), WireError."""
+    """Wait for the next message, in the service, which sets the deadline. Raises EOFError if the process has ended,
+    WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
         raise WireError(

@@ -24,9 +24,9 @@ from paceline.user_code.box import why_refused
 
 def load_from_file(path: Path, name: str, kind: str) -> Any:
     """Return the function or class `name` of a file. `kind` is its purpose in messages, as `reward function`. Raises
-    InvalidInput for a file that fails to import (with its error), nothing of that name in it (with the nearest one)
-    or something that cannot be called; Unreadable if the file, or one that it imports, does not exist. Runs the
-    user's module: call it only in a process that may run their code."""
+    InvalidInput for a file that fails to import (with its error) or lacks the name (with the nearest one), and for
+    something that cannot be called; Unreadable if the file, or one that it imports, does not exist. Runs the user's
+    module: call it only in a process that may run their code."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise Unreadable(f"{kind} {name!r}: there is no file {str(path)!r}; check the path in the spec")
@@ -38,7 +38,7 @@ def load_from_file(path: Path, name: str, kind: str) -> Any:
         noun = kind.rpartition(" ")[2]
         raise InvalidInput(f"{path} has no {noun} {name!r}{nearest(name, functions)}; it has {existing}")
     if not callable(loaded):
-        raise InvalidInput(f"{name!r} in {path} is {type(loaded).__name__}, but a {kind} has to be callable")
+        raise InvalidInput(f"{name!r} in {path} is {type(loaded).__name__}, but a {kind} must be callable")
     return loaded
 
 
@@ -49,7 +49,7 @@ def _module(path: Path) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise InvalidInput(f"{path} is not a Python file; user code lives in a .py file")
+        raise InvalidInput(f"{path} is not a Python file; user code must be in a .py file")
     module = importlib.util.module_from_spec(spec)
     _find_neighbours_in(path.parent)
     sys.modules[module_name] = module  # dataclasses and pickle read the entry while the module runs
@@ -57,15 +57,16 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        # A missing package or file may still come; a fault of the file itself stays.
+        # A missing package or file may be added later; a fault of the file itself stays.
         kind = Unreadable if isinstance(error, OSError | ImportError) else InvalidInput
         raise kind(f"{path} fails to import: {describe_error(error, path)}") from error
     return module
 
 
 class NeighbourFinder(PathFinder):
-    """Finds the files beside a user's file for its imports. It comes after every other finder, so they shadow nothing.
-    A folder at the end of `sys.path` would shadow packages in editable mode, which are found after that."""
+    """Finds the files beside a user's file for its imports. It comes after every other finder, so that these files
+    shadow nothing. A folder at the end of `sys.path` would shadow packages in editable mode, which are found after
+    that."""
 
     folders: ClassVar[list[str]] = []
 
@@ -73,7 +74,7 @@ class NeighbourFinder(PathFinder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module of that name in one of the folders; None for a module inside a package."""
+        """Return the spec of the module of that name in one of the folders; None for a module inside a package."""
         return super().find_spec(fullname, cls.folders, target) if path is None else None
 
 
@@ -111,8 +112,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments that a user's function takes, and the names of required ones that are missing. A function
-    with `**`, or without a signature, takes all: `arguments` itself."""
+    """Return the arguments that a user's function takes, and the names of required ones that are missing. For a
+    function with `**`, or without a signature, return `arguments` itself."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
 """Processes of user code: `UserProcess` for one caller at a time, and `SharedProcess` for several, with ids.
 
-Tasks of a UserProcess: one watch per process life waits for its end and then kills the rest of its process group, so
-that a grandchild with the socket cannot hide the death; readers then see EOF. `start` waits for the watch of the life
-before. Tasks of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every
-waiting caller gets the end. A process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to
+Tasks of a UserProcess: a watch for each process waits for its end and then kills the rest of its process group, so
+that a grandchild with the socket cannot hide the death; readers then see EOF. `start` waits for the watch of the previous
+process. Tasks of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every
+waiting caller gets an error. A process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop must
 run in a thread that lasts. Every wait for an answer has the caller's time limit.
 """
 
@@ -34,7 +34,7 @@ BOOT = (
     "import sys, importlib; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
     "importlib.import_module(sys.argv[4]).main()"
 )
-"""Code of the child. It has to import the same code as this process."""
+"""Code of the child. It must import the same code as this process."""
 
 
 async def spawn(
@@ -103,7 +103,7 @@ class _Child:
         """Begin to watch a process that is not connected yet."""
 
     def kill(self) -> None:
-        """Kill the process and its children; `close` or `start` waits until they are gone."""
+        """Kill the process and its children; `close` or `start` waits for their end."""
         if self._process is not None and self._process.returncode is None:
             kill_group(self._process.pid)
         if self._writer is not None:
@@ -134,8 +134,8 @@ class UserProcess(_Child):
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """End the process before, start a new one, and load the user's code. Raises InvalidInput if it cannot be loaded
-        (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
+        """End the previous process, start a new one, and load the user's code. Raises InvalidInput if the code cannot
+        be loaded, Unreadable if it cannot be loaded now, ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
         _, self._reader, self._writer = await self._connected()
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
@@ -148,8 +148,8 @@ class UserProcess(_Child):
         self._watch = asyncio.create_task(self._wait_for_end(process), name="user process")
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then. A
-        cancelled call ends the process too, because one in the middle of a call cannot serve the next caller."""
+        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied, after which the process has ended.
+        A cancelled call ends the process too, because one in the middle of a call cannot serve the next caller."""
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
@@ -216,9 +216,9 @@ class SharedProcess(_Child):
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.last_id = 0
-        """Id of the newest message."""
+        """Id of the newest message that was sent."""
         self.num_answered = 0
-        """Replies until now."""
+        """Number of replies until now."""
 
     @property
     def usable(self) -> bool:
@@ -226,8 +226,8 @@ class SharedProcess(_Child):
         return self._writer is not None
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        """End the process before, start a new one, and return its reply to the first message. Raises ProcessTimeout and
-        ProcessDied; the process is gone then."""
+        """End the previous process, start a new one, and return its reply to the first message. Raises ProcessTimeout
+        and ProcessDied, after which the process has ended."""
         await self.close()
         process, reader, writer = await self._connected()
         try:

@@ -1,20 +1,20 @@
-"""A process of user code gets from its service: environment variables, a temporary folder, a box with hidden files.
+"""Prepares what a process of user code gets: environment variables, a temporary folder, and a box with hidden files.
 
-By `isolation()`, hidden are:
+Hidden files, by `isolation()`:
 
 OPEN      nothing
 SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other
           runs; workers beyond loopback choose it if the kernel supports it (`paceline.services.common.user_code_options`)
 REQUIRED  these and `CREDENTIALS`; a service does not start if that cannot be kept
 
-With the latter two, files that Python loads before the box of the next process are read-only (`loaded_code`).
+With the latter two, files that Python loads before the next process is in its box are read-only (`loaded_code`).
 
 Its environment variables are those that describe how this host works, and those that a user named. Variables that may
 hold a secret are not among them: tokens, keys, passwords, addresses with a password, and every variable that is not on
 this list. `--pass-env` names further ones.
 
 The service holds a lock on the folder for temporary files and removes it after the end of the process. If the service
-was killed, the lock is gone, and `remove_left_over` of the next service on this host removes the folder.
+was killed, the lock ended with it, and `remove_left_over` of the next service on this host removes the folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from paceline.user_code.box import Box
 
 TEMPORARY_PREFIX = "paceline-user-code-"
 MIN_AGE_S = 60.0
-"""A younger folder is kept, because its service may be about to lock it."""
+"""Least age in seconds of a folder that is removed: the service of a younger one may be about to lock it."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -61,7 +61,7 @@ class TemporaryFolder:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Remove it with its files, after the end of the process. Blocks."""
+        """Remove the folder with its files, after the end of the process. Blocks."""
         _remove(self.path)
         os.close(self._lock)
 
@@ -72,7 +72,7 @@ def remove_left_over(parent: Path | None = None, min_age_s: float = MIN_AGE_S) -
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(TEMPORARY_PREFIX):
-                # Its service lives and has locked it, or it is gone meanwhile.
+                # Its service lives and has locked it, or the folder was removed meanwhile.
                 with contextlib.suppress(OSError):
                     number += _remove_if_left(entry, min_age_s)
     return number
@@ -115,7 +115,7 @@ CREDENTIALS = (
 
 
 class Isolation(enum.Enum):
-    """The files hidden from user code of this process; the value is that of the variable."""
+    """The files hidden from user code of this process; each value is one of the variable PACELINE_REQUIRE_ISOLATION."""
 
     OPEN = "0"
     SECRETS = "secrets"
@@ -123,7 +123,7 @@ class Isolation(enum.Enum):
 
 
 def isolation() -> Isolation:
-    """Return the variable's isolation; OPEN without it."""
+    """Return the isolation that the environment variable sets; OPEN if it is not set."""
     match os.environ.get(VARIABLE, ""):
         case "1" | "true" | "yes":
             return Isolation.REQUIRED
@@ -145,7 +145,7 @@ class ProcessSettings:
     environment: dict[str, str]
     box: Box
     temporary: TemporaryFolder | None = None
-    """Its separate folder for temporary files; None if the user's folder is open to it."""
+    """Separate folder for the process' temporary files; None if the user's folder is open to it."""
 
     def remove(self) -> None:
         """Remove the temporary files, after the end of the process. Blocks."""
@@ -158,9 +158,9 @@ class Surroundings:
     """The surroundings of one run's user code."""
 
     code: tuple[str, ...] = ()
-    """Paths of its files; it may read their bundle."""
+    """Paths of the user code's files; the code may read their bundle."""
     variables: tuple[str, ...] = ()
-    """Environment variables that its spec names."""
+    """Environment variables that the run's spec names."""
     may_mount: bool = False
     """True for this project's own code whose sandbox for programs may need mounts. A box with hidden files refuses
     mounts, so it gets one only if isolation is required."""
@@ -182,7 +182,7 @@ class Surroundings:
         return ProcessSettings({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its processes. They never get the storage key; if there is one, judges keep no answers
+        """Return the environment of the code's processes. They never get the storage key; if there is one, judges keep no answers
         in files."""
         variables = passed_variables(self.variables)
         if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
@@ -224,7 +224,7 @@ def _credentials() -> Iterator[Path]:
 
 
 def _caches() -> Iterator[Path]:
-    """Yield folders that libraries and built-in functions create at first use, impossible in a closed folder."""
+    """Yield folders that libraries and built-in functions create at first use, which is impossible in a closed folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield Path(os.environ.get("HF_HOME") or caches / "huggingface")
     yield Path(os.environ.get("TORCH_HOME") or caches / "torch")
@@ -233,7 +233,7 @@ def _caches() -> Iterator[Path]:
 
 def loaded_code(hidden: Iterable[Path]) -> list[Path]:
     """Return the folders from which the next process loads code before it is in its box, except those that this user
-    can neither write nor replace. If user code could write there, its text would read secrets in the next process. A
+    can neither write nor replace. If user code could write there, that code would read secrets in the next process. A
     folder within a `hidden` one is always returned, so that it can be read."""
     packages = [os.path.join(ROOT, "paceline", name) for name in ("", "v1", "reward", "environment")]
     paths = sysconfig.get_paths()
@@ -252,7 +252,7 @@ def _may_change(path: Path) -> bool:
 
 
 PASSED_VARIABLE = "PACELINE_PASS_ENV"
-"""Names of further variables, with commas between them; the option sets it."""
+"""Variable with the names of further variables, separated by commas; `--pass-env` sets it."""
 KEPT = re.compile(
     r"""
     PATH | HOME | USER | LOGNAME | SHELL | HOSTNAME | TERM | LANG | LANGUAGE | TZ | TMPDIR | TMP | TEMP

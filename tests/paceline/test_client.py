@@ -130,7 +130,7 @@ def test_a_bad_spec_is_refused_before_it_is_sent(client: Client, spec_path: Path
 def test_bad_data_is_refused_by_the_coordinator(client: Client, spec_path: Path) -> None:
     before = len(client.runs())
     (spec_path.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": 7}\n')
-    with pytest.raises(InvalidInput, match=r"train\.jsonl, line 2: column 'prompt' has to be text"):
+    with pytest.raises(InvalidInput, match=r"train\.jsonl, line 2: column 'prompt' must be text"):
         client.submit(spec_path)
     assert len(client.runs()) == before
 

@@ -105,7 +105,7 @@ def test_a_missing_function_says_what_was_meant(functions_file: Path) -> None:
 
 def test_what_cannot_be_called_or_is_no_python(functions_file: Path, tmp_path: Path) -> None:
     assert "'NOT_CALLABLE'" in refusal(f"{functions_file}:NOT_CALLABLE")
-    assert "is int, but a reward function has to be callable" in refusal(f"{functions_file}:NOT_CALLABLE")
+    assert "is int, but a reward function must be callable" in refusal(f"{functions_file}:NOT_CALLABLE")
     assert "not a Python file" in refusal(f"{write(tmp_path / 'data.txt', 'x')}:f")
 
 

@@ -22,11 +22,11 @@ from paceline.spec import RunSpec
 
 WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
-"""Words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
+"""Number of words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
 OVERLAP = 0.5
-"""Least share of a prompt's n-grams for which it counts as contained in the other set."""
+"""Least share of a text's n-grams in the other set with which the text counts as contained."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
-"""Columns that are used as the prompt if the spec's is missing."""
+"""Columns that are used as the prompt if `data.prompt_key` is missing."""
 
 
 class OverlapIndex:
@@ -79,7 +79,7 @@ def prompt_texts(rows: Rows, prompt_key: str) -> Iterator[str]:
 
 Row = Mapping[str, Any]
 Filter = Callable[[Any, Row], str]
-"""Called with a prompt, text or messages, and its row."""
+"""Takes a prompt (text or messages) and its row; returns the reason to leave the row out, or an empty text."""
 
 
 def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter:
@@ -88,12 +88,13 @@ def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts that share at least this part of their n-grams with an evaluation set. `indexes`: by its name."""
+    """Leave out prompts that share at least `share` of their n-grams with an evaluation set. `indexes`: by the set's
+    name."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
         found = next((name for name, index in indexes.items() if index.share(text) >= share), "")
-        return f"prompt of {found}" if found else ""
+        return f"prompt that overlaps with {found}" if found else ""
 
     return check
 
@@ -154,8 +155,9 @@ Attempts = Callable[[str], Iterable[tuple[Any, Iterable[float]]]]
 
 
 def filters_of(spec: RunSpec, prepared: RunSpec, attempts_of: Attempts) -> list[Filter]:
-    """Return the filters of a spec. `prepared` has its validation data after its function. Raises InvalidInput without
-    a tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of `attempts_of`."""
+    """Return the filters of a spec. `prepared` is the spec with its validation data after the function. Raises
+    InvalidInput without a tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of
+    `attempts_of`."""
     return [*_by_length(spec), *_by_overlap(spec, prepared), *_by_pass_rate(spec, attempts_of)]
 
 

@@ -42,11 +42,11 @@ class PreparedSet:
     """One of the spec's data sets, prepared."""
 
     paths: list[Path] = field(default_factory=list)
-    """A file for each entry of a list, in its order."""
+    """One file for each entry of a list of data sets, in its order."""
     rows: int = 0
     """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows that were left out, by reason."""
+    """Numbers of rows that were left out, by reason."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Prepared:
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
-    """A file with `lines`."""
+    """File with the text of `lines`."""
 
     @property
     def files(self) -> dict[str, list[Path]]:
@@ -82,8 +82,8 @@ class Prepared:
 
 @contextmanager
 def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False) -> Iterator[Prepared]:
-    """Prepare the data of a spec in a folder that exists while the context is open. A spec without preparation is not
-    read.
+    """Prepare the data of a spec in a folder that exists while the context is open. Without data.preparation no data
+    are read.
 
     Raises InvalidInput for a function that cannot be loaded, or a filter without a set to compare with; DataError for a
     function that fails, a row that the algorithm cannot read, or a data set without remaining rows; Unreadable.
@@ -102,7 +102,7 @@ def prepared_data(spec: RunSpec, attempts_of: Attempts, *, validation_alone: boo
 
 
 def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
-    """Run a preparation to its end, also under a running event loop, as in a notebook."""
+    """Run a preparation to its end, also while an event loop runs, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -174,7 +174,7 @@ async def _processed(rows: Rows, function: str | None, timeout_s: float) -> Asyn
 
 
 BATCH_ROWS = 256
-"""Rows of one call of the process."""
+"""Number of rows in one call of the process."""
 START_TIMEOUT_S = 120.0
 
 
@@ -206,7 +206,8 @@ class Processor:
         await self._process.close()
 
     async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield each row's index and the function's result. Raises DataError if it raised, hung, died or was invalid."""
+        """Yield each row's index and the function's result. Raises DataError for a function that raises, hangs, dies or
+        returns something invalid."""
         for first in range(0, len(rows), BATCH_ROWS):
             batch = [rows[index] for index in range(first, min(first + BATCH_ROWS, len(rows)))]
             for index, made in enumerate(await self._batch(batch, first), start=first):

@@ -18,17 +18,18 @@ from paceline.spec.keys import keys
 
 Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
-"""By precedence: NeMo RL first, because its sections are named like ours."""
+"""Tables by precedence: NeMo RL first, because its sections are named like ours."""
 MIN_SUFFIX = 5
-"""Shortest suffix of a name that matches the whole name (`rollout.n`); shorter ones are ambiguous."""
+"""Least number of characters of a name's last parts that identify the name (`rollout.n`); fewer are ambiguous."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Mark in reference.yaml of a name that equals our key; for TRL, whose names have no sections, the key's last part."""
+"""Value in reference.yaml for a library's name that equals our key; for TRL, whose names have no sections, the key's
+last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Keys of `grpo` by their names in the sections of EXAMPLES."""
+"""Keys of `grpo` that have another name in the sections of EXAMPLES, with that name."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class ForeignName:
     key: str = ""
     """Our dotted key (`rewards.N.weight`); empty without a counterpart."""
     note: str = ""
-    """Difference between the two, as a clause."""
+    """Difference between the library's setting and ours, as a clause."""
     none: str = ""
     """Reason for the lack of a counterpart, as a clause after "because"."""
     place: str = ""
-    """Section of our spec with the same keys, as a clause; for a whole section."""
+    """For a whole section: the section of our spec with the same keys, as a clause."""
     values: Mapping[Any, Any] | None = None
-    """Their values and ours, if they differ."""
+    """The library's values with ours, if they differ."""
     rule: Rule = ""
     """Conversion by `paceline import`: unchanged, computed from several values, or by hand."""
 
@@ -66,7 +67,7 @@ def table(library: str) -> dict[str, ForeignName]:
 
 @cache
 def values() -> dict[str, dict[Any, Any]]:
-    """Return, for each of our keys, other libraries' values with ours or a clause."""
+    """Return, for each of our keys, other libraries' values with our value or a clause."""
     found: dict[str, dict[Any, Any]] = _read("values.yaml")
     return found
 
@@ -100,8 +101,8 @@ def key_for(key: str, algorithm: str) -> str:
 def look_up(path: str) -> ForeignName | None:
     """Return the entry for the dotted name that was typed; None if no library has it.
 
-    Searched are, in this order: the whole name; the longest section with `.*` above it; its last parts, because people
-    write a name below the section in which they expect it (`grpo.num_iterations`).
+    The search order is: the whole name; the longest section above it that has an entry with `.*`; its last parts,
+    because people write a name below the section in which they expect it (`grpo.num_iterations`).
     """
     for library in TABLES:
         if path in table(library):

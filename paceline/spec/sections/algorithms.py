@@ -1,4 +1,4 @@
-"""The algorithms, a section each, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
+"""Sections of the algorithms, and `async_grpo`: groups or examples, number of steps, evaluation, and the reference.
 
 Properties of an algorithm are declared in its section, so that no other module depends on its name.
 """
@@ -14,24 +14,24 @@ from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import PolicySection
 
 NO_LIMIT_OF_STEPS = 1_000_000_000
-"""max_num_steps until the epochs are resolved."""
+"""Value of max_num_steps until the epochs are converted to steps."""
 
 
 class AlgorithmSection(Section):
     """Settings of one algorithm. The defaults are those of an algorithm without a reference."""
 
     samples: ClassVar[bool]
-    """True if it trains on rollouts, false if on examples of a data set."""
+    """True if the algorithm trains on rollouts, false if on examples of a data set."""
     scoring_head: ClassVar[bool] = False
     """True if the model has a scoring head instead of the LM head."""
     compares_policies: ClassVar[bool] = True
-    """True if its loss compares the policy with another model, so that both must compute without dropout."""
+    """True if the loss compares the policy with another model, so that both must compute without dropout."""
     uses_policy_loss: ClassVar[bool] = False
-    """True if it trains on examples of a data set with the policy loss, whose settings are `loss_fn`'s."""
+    """True if the algorithm trains on examples of a data set with the policy loss (`loss_fn`)."""
     has_teacher: ClassVar[bool] = False
     """True if `frozen_policy` is a different model from the policy."""
     reference: ClassVar[Literal["never", "with_penalty", "always"]] = "never"
-    """When the policy before training is its `frozen_policy`: never, if `loss_fn` has a KL penalty, or always."""
+    """When the policy before training is the `frozen_policy`: never, only if `loss_fn` has a KL penalty, or always."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,22 +101,22 @@ class GrpoSection(AlgorithmSection):
     use_dynamic_sampling: bool = False
     """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
     max_generation_batches: PositiveInt = 10
-    """Pause when this many batches of groups in a row were dropped without one that could train; for failures with a
-    single cause two batches are enough."""
+    """Pause the run when this many batches of groups in a row were dropped and no group could train; if all failures
+    have one cause, two batches are enough."""
     max_generation_failures: PositiveInt = 3
-    """Attempts at generating a group that may fail with an unforeseen error before it is dropped; those ended by a
-    worker, the network or the coordinator do not count, and a prompt that is too long or that the template refuses
-    is dropped at once."""
+    """Attempts to generate a group that may fail with an unexpected error before the group is dropped. Attempts that a
+    worker, the network or the coordinator ended do not count. A group whose prompt is too long, or refused by the
+    template, is dropped at once."""
     max_score_failures: PositiveInt = 3
-    """Attempts at scoring a group that may fail because of its data or a reward function before it is dropped; those
-    that fail because a service is unreachable do not count, and a failure that every attempt would repeat (a missing
-    column) drops it at once."""
+    """Attempts to score a group that may fail because of its data or a reward function before the group is dropped.
+    Attempts that fail because a service is unreachable do not count. After a failure that every attempt would repeat
+    (a missing column), the group is dropped at once."""
     val_period: NonNegativeInt = 0
-    """Evaluate every this many steps; 0 evaluates only as val_at_start and val_at_end say."""
+    """Steps between two evaluations; 0: evaluations only by val_at_start and val_at_end."""
     val_at_start: bool = False
-    """Evaluate version 0 before training."""
+    """Evaluate the initial weights (version 0) before training."""
     val_at_end: bool = False
-    """Evaluate the final version."""
+    """Evaluate the final version of the weights."""
     max_val_samples: PositiveInt = 256
     """Prompts of one evaluation, from the start of the validation set."""
     val_samples_per_prompt: PositiveInt = 1
@@ -141,8 +141,8 @@ class GrpoSection(AlgorithmSection):
             raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
         if (low or 0.0) > 0 or (high or 0.0) < 0:
             raise ValueError(
-                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions without a reward or a "
-                "difference would train; use bounds around 0"
+                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions with an advantage of "
+                "0 would train; use bounds around 0"
             )
         if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
             raise ValueError(
@@ -161,9 +161,9 @@ class AsyncGrpoSection(Section):
     order: Literal["ready_first", "in_order"] = "ready_first"
     """`ready_first` trains complete groups, oldest first; `in_order` gives every lease a slot in its step."""
     late_wait_s: NonNegativeFloat = 30.0
-    """Seconds that a batch waits for a live group that would pass the age limit (`ready_first`)."""
+    """Seconds for which a batch waits for an unfinished group that would pass the age limit (`ready_first`)."""
     hard_max_age: NonNegativeInt | None = None
-    """A late group still trains up to this age, else it is dropped as stale; default 2·η + 2."""
+    """Largest age in steps at which a late group still trains; an older one is dropped as stale. Default 2·η + 2."""
     in_flight_weight_updates: bool = True
     """Change weights between two decode steps of running sequences; false waits for them to finish."""
     recompute_kv_cache_after_weight_updates: bool | PositiveInt = True
@@ -204,7 +204,7 @@ class ExamplesSection(AlgorithmSection):
     seed: NonNegativeInt = 42
     """Seed of the order of the data and of a new head."""
     val_period: NonNegativeInt = 0
-    """Evaluate on held-out examples every this many steps; 0: only as val_at_start and val_at_end say."""
+    """Steps between two evaluations on held-out examples; 0: evaluations only by val_at_start and val_at_end."""
     val_at_start: bool = False
     """Evaluate before training."""
     val_at_end: bool = False
@@ -259,14 +259,15 @@ class DpoSection(ExamplesSection):
     sft_average_log_probs: bool = False
     """Divide each completion's negative log-likelihood by its length."""
     precompute: bool = False
-    """Compute the reference once, for the whole data set, before training; then it needs no memory."""
+    """Compute the reference's log-probabilities once, for the whole data set, before training; the reference then needs
+    no memory."""
 
     @model_validator(mode="after")
     def _check(self) -> DpoSection:
         if self.label_smoothing and self.preference_loss not in ("conservative", "robust"):
             raise ValueError(
-                f"label_smoothing {self.label_smoothing} with preference_loss {self.preference_loss!r}, which has "
-                "none; use conservative or robust"
+                f"label_smoothing {self.label_smoothing} with preference_loss {self.preference_loss!r}, which "
+                "ignores it; use conservative or robust"
             )
         return self
 
@@ -284,7 +285,8 @@ class KtoSection(ExamplesSection):
     undesirable_weight: PositiveFloat = 1.0
     """Factor of the bad completions' loss."""
     precompute: bool = False
-    """Compute the reference once, for all examples of the run, before training; then it needs no memory."""
+    """Compute the reference's log-probabilities once, for all examples of the run, before training; the reference then
+    needs no memory."""
 
     @model_validator(mode="after")
     def _check(self) -> KtoSection:
@@ -324,11 +326,11 @@ class OfflineGrpoSection(ExamplesSection):
     reference: ClassVar = "with_penalty"
 
     advantage: Literal["trl", "nemo", "dr_grpo", "rloo"] = "trl"
-    """Advantage of a completion relative to the others of its prompt, as `grpo.advantage`."""
+    """Advantage of a completion relative to the others of its prompt; names as in `grpo.advantage`."""
     reward_keys: tuple[str, ...] = ()
     """Columns whose sum is the reward; empty: `final_reward`, or all reward functions of TRL's completions."""
     min_reward_threshold: float | None = None
-    """Leave out traces with a smaller reward before they are compared."""
+    """Smallest reward of a trace that is used; traces below it are left out before any are compared."""
     max_traces_per_group: PositiveInt = Field(default=64, ge=2)
     """Divide a prompt with more traces into several examples of at most this many."""
 
@@ -336,7 +338,7 @@ class OfflineGrpoSection(ExamplesSection):
         """Raise ValueError for loss settings that need values which traces lack."""
         refused = {
             "proximal_policy": ("exact", "traces have no ages"),
-            "use_kl_in_reward": (False, "advantages are those of the recorded rewards"),
+            "use_kl_in_reward": (False, "the advantages come from the recorded rewards"),
             "reference_policy_pool": ("learner", "no reward worker takes part"),
             "reference_policy_sync_steps": (None, "the reference is the policy before training"),
         }
@@ -352,7 +354,7 @@ WHOLE_DISTRIBUTIONS = ("jsd", "gkd", "top_k", "full")
 
 
 class DistillationSection(AlgorithmSection):
-    """On-policy distillation (`algorithm: distillation`). Groups, steps and seed are `grpo`'s, corrections `loss_fn`'s."""
+    """On-policy distillation (`algorithm: distillation`). `grpo` has groups, steps and seed, `loss_fn` the corrections."""
 
     samples: ClassVar[bool] = True
     has_teacher: ClassVar[bool] = True
@@ -360,12 +362,12 @@ class DistillationSection(AlgorithmSection):
     teacher_model_name: str | None = None
     """The teacher, with the student's tokenizer: a local folder, an fsspec URL, a name on the hub, or `run:ID`."""
     teacher_pool: Literal["learner", "reward"] = "learner"
-    """Processes that run it: the learner, each rank with a shard; or the reward workers, each with the whole model,
-    which add its log-probabilities of the sampled tokens to the group's rewards."""
+    """Processes that run the teacher: the learner, each rank with a shard; or the reward workers, each with the whole
+    model, which add the teacher's log-probabilities of the sampled tokens to the group's rewards."""
     kl_type: Literal["reverse", "forward", "mixed"] = "reverse"
-    """KL(student‖teacher), KL(teacher‖student), or both."""
+    """Divergence that the loss reduces: KL(student‖teacher), KL(teacher‖student), or both."""
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the forward KL (`mixed`)."""
+    """Share of the forward KL in `mixed`."""
     max_forward_ratio: PositiveFloat = 10.0
     """Upper bound of the teacher's probability over the student's in the forward KL, to limit the variance."""
 
@@ -399,5 +401,5 @@ class DistillationSection(AlgorithmSection):
         if grpo.advantage != "trl" or grpo.use_dynamic_sampling:
             raise ValueError(
                 f"grpo.advantage {grpo.advantage!r} and use_dynamic_sampling {grpo.use_dynamic_sampling} with "
-                "algorithm 'distillation': the teacher gives the advantages, rewards are only shown; leave both out"
+                "algorithm 'distillation': the teacher gives the advantages, and rewards are only shown; leave both out"
             )

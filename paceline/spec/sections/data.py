@@ -22,7 +22,8 @@ class ChoicesSection(Section):
     the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
 
     keys: Annotated[tuple[str, ...], Field(min_length=1)]
-    """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or one for each answer."""
+    """One column with the list of answers (or, as in ARC, an object of `text` and `label`), or one column for each
+    answer."""
     answer_key: str | None = None
     """Column with the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
     shuffle: bool = False
@@ -90,25 +91,26 @@ class PreparationSection(Section):
     """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It
     gets the rows of `data.train` and `data.validation`; the filters leave out rows of `data.train` only."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit of the function for 256 rows."""
+    """Seconds that the function may take for 256 rows."""
     max_prompt_characters: PositiveInt | None = None
-    """Leave out rows with a longer prompt."""
+    """Leave out rows whose prompt has more characters."""
     max_prompt_tokens: PositiveInt | None = None
-    """The same in tokens, by the policy's tokenizer and chat template, which must be on the submitting machine."""
+    """Leave out rows whose prompt has more tokens, by the policy's tokenizer and chat template, which must be on the
+    submitting machine."""
     max_overlap: Annotated[float, Field(gt=0, le=1)] | None = None
     """Leave out rows whose prompt shares at least this fraction of its n-grams of 13 words with an evaluation set:
     `data.validation`, and files beside the training data whose stem is test, eval, validation, valid or dev."""
     pass_rate: tuple[Share, Share] | None = None
-    """Leave out rows whose prompt has a pass rate outside these bounds in the runs of `pass_rate_of`: the share of its
-    completions with a reward of at least `passed_at`. Prompts that no run tried stay."""
+    """Leave out rows whose prompt has a pass rate outside these bounds. The pass rate is the share of the prompt's
+    completions in the runs of `pass_rate_of` with a reward of at least `passed_at`. Prompts that no run tried stay."""
     pass_rate_of: tuple[str, ...] = ()
     """Ids of earlier runs of the same coordinator."""
     passed_at: float = 1.0
-    """Smallest total reward of a completion that passes."""
+    """Smallest total reward with which a completion passes."""
 
     @property
     def is_used(self) -> bool:
-        """Return whether the data are changed."""
+        """Return whether this section changes the data."""
         return self.function is not None or self.filters
 
     @property
@@ -123,7 +125,7 @@ class PreparationSection(Section):
             raise ValueError(f"function {self.function!r} is not a function; write it as path/to/file.py:name")
         if (self.pass_rate is None) != (not self.pass_rate_of):
             given = "pass_rate" if self.pass_rate is not None else "pass_rate_of"
-            raise ValueError(f"only {given} is set; pass_rate and pass_rate_of go together, set both")
+            raise ValueError(f"only {given} is set; set both pass_rate and pass_rate_of")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             raise ValueError(
                 f"pass_rate {list(self.pass_rate)} has its larger bound first, so no prompt would stay; swap them"
@@ -149,7 +151,7 @@ class DataSource(NamedTuple):
     """The names that identify a data set."""
 
     field: str
-    """Key of the spec that names it."""
+    """Key of the spec that names the data set."""
     name: str | tuple[str, ...]
     split: str
     config: str | None = None
@@ -166,11 +168,11 @@ class DataSection(Section):
     train_weights: tuple[PositiveFloat, ...] | None = None
     """Share of draws from each data set in the list `train`. Without weights the list is one data set."""
     validation: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """The same for evaluation."""
+    """Data sets for evaluation, in the forms of `train`."""
     train_split: str = "train"
     """Split of a `datasets` folder or a hub data set."""
     validation_split: str = "test"
-    """Split for evaluation."""
+    """Split of the data set for evaluation."""
     train_config: str | None = None
     """Configuration of a data set on the hub that has several (`main` of `openai/gsm8k`), as the second argument of
     `datasets.load_dataset`."""
@@ -193,7 +195,7 @@ class DataSection(Section):
     rejected_key: str = "rejected"
     """Column with the worse completion, or a list of several."""
     preference_key: str | None = None
-    """Column with a number that says which completion is better: below 0 that of `chosen_key`, above 0 that of
+    """Column with a number that says which completion is better: below 0 the one in `chosen_key`, above 0 the one in
     `rejected_key`. Rows with 0 are left out and counted (`dpo`, `orpo`, `rm`, `kto`)."""
     label_key: str = "label"
     """Column that says whether the completion is good: true or false (`kto`)."""
@@ -204,9 +206,9 @@ class DataSection(Section):
     `paceline eval`. If `train` or `validation` is a list, rows without this column get the name of their data set
     (for a file, its stem)."""
     system_prompt: str | None = None
-    """Placed before every prompt as a system message; turns a text prompt into a chat."""
+    """System message placed before every prompt; it turns a text prompt into a chat."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto: messages always, text only when system_prompt is set."""
+    """Prompts to which the chat template is applied. auto: messages always, text only when system_prompt is set."""
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True
@@ -243,7 +245,8 @@ class DataSection(Section):
         return distinct_names(value) if isinstance(value, tuple) else ()
 
     def with_prepared(self, train: Sequence[str] = (), validation: Sequence[str] = ()) -> DataSection:
-        """Return the section with prepared files instead of data sets, by entry of a list. One without files stays."""
+        """Return the section with prepared files in place of its data sets, one file for each entry of a list. A data
+        set without prepared files stays."""
         update: dict[str, Any] = {"preparation": PreparationSection()}
         if self.validation is not None:
             update["validation_config"] = self.source(validation=True).config

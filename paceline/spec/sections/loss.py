@@ -72,14 +72,17 @@ class LossSection(Section):
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
     policy_loss: Literal["clip", "unclipped", "cispo", "sapo", "dppo", "vespo"] = "clip"
-    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or by name."""
+    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or that of the paper
+    with this name."""
     ratio_anchor: Literal["proximal", "behaviour"] = "proximal"
-    """Denominator of the ratio: the learner at the start of the step, or the sampler. With one update per step the
-    proximal ratio is 1, so no clip acts."""
+    """Policy in the denominator of the ratio: the learner at the start of the step (`proximal`), or the sampler
+    (`behaviour`). With one update per step the proximal ratio is 1, so no clip acts."""
     ratio_level: Literal["token", "sequence", "sequence_product"] = "token"
-    """One ratio per token, or one per sequence: `sequence` its geometric mean, `sequence_product` the product."""
+    """`token`: one ratio per token. `sequence`: one per sequence, the geometric mean of its tokens' ratios.
+    `sequence_product`: one per sequence, their product."""
     proximal_policy: Literal["exact", "log_linear"] = "exact"
-    """`exact` runs the model before the first of several updates; `log_linear` interpolates by the token's version."""
+    """Log-probabilities of the proximal policy: `exact` runs the model before the first of several updates;
+    `log_linear` interpolates by the token's version."""
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """ε: the ratio is clipped from below at 1 - ε; 1 is no bound."""
     ratio_clip_max: NonNegativeFloat = 0.2
@@ -101,9 +104,9 @@ class LossSection(Section):
     vespo_lambda_pos: PositiveFloat = 3.0
     """Decay of the sequence weight for advantages of at least 0 (`vespo`)."""
     vespo_k_neg: PositiveFloat = 3.0
-    """Exponent for negative advantages (`vespo`)."""
+    """Exponent of the sequence weight for negative advantages (`vespo`)."""
     vespo_lambda_neg: PositiveFloat = 2.0
-    """Decay for negative advantages (`vespo`)."""
+    """Decay of the sequence weight for negative advantages (`vespo`)."""
     reduction: Literal["grpo", "dapo", "dr_grpo", "bnpo", "sequence_sum"] = "dapo"
     """Reduction of token losses to one number, always over the global batch (`bnpo` excepted)."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.0
@@ -114,21 +117,21 @@ class LossSection(Section):
     reference_policy_sync_mix: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of the policy in the synchronised reference: reference = mix · policy + (1 - mix) · reference."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL; `k1` has no gradient as a loss and is refused there with β > 0."""
+    """Estimator of the KL to the reference policy; `k1` in the loss has no gradient and is refused with β > 0."""
     reference_policy_pool: Literal["learner", "reward"] = "learner"
-    """Processes that run the reference policy: the learner in every step, or the reward workers once for every group,
-    each with a copy of it, and then not the learner."""
+    """Processes that run the reference policy: the learner in every step; or, in its place, the reward workers once for
+    every group, each with a copy of the reference."""
     use_kl_in_reward: bool = False
     """Subtract β·KL from the reward instead of adding it to the loss."""
     entropy_bonus: NonNegativeFloat = 0.0
-    """Weight of the mean entropy per token, which the loss then increases."""
+    """Weight of the mean entropy per token, which the loss rewards."""
     truncated_importance_sampling_ratio: PositiveFloat | None = 2.0
     """Upper bound of the proximal/behaviour weight that corrects for the sampler's older weights; null: no weight."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat = 0.0
-    """Lower bound of that weight."""
+    """Lower bound of the proximal/behaviour weight."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "sequence_tis", "sequence_mask"] = "tis"
-    """Beyond the bounds: `tis` clips a token's weight, `icepop` drops the token; `sequence_tis` and `sequence_mask` do
-    the same with the product over the sequence."""
+    """Treatment of weights outside the bounds: `tis` clips a token's weight, `icepop` drops the token; `sequence_tis`
+    and `sequence_mask` do the same with the product over the sequence."""
     geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = None
     """Drop sequences whose geometric mean of proximal/behaviour ratios is outside (low, high)."""
     veto: tuple[PositiveFloat, PositiveFloat] | None = None
@@ -173,7 +176,9 @@ class LossSection(Section):
         if self.reference_policy_sync_steps is not None:
             self._check_sync(self.reference_policy_sync_steps)
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
-            raise ValueError("use_kl_in_reward is true with reference_policy_kl_penalty 0: nothing to subtract")
+            raise ValueError(
+                "use_kl_in_reward is true with reference_policy_kl_penalty 0: there is no KL to subtract; set the penalty"
+            )
         in_loss = self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
         if in_loss and self.reference_policy_kl_type == "k1":
             raise ValueError(
@@ -204,14 +209,14 @@ class LossSection(Section):
         if self.m2_threshold is not None and self.proximal_policy != "exact":
             raise ValueError(
                 f"m2_threshold {self.m2_threshold} with proximal_policy {self.proximal_policy!r}: the threshold is "
-                "taken before the first update, from the exact proximal policy"
+                "taken before the first update, from the exact proximal policy; set proximal_policy=exact"
             )
         if self.ratio_anchor == "proximal":
             return
         if self.truncated_importance_sampling_ratio is not None:
             raise ValueError(
                 f"ratio_anchor 'behaviour' with truncated_importance_sampling_ratio "
-                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, a weight on "
+                f"{self.truncated_importance_sampling_ratio}: the ratio already corrects for the sampler, and a weight on "
                 "top would count it twice; set truncated_importance_sampling_ratio=null"
             )
         if self.ratio_level != "token":
@@ -221,8 +226,8 @@ class LossSection(Section):
             )
         if self.policy_loss == "vespo":
             raise ValueError(
-                "policy_loss 'vespo' with ratio_anchor 'behaviour': it multiplies the proximal ratio and the "
-                "importance weight by itself; set ratio_anchor=proximal"
+                "policy_loss 'vespo' with ratio_anchor 'behaviour': vespo itself multiplies the proximal ratio "
+                "and the importance weight; set ratio_anchor=proximal"
             )
         if self.proximal_policy != "exact":
             raise ValueError(
@@ -234,11 +239,13 @@ class LossSection(Section):
         if self.policy_loss != "clip" and self.ratio_level != "token":
             raise ValueError(
                 f"policy_loss {self.policy_loss!r} with ratio_level {self.ratio_level!r}: only 'clip' is defined on "
-                "ratios of sequences"
+                "ratios of sequences; set ratio_level=token"
             )
         if self.ratio_clip_c is not None:
             if self.policy_loss != "clip":
-                raise ValueError(f"ratio_clip_c {self.ratio_clip_c} with policy_loss {self.policy_loss!r}")
+                raise ValueError(
+                    f"ratio_clip_c {self.ratio_clip_c} with policy_loss {self.policy_loss!r}, which ignores it"
+                )
             if self.ratio_clip_c <= 1 + self.ratio_clip_max:
                 raise ValueError(
                     f"ratio_clip_c {self.ratio_clip_c} is not above 1 + ratio_clip_max = {1 + self.ratio_clip_max}"
@@ -246,6 +253,6 @@ class LossSection(Section):
         weight = self.truncated_importance_sampling_type
         if self.policy_loss == "vespo" and weight in ("sequence_tis", "sequence_mask"):
             raise ValueError(
-                f"policy_loss 'vespo' with truncated_importance_sampling_type {weight!r}: it multiplies the weights "
-                "of the tokens itself; use 'tis' or 'icepop'"
+                f"policy_loss 'vespo' with truncated_importance_sampling_type {weight!r}: vespo itself multiplies "
+                "the weights of the tokens; use 'tis' or 'icepop'"
             )

@@ -11,7 +11,7 @@ from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, Positi
 
 
 class VllmSection(Section):
-    """Settings of the vLLM engine that have a name in NeMo RL or another default in Paceline."""
+    """Settings of the vLLM engine that have a name in NeMo RL, or a default that differs from vLLM's."""
 
     tensor_parallel_size: PositiveInt = 1
     """Workers that share each layer."""
@@ -22,8 +22,8 @@ class VllmSection(Section):
     enforce_eager: bool | None = None
     """Run without graph capture and compilation; unset: true on a CPU, false on GPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache; unset: on a GPU shared with the learner, the memory plan
-    chooses the rest when the run is submitted, else vLLM's default."""
+    """Fraction of a GPU's memory for weights and KV cache. Unset: vLLM's default, or, on a GPU shared with the learner,
+    the rest of the memory, chosen by the memory plan when the run is submitted."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of each worker's KV cache; unset: 1 GiB on a CPU, on GPUs the rest of gpu_memory_utilization."""
 
@@ -73,9 +73,9 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the two moments."""
+    """Decay factors of the two moments."""
     eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
+    """Number added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, applied to matrices only."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -102,9 +102,9 @@ class SchedulerSection(Section):
     num_cycles: PositiveInt = 1
     """Number of falls of `cosine_with_restarts`; after each but the last the rate returns to the peak."""
     decay_steps: PositiveInt | None = None
-    """Steps of the fall at the end of `wsd`."""
+    """Steps over which `wsd` lowers the rate at the end."""
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """Shape of that fall."""
+    """Shape of the fall at the end of `wsd`."""
 
     @model_validator(mode="after")
     def _check(self) -> SchedulerSection:
@@ -120,7 +120,7 @@ class SchedulerSection(Section):
                     f"{field} {value} has no effect with name {self.name!r}; it applies only to {', '.join(names)}: remove {field}, or choose another name"
                 )
         if self.name == "wsd" and self.decay_steps is None:
-            raise ValueError("name 'wsd' without decay_steps: say how many steps the fall at the end takes")
+            raise ValueError("name 'wsd' without decay_steps: set the number of steps of the fall at the end")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} and warmup_ratio {self.warmup_ratio} both set the warm-up; keep one"
@@ -147,7 +147,7 @@ NOT_YET = {
     "expert": "experts are divided by `shard` as all weights are",
     "pipeline": "docs/decisions/2026-11-23-no-pipeline.md has the reasons",
 }
-"""Alternatives to the ways of dividing a model that do not exist."""
+"""For each parallelism that is not available, what Paceline does instead, as a clause."""
 
 
 class ParallelSection(Section):
@@ -159,13 +159,13 @@ class ParallelSection(Section):
     shard: Ranks = "auto"
     """Neighbouring ranks that divide each copy's weights, gradients and optimizer state. auto: all ranks of a copy."""
     context: PositiveInt = 1
-    """Not available, only 1."""
+    """Not available; must be 1."""
     tensor: PositiveInt = 1
-    """Not available, only 1."""
+    """Not available; must be 1."""
     expert: PositiveInt = 1
-    """Not available, only 1."""
+    """Not available; must be 1."""
     pipeline: PositiveInt = 1
-    """Not available, only 1."""
+    """Not available; must be 1."""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_there(self) -> ParallelSection:
@@ -183,21 +183,21 @@ class LoraSection(Section):
     dim: PositiveInt = 8
     """Rank of the adapter."""
     alpha: PositiveInt = 32
-    """The adapter's product is scaled by alpha / dim."""
+    """Scale of the adapter: its product is multiplied by alpha / dim."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's inputs; for `sft` only, because other losses compare with a policy without dropout."""
     target_modules: tuple[str, ...] = ()
     """Last parts of the names of the layers to adapt (`q_proj` …); empty: every linear layer below the LM head."""
     exclude_modules: tuple[str, ...] = ()
-    """Names among them to leave out."""
+    """Last parts of the names of layers not to adapt."""
 
 
 class GenerationSection(Section):
     """Sampling of completions, and the engine."""
 
     backend: Literal["auto", "native", "vllm"] = "auto"
-    """`native` is embedded (any machine), `vllm` needs the extra of that name. auto: vllm if the rollout workers have
-    GPUs or vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
+    """Engine: `native` is built in and runs on any machine, `vllm` needs the extra of that name. auto: vllm if the
+    rollout workers have GPUs or vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens."""
     min_new_tokens: NonNegativeInt = 0
@@ -205,12 +205,13 @@ class GenerationSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities everywhere are at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus; below 1 biases the ratio, see allow_biased_sampling."""
+    """Nucleus sampling: keep the likeliest tokens up to this total probability; below 1 biases the ratio, see
+    allow_biased_sampling."""
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
     stall_s: PositiveFloat = 300.0
-    """Seconds without an answer after which an engine with sequences to decode ends its worker, so that others get its
-    leases; set it far above the longest decode step, weight update or prefill."""
+    """Seconds without an answer of an engine with sequences to decode, after which its worker ends and other workers
+    get its leases. Set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
     allow_biased_sampling."""
@@ -222,7 +223,8 @@ class GenerationSection(Section):
     stop_strings: Annotated[tuple[StopString, ...], Field(max_length=16)] = ()
     """Strings that end a completion at the token that completes one of them; its text ends with the string."""
     allow_biased_sampling: bool = False
-    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty, which the learner's log-probabilities lack."""
+    """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty, although the learner's log-probabilities
+    ignore them."""
     max_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Largest number of sequences that one engine decodes at a time; with vLLM the KV cache may hold fewer. auto: 256
     for vllm on GPUs, else 64; chosen when the run is submitted."""
@@ -252,7 +254,7 @@ class GenerationSection(Section):
         ]
         if biased and not self.allow_biased_sampling:
             raise ValueError(
-                f"{', '.join(biased)} changes the sampler's distribution, the learner's log-probabilities do not "
+                f"{', '.join(biased)} changes the sampler's distribution, but the learner's log-probabilities do not "
                 "repeat the change, so the importance ratio would be biased; remove it, or set "
                 "allow_biased_sampling=true to accept that"
             )
@@ -334,7 +336,7 @@ class PolicySection(Section):
 
     @property
     def row_tokens(self) -> int:
-        """The budget of one micro-batch as a number, with the default for `auto`."""
+        """Token budget of one micro-batch as a number, with the default for `auto`."""
         if self.train_mb_tokens == "auto":
             return max(DEFAULT_ROW_TOKENS, self.max_total_sequence_length)
         return self.train_mb_tokens
@@ -363,7 +365,7 @@ class PolicySection(Section):
         if lora.enabled and lora.dropout and recomputes:
             raise ValueError(
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
-                "recomputation would draw another mask than the forward pass; set one of them to 0 or none"
+                "recomputation would draw another mask than the forward pass; set dropout to 0, or recomputation to none"
             )
         return self
 
@@ -377,11 +379,11 @@ class ValueSection(Section):
     optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
     """Optimizer of the value model; the shape of the schedule is the policy's."""
     max_grad_norm: PositiveFloat = 1.0
-    """Its gradients are clipped to this global norm."""
+    """Gradients of the value model are clipped to this global norm."""
     cliprange: PositiveFloat | None = 0.2
     """Largest change of a value since the start of the step that still lowers the loss; null: no bound."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """λ: 0 uses the next token's value, 1 the reward alone."""
+    """λ of GAE: 0 uses the next token's value, 1 the reward alone."""
     gae_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ: discount of a token."""
     policy_training_start_step: NonNegativeInt = 0

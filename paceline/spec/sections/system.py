@@ -22,12 +22,13 @@ class Rule(NamedTuple):
     """A condition on a metric that must hold for several steps in a row."""
 
     metric: str
-    """Name; `*` stands for any characters."""
+    """Name of the metric; `*` matches any characters."""
     op: Op
     value: float
     steps: int = 1
     of_change: bool = False
-    """True if it compares the difference to the step before, for metrics that count from the run's start."""
+    """True if the rule compares the metric's difference to the step before, for metrics that count from the run's
+    start."""
 
     def __str__(self) -> str:
         steps = f" for {self.steps} steps" if self.steps > 1 else ""
@@ -87,16 +88,16 @@ class WebhookSection(Section):
         "stalled",
         "rule",
     )
-    """ended: succeeded or cancelled. failed. stalled: the learner has waited for long. rule: a rule is broken. warning:
-    any other warning."""
+    """Events to send. ended: the run succeeded or was cancelled. failed: the run failed. stalled: the learner has
+    waited for long. rule: a rule is broken. warning: any other warning."""
 
     @model_validator(mode="after")
     def _check(self) -> WebhookSection:
         if bool(self.url) == bool(self.url_variable):
-            raise ValueError("a webhook has either url or url_variable")
+            raise ValueError("a webhook needs either url or url_variable")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                "url has to be http(s)://HOST[:PORT]/… without a password; put a secret one into url_variable"
+                "url must be http(s)://HOST[:PORT]/… without a password; put a secret one into url_variable"
             )
         return self
 
@@ -105,7 +106,7 @@ RuleText = Annotated[str, Field(max_length=300)]
 
 
 def _checked_folder(folder: str | None, info: ValidationInfo) -> str | None:
-    """Return a folder that all services resolve alike."""
+    """Return `folder` if all services resolve it alike. Raises ValueError for a relative path."""
     if not folder or "://" in folder or folder.startswith("/"):
         return folder
     raise ValueError(
@@ -126,11 +127,12 @@ class WeightsSection(Section):
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """Versions between two that are stored in full; the next is earlier if the deltas since the last outweigh it."""
+    """Versions between two that are stored in full; the next such version comes earlier if the deltas since the last
+    one outweigh it."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Time-out of a member during a transfer: without bytes or a report of loading for this long, it is expelled."""
+    """Seconds without received bytes and without a report of loading after which a member of a transfer is expelled."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -159,16 +161,16 @@ class CheckpointingSection(Section):
 
 
 class TrackerSection(Section):
-    """A tracker of a run's metrics. Its key or password is in the environment of the sending process, never here."""
+    """A tracker of a run's metrics. Its key or password is in the environment of the sending process, never in the spec."""
 
     kind: Literal["wandb", "mlflow", "tensorboard"]
     """Weights & Biases, MLflow (a server), or TensorBoard's files."""
     project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
     """Project in the tracker; MLflow's experiment."""
     url: str = ""
-    """Server. Empty: from the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
+    """URL of the server; empty: the one in the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
-    """W&B: write files beside the cursor, for `wandb sync`."""
+    """W&B: write files for `wandb sync` into the tracker's folder."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
     """Names of the metrics: Paceline's, or TRL's or NeMo RL's for the same (docs/use/trackers.md)."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2
@@ -180,14 +182,14 @@ class TrackerSection(Section):
             raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files for later; remove it")
         if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
             raise ValueError(
-                f"url {self.url.split('@')[-1]!r} has to be http(s)://HOST[:PORT]/… without a password, which belongs in the "
+                f"url {self.url.split('@')[-1]!r} must be http(s)://HOST[:PORT]/… without a password, which belongs in the "
                 "environment of the sending process"
             )
         return self
 
 
 class LoggerSection(Section):
-    """Records of a run."""
+    """Records of a run: metrics, samples, trackers and alerts."""
 
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
@@ -197,8 +199,8 @@ class LoggerSection(Section):
     """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
     `keep_samples: false`, keeps none."""
     keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
-    """Groups of a step, among those of rank 0, whose log-probability and entropy of each token by the learner are kept
-    for the page; 0 keeps none."""
+    """Groups of rank 0 in each step for which the learner's log-probability and entropy of each token are kept, for the
+    dashboard; 0 keeps none."""
     verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
     run's events name a worker whose mean deviates. 0: never."""
@@ -208,10 +210,10 @@ class LoggerSection(Section):
     stall_warning_s: PositiveFloat = 60.0
     """Seconds of waiting after which the learner's warning names the reason; again after twice the time, and so on."""
     trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
-    """Trackers to which `paceline up`, or elsewhere `paceline track`, sends the run. One of each kind."""
+    """Trackers to which `paceline up`, or elsewhere `paceline track`, sends the run. At most one of each kind."""
 
     default_rules: bool = True
-    """Warn by the usual rules on metrics (docs/operate/alerts.md)."""
+    """Warn by the default rules on metrics (docs/operate/alerts.md)."""
     rules: Annotated[tuple[RuleText, ...], Field(max_length=64)] = ()
     """Further rules: `METRIC > NUMBER for N steps`, with <, <=, > or >=. `*` matches any characters of a name; `change
     of` before the metric means the difference to the step before."""
@@ -231,7 +233,7 @@ class LoggerSection(Section):
         kinds = [tracker.kind for tracker in trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
             raise ValueError(
-                f"{twice[0]} is there {kinds.count(twice[0])} times; only one tracker of each kind is possible"
+                f"kind {twice[0]} occurs {kinds.count(twice[0])} times; only one tracker of each kind is possible"
             )
         return trackers
 
@@ -248,8 +250,7 @@ class ClusterSection(Section):
     learner_ranks: PositiveInt = 1
     """Ranks of the learner."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: if no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: it uses none.
-    """
+    """auto: if no GPUs are named, `paceline up` divides those of the host and prints the division. cpu: use no GPU."""
     rollout_gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs for rollout, split evenly over the workers."""
     learner_gpus: tuple[NonNegativeInt, ...] = ()

@@ -37,9 +37,9 @@ class RewardFunctionSection(Section):
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
-    """Time limit of one call on one group."""
+    """Seconds that one call on one group may take."""
     memory_mb: PositiveInt = 2048
-    """Address space that the function may allocate in its process."""
+    """MiB of address space that the function may allocate in its process."""
 
     @property
     def label(self) -> str:
@@ -99,11 +99,11 @@ class EnvironmentSection(Section):
     """`path/to/file.py:function`, `async def solve(row, base_url, api_key)`: a program that sends its requests to an
     OpenAI-compatible URL made for it, and returns its reward or None."""
     command: tuple[str, ...] = ()
-    """Command line of such a program; `{column}` stands for a column of the row. It gets OPENAI_BASE_URL and
-    OPENAI_API_KEY, and may print its reward as the last line."""
+    """Command line of an agent's program, in which `{column}` becomes the value of that column. The program gets
+    OPENAI_BASE_URL and OPENAI_API_KEY, and may print its reward as the last line."""
     deterministic: bool = False
-    """The environment answers equal calls equally: an episode whose process was lost is replayed from its record. A
-    class may declare it with the attribute `deterministic = True`."""
+    """True if the environment answers equal calls equally, so that an episode whose process was lost is replayed from
+    its record. A class may declare it with the attribute `deterministic = True`."""
     max_turns: PositiveInt = 16
     """Turns of the model after which an episode is truncated."""
     timeout_s: PositiveFloat = 600.0
@@ -112,18 +112,18 @@ class EnvironmentSection(Section):
     call_timeout_s: PositiveFloat = 60.0
     """Time-out of one call of the environment in seconds; a longer call fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
-    """Address space that the user's code may allocate in its process."""
+    """MiB of address space that the user's code may allocate in its process."""
     max_tool_tokens: PositiveInt = 4096
     """Tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
     max_failures: PositiveInt = 3
-    """Attempts at a sample that may fail because of the environment before it is given up; those ended by a worker, the
-    network or the coordinator do not count."""
+    """Attempts at a sample that may fail because of the environment before the sample is given up. Attempts that a
+    worker, the network or the coordinator ended do not count."""
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """Conversion of turns to tokens: a family of the package `renderers`, `template` (the chat template, if the
-    difference between two renderings is provably an extension), or `auto`: the first if the model's name is known,
-    else the second."""
+    """Conversion of turns to tokens: a family of the package `renderers`; `template` (the chat template, if the
+    difference between two renderings is provably an extension); or `auto`: the family of a model whose name is
+    known, else `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
     one call), `none`; auto uses the renderer's, else the chat template's."""
@@ -135,7 +135,7 @@ class EnvironmentSection(Section):
     on, relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the
     turn's reward relative to the same turn in the group's other samples."""
     turn_discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Factor for each turn between a reward and the credited tokens (`discounted`)."""
+    """Factor of a reward for each turn between it and the credited tokens (`discounted`)."""
     turn_weight: NonNegativeFloat = 1.0
     """Factor of the rewards of turns (`turn_level`)."""
     truncated: Literal["score", "leave_out"] = "score"
@@ -146,7 +146,7 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return the classes by name; a single one has the empty name, and an empty value if there are only tools."""
+        """Return the classes by name. A single class has the empty name; if there are only tools, its value is empty."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
@@ -172,7 +172,7 @@ class EnvironmentSection(Section):
         ]
         if len(named) > 1:
             raise ValueError(
-                f"{' and '.join(named)} are both set, but an environment is only one of them; remove the others"
+                f"{' and '.join(named)} are both set, but an environment has only one of them; remove the others"
             )
         if self.train_call and self.has_class:
             raise ValueError(f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call")

@@ -75,7 +75,7 @@ def test_a_malformed_trace_is_named_with_its_line(tmp_path: Path) -> None:
     traces.write_text('{"prompt": "a", "completion": "b", "final_reward": "good"}\n')
     result = paceline("traces", "pairs", traces, tmp_path / "pairs.jsonl")
     assert result.exit_code == 1
-    assert "traces.jsonl, line 1: column 'final_reward' has to be a finite number, not 'good'" in result.output
+    assert "traces.jsonl, line 1: column 'final_reward' must be a finite number, not 'good'" in result.output
     assert not (tmp_path / "pairs.jsonl").exists()
 
 

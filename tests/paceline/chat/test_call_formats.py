@@ -44,7 +44,7 @@ def test_plain_arguments_have_the_declared_types() -> None:
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ('{"name": "f", "arguments": {"n": NaN}}', "NaN is no number of JSON"),
+        ('{"name": "f", "arguments": {"n": NaN}}', "NaN is not a JSON number"),
         ('{"name": "f", "arguments": {"n": ' + "9" * 5000 + "}}", "not valid JSON"),
         ('{"name": "f", "arguments": [1]}', "must be an object"),
         ('{"name": "f", "arguments": "x"}', "not valid JSON"),

@@ -49,8 +49,8 @@ def test_shuffled_answers_have_the_same_order_each_time_and_not_always_the_first
     ("row", "message"),
     [
         ({"options": ["a", "b"], "answer": 2}, "must name one of the 2 answers: 0 to 1, or A to B"),
-        ({"options": ["a", "b"], "answer": None}, "is None, must name one"),
-        ({"options": ["a"], "answer": 0}, "have 1 answers, must have 2 to 26"),
+        ({"options": ["a", "b"], "answer": None}, "is None, but must name one"),
+        ({"options": ["a"], "answer": 0}, "have 1 answers, but must have 2 to 26"),
         ({"options": "a, b", "answer": 0}, "must be a list of answers"),
         ({"options": ["a", ""], "answer": 0}, "an answer without text"),
         ({"answer": 0}, "but the columns are"),

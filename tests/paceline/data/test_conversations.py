@@ -75,13 +75,13 @@ def test_a_tokenizer_that_cannot_tell_marked_tokens_is_refused() -> None:
     class SlowTokenizer:
         chat_template, is_fast = MARKED, False
 
-    with pytest.raises(InvalidInput, match=r"SlowTokenizer cannot tell.*tokenizer\.json"):
+    with pytest.raises(InvalidInput, match=r"SlowTokenizer cannot find.*tokenizer\.json"):
         encode_conversation(SlowTokenizer(), TURNS)
 
 
 def test_a_template_that_rewrites_the_past_is_refused() -> None:
     tokenizer = made(FORGETFUL)
-    with pytest.raises(InvalidInput, match=r"in another way once later ones follow.*loss_mask=completion"):
+    with pytest.raises(InvalidInput, match=r"changes the messages .* once later ones follow.*loss_mask=completion"):
         encode_conversation(tokenizer, TURNS)
     _, completion = encode_exchange(tokenizer, TURNS[:3], TURNS[3:], "auto")
     assert tokenizer.decode(completion) == "6<|im_end|>"

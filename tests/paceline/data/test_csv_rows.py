@@ -35,7 +35,7 @@ def test_tabs_part_the_cells_of_tsv(tmp_path: Path) -> None:
     [
         ("prompt,answer\na,1\nb\n", r"line 3: 1 cells, but the first line names 2 columns"),
         ('prompt\n"a"b\n', r"line 2: not valid CSV"),
-        ("prompt,prompt\na,b\n", r"line 1: the column 'prompt' is there 2 times"),
+        ("prompt,prompt\na,b\n", r"line 1: the column 'prompt' occurs 2 times"),
         ("prompt,\na,b\n", r"line 1: a column has no name"),
         (b"prompt\na\n\xff\n", r"not UTF-8"),
         ('prompt\n"a\nb"\nbad\n', r"line 4: it is bad"),

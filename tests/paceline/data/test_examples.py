@@ -191,7 +191,7 @@ def test_a_completion_goes_on_with_the_message_that_its_prompt_begins() -> None:
     assert read_labeled_completion({"prompt": BEGUN, "completion": [FOUR], "label": True}, DATA)[1] == "4"
     ranks = [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": [FIVE]}]
     assert read_preference({"context": BEGUN, "completions": ranks}, DATA).chosen == "4"
-    with pytest.raises(DataError, match="goes on with, so that has to be text or one message with text alone"):
+    with pytest.raises(DataError, match="continues, so the completion must be text or one message with text alone"):
         read_demonstration({"prompt": BEGUN, "completion": [FOUR, USER, FIVE]}, DATA)
 
 

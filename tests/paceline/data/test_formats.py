@@ -169,5 +169,5 @@ def test_prompts_of_nemo_rl_have_their_column(tmp_path: Path) -> None:
 
 def test_tools_are_a_list_of_schemas_or_json(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {**ROWS["messages"], "tools": "get_time"})
-    with pytest.raises(DataError, match=r"d.jsonl, line 1: column 'tools' has to be .* not 'get_time'; correct it"):
+    with pytest.raises(DataError, match=r"d.jsonl, line 1: column 'tools' must be .* not 'get_time'; correct it"):
         open_examples(spec_of(path, "sft"))

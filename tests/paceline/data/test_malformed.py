@@ -86,7 +86,7 @@ def test_a_value_is_named_with_its_place_in_every_kind_of_file(
 @pytest.mark.parametrize(
     ("algorithm", "change", "message"),
     [
-        ("grpo", {"prompt": 7}, "column 'prompt' has to be text or chat messages, not 7"),
+        ("grpo", {"prompt": 7}, "column 'prompt' must be text or chat messages, not 7"),
         ("grpo", {"prompt": [{"from": "human", "value": "a"}]}, "rename these keys to 'role' and 'content'"),
         (
             "grpo",
@@ -96,18 +96,18 @@ def test_a_value_is_named_with_its_place_in_every_kind_of_file(
         (
             "sft",
             {"completion": {"a": 1}},
-            "column 'completion' has to be text or chat messages, not {'a': 1}",
+            "column 'completion' must be text or chat messages, not {'a': 1}",
         ),
-        ("sft", {"tools": [1]}, "column 'tools' has to be a list of JSON schemas of functions"),
-        ("dpo", {"chosen": ["a"]}, "column 'chosen' has to be text or chat messages"),
+        ("sft", {"tools": [1]}, "column 'tools' must be a list of JSON schemas of functions"),
+        ("dpo", {"chosen": ["a"]}, "column 'chosen' must be text or chat messages"),
         ("dpo", {"rejected": []}, "column 'rejected' is an empty list; give it at least one completion"),
-        ("rm", {"margin": "much"}, "column 'margin' has to be a finite number, not 'much'"),
-        ("rm", {"margin": float("inf")}, "column 'margin' has to be a finite number, not inf"),
-        ("kto", {"label": "yes"}, "column 'label' has to be true or false, not 'yes'; name the column in"),
+        ("rm", {"margin": "much"}, "column 'margin' must be a finite number, not 'much'"),
+        ("rm", {"margin": float("inf")}, "column 'margin' must be a finite number, not inf"),
+        ("kto", {"label": "yes"}, "column 'label' must be true or false, not 'yes'; name the column in"),
         (
             "offline_grpo",
             {"final_reward": "good"},
-            "column 'final_reward' has to be a finite number, not 'good'",
+            "column 'final_reward' must be a finite number, not 'good'",
         ),
         (
             "offline_grpo",
@@ -170,7 +170,7 @@ PROMPT = '{"prompt": "a"}'
             "prompt,answer\na,b,c\n",
             ", line 2: 3 cells, but the first line names 2 columns; put cells",
         ),
-        ("d.csv", "prompt,prompt\na,b\n", ", line 1: the column 'prompt' is there 2 times; name it once"),
+        ("d.csv", "prompt,prompt\na,b\n", ", line 1: the column 'prompt' occurs 2 times; name it once"),
         (
             "d.csv",
             b"prompt\n\xff\n",

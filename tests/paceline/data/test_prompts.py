@@ -72,7 +72,7 @@ def test_weights_that_cannot_be_drawn_are_refused(data: dict[str, Any], message:
 def test_examples_have_no_sources() -> None:
     tree = {"algorithm": "sft", "policy": {"model_name": "m"}, "data": {"train": "a", "source_key": "of"}}
     with pytest.raises(
-        ValidationError, match=r"data\.source_key 'of' with algorithm 'sft', but only rewards of samples"
+        ValidationError, match=r"data\.source_key 'of' with algorithm 'sft', but only an algorithm that samples"
     ):
         RunSpec.model_validate(tree)
 

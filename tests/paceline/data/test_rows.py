@@ -68,7 +68,7 @@ def test_a_file_that_is_changed_in_its_place_is_told_until_it_is_put_back(tmp_pa
     prompts, before = source(jsonl), jsonl.read_bytes()
     jsonl.write_text(content, encoding="latin-1")
     for cursor in range(3):
-        with pytest.raises(Unreadable, match=r"put (the file|it) back as it was"):
+        with pytest.raises(Unreadable, match=r"restore the (file|data set)"):
             prompts.draw(cursor)
     jsonl.write_bytes(before)
     assert prompts.draw(0) == ("2+2=", {"answer": "4"})
@@ -113,9 +113,9 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
         ),
         (
             ['{"prompt": "a"}', '{"prompt": 7}'],
-            "line 2: column 'prompt' has to be text or chat messages, not 7",
+            "line 2: column 'prompt' must be text or chat messages, not 7",
         ),
-        (['{"prompt": [{"role": "user"}]}'], "line 1: column 'prompt' has to be text or chat messages"),
+        (['{"prompt": [{"role": "user"}]}'], "line 1: column 'prompt' must be text or chat messages"),
         (
             ['{"prompt": "a", "answer": 1}', '{"prompt": "b"}'],
             "line 2: no column 'answer', which earlier rows have",
@@ -182,7 +182,7 @@ def test_a_data_set_of_several_configurations_needs_one_by_name(tmp_path: Path) 
     assert len(source(tmp_path, train_config="main")) == 1
     assert len(source(tmp_path, train_config="extra")) == 2
     wanted = f"data.train '{tmp_path}': set data.train_config to one of its configurations ['main', 'extra']; "
-    assert refusal(tmp_path) == f"{wanted}it has several"
+    assert refusal(tmp_path) == f"{wanted}none is set"
     assert refusal(tmp_path, train_config="mian") == f"{wanted}'mian' is none of them"
     path = tmp_path / "main.jsonl"
     assert refusal(path, train_config="main") == (

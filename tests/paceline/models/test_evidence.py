@@ -28,7 +28,7 @@ def test_evidence_that_belongs_together_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("evaluation", "verdict", "message"),
     [
-        (EVALUATION | {"metrics": {"reward": 1}}, None, "r is not an evaluation as it was written"),
+        (EVALUATION | {"metrics": {"reward": 1}}, None, "r is an evaluation that was changed after it was written"),
         (with_digest({"format": 0, "digests": {"model": EXPORT}}), None, "not an evaluation of format"),
         (
             with_digest({"format": FORMAT, "digests": {"model": "f" * 64}}),
@@ -36,7 +36,7 @@ def test_evidence_that_belongs_together_is_accepted() -> None:
             "measured model files with the digest f",
         ),
         (with_digest({"format": FORMAT, "digests": {}}), None, "no recorded digest"),
-        (EVALUATION, VERDICT | {"outcome": "failed"}, "v is not a verdict as it was written"),
+        (EVALUATION, VERDICT | {"outcome": "failed"}, "v is a verdict that was changed after it was written"),
         (EVALUATION, with_digest({"outcome": "good", "digests": {}}), "has the outcome 'good'"),
         (
             EVALUATION,

@@ -12,7 +12,7 @@ from paceline.models.loading import hub_remedy
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("models/foo", "it looks like a path and was used as a name on the hub; write ./models/foo"),
+        ("models/foo", "the name looks like a path and was used as a name on the hub; write ./models/foo"),
         ("a/b/c", "write ./a/b/c"),
         ("mine/foo", "write ./mine/foo"),
         ("mine", "name the files in that folder (./folder/*.jsonl)"),

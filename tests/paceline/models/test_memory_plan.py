@@ -184,7 +184,10 @@ def test_auto_chooses_the_first_setting_that_fits(gpu_gb: float, kind: str, toke
 
 
 def test_auto_without_sizes_is_the_safe_choice() -> None:
-    for found, why in ((None, "the model's config.json is not here"), (shape(), "cluster.gpu_gb is not set")):
+    for found, why in (
+        (None, "the model's config.json is not on this machine"),
+        (shape(), "cluster.gpu_gb is not set"),
+    ):
         spec, said = planned(spec_on_gpus(gpu_gb=None, **AUTO), found, Room())
         assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
         assert all(text.endswith(f"auto, for {why}") for text in said)
@@ -233,7 +236,7 @@ def test_the_engine_follows_the_device() -> None:
     assert said == ["policy.generation.backend is vllm: auto, on GPUs"]
     without, said = with_engine(spec_of(cluster=cluster), has_vllm=False)
     assert without.policy.generation.backend == "native"
-    assert said[0].endswith("vLLM is not installed here; pip install 'paceline[vllm]'")
+    assert said[0].endswith("vLLM is not installed on this machine; pip install 'paceline[vllm]'")
     elsewhere = with_engine(spec_of(cluster={"gpu_gb": 80}))[0]
     assert elsewhere.policy.generation.backend == "vllm"
     generation = {"vllm_cfg": {"tensor_parallel_size": 2}, "max_new_tokens": 32}

@@ -39,8 +39,8 @@ def test_valid_values_are_read_as_by_the_safe_loader() -> None:
         ("[" * 50_000, "more than 32 levels deep"),
         ("{" * 50_000, "more than 32 levels deep"),
         ("\n".join(f"k{number}: 1" for number in range(MAX_NODES)), f"more than {MAX_NODES} keys"),
-        ("a: '" + "x" * (MAX_SCALAR + 1) + "'", "characters, 65536 are allowed"),
-        ("x" * (MAX_BYTES + 1), "bytes, 1048576 are allowed"),
+        ("a: '" + "x" * (MAX_SCALAR + 1) + "'", "characters; at most 65536 are allowed"),
+        ("x" * (MAX_BYTES + 1), "bytes; at most 1048576 are allowed"),
         ("a: " + "9" * 5000, "number in line 1 has 5000 characters and cannot be read"),
         ("a: " + ":".join(["59"] * 9000), "number in line 1 has 26999 characters"),
         ("a: 1" + "_" * 2000 + ".5", "number in line 1 has 2003 characters"),
@@ -59,7 +59,9 @@ def test_a_text_beyond_the_limits_is_refused_with_a_sentence(text: str, words: s
 def test_reading_ends_at_its_time_limit_with_a_sentence(readings: int) -> None:
     """The clock passes the limit after this many readings: one at the start, then two for each of 5 nodes."""
     times = chain([0.0] * readings, repeat(MAX_READ_S + 1.0))
-    with pytest.raises(SpecError, match=r"reading the spec took longer than 10 s \(it got to line \d\); shorten it"):
+    with pytest.raises(
+        SpecError, match=r"reading the spec took longer than 10 s \(it reached line \d\); shorten the spec"
+    ):
         load("a: 1\nb: 2\n", lambda: next(times))
 
 

@@ -53,7 +53,7 @@ def refusal(spec_path: Path, *overrides: str) -> str:
         ("algoritm=sft", "algoritm: unknown key; did you mean 'algorithm'?"),
         (
             "policy.optimizer.learning_rate=1",
-            "policy.optimizer.learning_rate: unknown key; TRL's 'learning_rate' is policy.optimizer.lr here",
+            "policy.optimizer.learning_rate: unknown key; TRL's 'learning_rate' is policy.optimizer.lr in Paceline",
         ),
         ("rewards.1.wieght=2", "rewards.1.wieght: unknown key; did you mean 'weight'?"),
     ],
@@ -68,7 +68,7 @@ def test_an_unknown_key_suggests_the_intended_one(spec_path: Path, override: str
         ("grpo.num_prompts_per_step=0", ("grpo.num_prompts_per_step", "greater than 0", "got 0")),
         (
             "grpo.num_prompts_per_step=many",
-            ("grpo.num_prompts_per_step", "has to be an integer", "got 'many'"),
+            ("grpo.num_prompts_per_step", "must be an integer", "got 'many'"),
         ),
         ("weights.max_wait_s=.inf", ("weights.max_wait_s", "less than or equal to 604800", "got inf")),
         ("weights.max_wait_s=.nan", ("weights.max_wait_s", "got nan")),
@@ -153,7 +153,7 @@ def test_all_faults_are_reported_at_once(spec_path: Path) -> None:
 def test_a_missing_required_key_is_named() -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec({"policy": {}, "data": {"train": "d"}})
-    assert str(caught.value) == "policy.model_name: missing; every spec has to set it"
+    assert str(caught.value) == "policy.model_name: missing; every spec must set it"
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,16 @@ def test_overrides_reach_into_lists_and_make_sections(spec_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("grpo.seed", "override 'grpo.seed' has to look like section.key=value"),
-        ("=3", "override '=3' has to look like section.key=value"),
+        ("grpo.seed", "override 'grpo.seed' must look like section.key=value"),
+        ("=3", "override '=3' must look like section.key=value"),
         ("++grpo.seed=3", "override '++grpo.seed=3' has Hydra's '+'; write it without, as grpo.seed=3"),
-        ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' has to be an index below 2"),
-        ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' has to be an index below 2"),
-        ("policy.model_name.path=x", "override 'policy.model_name.path=x': 'path' is below a plain value"),
-        ("policy.model_name.a.b=x", "override 'policy.model_name.a.b=x': 'a' is below a plain value"),
+        ("rewards.2.weight=1", "override 'rewards.2.weight=1': '2' must be an index below 2"),
+        ("rewards.first.weight=1", "override 'rewards.first.weight=1': 'first' must be an index below 2"),
+        (
+            "policy.model_name.path=x",
+            "override 'policy.model_name.path=x': 'path' is below a plain value, not in a section",
+        ),
+        ("policy.model_name.a.b=x", "override 'policy.model_name.a.b=x': 'a' is below a plain value, not in a section"),
         ("grpo.seed={1", "override 'grpo.seed={1': the value '{1' is not valid YAML; quote it"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_function_and_filters_say_what_they_leave_out(spec: Path) -> None:
     assert left_out == {
         "by the function": 1,
         "prompt of more than 200 characters": 1,
-        f"prompt of {spec.parent / 'test.jsonl'}": 1,
+        f"prompt that overlaps with {spec.parent / 'test.jsonl'}": 1,
     }
 
 
@@ -75,7 +75,7 @@ def test_pass_rates_of_a_run_choose_prompts(spec: Path, make_world: MakeWorld) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pass_rate": "[0.1,0.9]"}, "only pass_rate is set; pass_rate and pass_rate_of go together"),
+        ({"pass_rate": "[0.1,0.9]"}, "only pass_rate is set; set both pass_rate and pass_rate_of"),
         ({"max_prompt_characters": 1}, "leaves no row; left out: 7 (prompt of more than 1 characters)"),
         ({}, "data.preparation is empty, so nothing changes"),
     ],
@@ -107,4 +107,4 @@ def test_an_implicit_prompt_is_compared_and_a_malformed_row_is_named(tmp_path: P
     )
     result = paceline("data", "prepare", path, out, *keys(function=f"{tmp_path / 'own.py'}:spoil"))
     assert result.exit_code == 1
-    assert "row 0: 'chosen' and 'rejected' have to begin with the same messages" in result.output
+    assert "row 0: 'chosen' and 'rejected' must begin with the same messages" in result.output

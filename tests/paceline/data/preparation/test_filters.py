@@ -33,6 +33,6 @@ def test_pass_rates_are_of_all_attempts_whatever_the_system_prompt() -> None:
 def test_overlap_names_the_set() -> None:
     text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     check = by_overlap({"test.jsonl": OverlapIndex([text])}, 0.5)
-    assert check(text.upper(), {}) == "prompt of test.jsonl"
-    assert check([{"role": "user", "content": text}], {}) == "prompt of test.jsonl"
+    assert check(text.upper(), {}) == "prompt that overlaps with test.jsonl"
+    assert check([{"role": "user", "content": text}], {}) == "prompt that overlaps with test.jsonl"
     assert check("one two three", {}) == ""

@@ -88,7 +88,7 @@ async def test_prompts_are_compared_with_validation_data_as_the_function_makes_t
     spec = spec_in(tmp_path, {"max_overlap": 0.9}, train="./train.jsonl", validation="./held.jsonl")
     with prepared_data(spec, no_attempts) as prepared:  # below a running loop, as in a notebook
         assert texts(prepared, spec) == ["other?"]
-        assert prepared.sets["data.train"].left_out["prompt of data.validation"] == 1
+        assert prepared.sets["data.train"].left_out["prompt that overlaps with data.validation"] == 1
 
 
 def test_an_evaluation_set_without_prompts_is_named(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_groups_by_prompt_and_reasons_of_those_left_out(tmp_path: Path) -> None:
     assert [[row["completion"] for row in group["traces"]] for group in (groups[0],)] == [["1", "2"]]
     assert len(groups) == 1
     assert groups.left_out == {
-        "all traces of the prompt have one reward": 2,
+        "all traces of the prompt have the same reward": 2,
         "reward below min_reward_threshold": 1,
         "only trace of its prompt": 1,
         "no reward": 1,

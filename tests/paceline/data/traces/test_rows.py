@@ -26,7 +26,7 @@ def test_the_completion_of_a_chat_is_the_assistants_message() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"final_reward": "good"}, "column 'final_reward' has to be a finite number, not 'good'"),
+        ({"final_reward": "good"}, "column 'final_reward' must be a finite number, not 'good'"),
         ({"final_reward": float("inf")}, "not inf"),
         ({"prompt": ""}, "column 'prompt' is empty"),
         ({"completion": None}, "column 'completion' is null"),

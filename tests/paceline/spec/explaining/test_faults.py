@@ -77,10 +77,10 @@ def test_a_deep_section_is_looked_into_a_few_levels_only() -> None:
 
 
 def test_the_key_is_the_algorithms() -> None:
-    assert "TRL's 'num_train_epochs' is sft.max_num_epochs here" in faults(sft={"num_train_epochs": 3})[0]
+    assert "TRL's 'num_train_epochs' is sft.max_num_epochs in Paceline" in faults(sft={"num_train_epochs": 3})[0]
     (line,) = faults(algorithm="dpo", per_device_train_batch_size=3)
-    assert "is dpo.num_examples_per_step here" in line
+    assert "is dpo.num_examples_per_step in Paceline" in line
     (line,) = faults(algorithm="dpo", epsilon=0.1)  # which dpo does not read
-    assert "is loss_fn.ratio_clip_min here" in line
+    assert "is loss_fn.ratio_clip_min in Paceline" in line
     (line,) = faults(algorithm="kto", beta=0.1)
-    assert "is kto.reference_policy_kl_penalty here" in line
+    assert "is kto.reference_policy_kl_penalty in Paceline" in line

@@ -19,30 +19,30 @@ def refusal(override: str) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("grpo.seed=many", "grpo.seed: has to be an integer (got 'many')"),
-        ("grpo.seed=1.5", "grpo.seed: has to be an integer (got 1.5)"),
-        ("grpo.seed=-1", "grpo.seed: has to be greater than or equal to 0 (got -1)"),
-        ("grpo.val_at_end=maybe", "grpo.val_at_end: has to be true or false (got 'maybe')"),
-        ("policy.optimizer.lr=high", "policy.optimizer.lr: has to be a number (got 'high')"),
-        ("policy.optimizer.betas=0.9", "policy.optimizer.betas: has to be a list (got 0.9)"),
+        ("grpo.seed=many", "grpo.seed: must be an integer (got 'many')"),
+        ("grpo.seed=1.5", "grpo.seed: must be an integer (got 1.5)"),
+        ("grpo.seed=-1", "grpo.seed: must be greater than or equal to 0 (got -1)"),
+        ("grpo.val_at_end=maybe", "grpo.val_at_end: must be true or false (got 'maybe')"),
+        ("policy.optimizer.lr=high", "policy.optimizer.lr: must be a number (got 'high')"),
+        ("policy.optimizer.betas=0.9", "policy.optimizer.betas: must be a list (got 0.9)"),
         ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1: missing; the list is too short"),
-        ("loss_fn.veto=[1,2,3]", "loss_fn.veto: has to have 2 values (got [1, 2, 3])"),
+        ("loss_fn.veto=[1,2,3]", "loss_fn.veto: must have 2 values (got [1, 2, 3])"),
         (
             "policy.scheduler=cosine",
             "policy.scheduler: is a section: keys with values, such as name: … (got 'cosine')",
         ),
-        ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: has to be a mapping (got 3)"),
-        ("data.train=3", "data.train: has to be text or list (text) (got 3)"),
-        ("data.prompt_key=3", "data.prompt_key: has to be a text (got 3)"),
+        ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: must be a mapping (got 3)"),
+        ("data.train=3", "data.train: must be text or list (text) (got 3)"),
+        ("data.prompt_key=3", "data.prompt_key: must be a text (got 3)"),
         (
             "policy.precision=bf16",
-            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16', 'float16'; write bfloat16 (got 'bf16')",
+            "policy.precision: must be one of 'auto', 'float32', 'bfloat16', 'float16'; write bfloat16 (got 'bf16')",
         ),
         (
             "policy.precision=bfloat-16",
-            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16', 'float16'; did you mean 'bfloat16'? (got 'bfloat-16')",
+            "policy.precision: must be one of 'auto', 'float32', 'bfloat16', 'float16'; did you mean 'bfloat16'? (got 'bfloat-16')",
         ),
-        ("policy.generation.top_k=null", "policy.generation.top_k: has to be an integer; write 0 (got None)"),
+        ("policy.generation.top_k=null", "policy.generation.top_k: must be an integer; write 0 (got None)"),
         (
             "rewards=length",
             "rewards: is a list of {function: …}; write rewards=[{function: length}] (got 'length')",
@@ -53,7 +53,7 @@ def refusal(override: str) -> str:
         ),
         (
             "checkpointing.metric_name=best",
-            "checkpointing.metric_name: has to be val: or train: and a metric, such as val:reward or train:loss "
+            "checkpointing.metric_name: must be val: or train: with a metric after it, such as val:reward or train:loss "
             "(got 'best')",
         ),
     ],

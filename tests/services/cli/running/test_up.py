@@ -135,7 +135,7 @@ def test_trackers_start_where_the_spec_names_them(up: Callable[..., Result]) -> 
     assert up("logger.trackers=[{kind: tensorboard}]", start_trackers=start).exit_code == 0
     assert len(started) == 1
     refused = up("logger.trackers=[{kind: wandb}, {kind: wandb, offline: true}]")
-    assert "wandb is there 2 times" in refused.stderr
+    assert "kind wandb occurs 2 times" in refused.stderr
 
 
 def test_bounds_need_scale(up: Callable[..., Result]) -> None:

@@ -124,7 +124,7 @@ def test_prompts_with_tools_need_a_template_that_reads_them(tmp_path: Path) -> N
     with pytest.raises(DataError, match="have tools, which the chat template of the tokenizer does not read"):
         checked_data(spec)
     checked_data(spec_for(tmp_path, {"prompt": "2+2?", "tools": "any column"}))
-    with pytest.raises(DataError, match=r"column 'tools' has to be a list of JSON schemas of functions"):
+    with pytest.raises(DataError, match=r"column 'tools' must be a list of JSON schemas of functions"):
         checked_data(spec_for(tmp_path, {"prompt": CHAT, "tools": "any column"}))
     (tmp_path / "own.py").write_text("class Own:\n    def reset(self, tools, **columns): ...\n")
     own = spec_for(tmp_path, {"prompt": CHAT, "tools": "any column"}).model_dump()

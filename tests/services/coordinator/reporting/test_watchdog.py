@@ -169,7 +169,7 @@ def test_prompts_that_cannot_be_read_are_waited_for(world: World) -> None:
     train.write_bytes(b"")
     assert worker.lease(8) == []
     (message,) = watchdog.check(0.0)
-    assert message.startswith(f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} is not what it was")
+    assert message.startswith(f"no prompt is admitted: row {world.run.prompts.index(0)} of {train} has changed since")
     assert other.lease(8) == []
     assert watchdog.check(1.0) == []
     train.write_bytes(rows)
