@@ -59,7 +59,7 @@ def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
         if type(number) is not int or number < 0:
             raise ValueError("a size is not a natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{shape} of {entry['dtype']} does not fit bytes {begin} to {end}")
+        raise ValueError(f"an array of shape {shape} and type {entry['dtype']} does not fit bytes {begin} to {end}")
     return np.ndarray(shape, dtype, data, begin)
 
 
@@ -110,7 +110,7 @@ class RowArrays(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray]) -> RowArrays | None:
-        """Return the arrays; None for a group without an environment. Raises WireError."""
+        """Return the arrays of a group's payload frame; None for a group without an environment. Raises WireError."""
         if "row_samples" not in arrays:
             return None
         num_samples = named_array(arrays, "num_samples", "i4", 1)
@@ -135,7 +135,8 @@ class RowArrays(NamedTuple):
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(
-                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, with {num_prompt} prompt_ids"
+                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, but there are {num_prompt} "
+                "prompt_ids"
             )
         samples = self.row_samples.tolist()
         if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:
@@ -148,7 +149,8 @@ class RowArrays(NamedTuple):
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 
     def rows(self, sampled: Sequence[BoolArray]) -> Rows:
-        """Return the transcripts; `sampled` has their masks. Raises WireError unless the turns match them."""
+        """Return the transcripts with their turns; `sampled` has the mask of each transcript. Raises WireError unless
+        turns and masks match."""
         turns = [
             Turn(turn[0], turn[1], turn[2], reward)
             for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)

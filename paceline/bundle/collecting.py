@@ -57,8 +57,8 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Add a file after checking it. A path that is already there keeps its kind: code is not also data.
-        Raises SpecError."""
+        """Add a file after checking it. A path that was added before keeps its kind, so code is not also data. Raises
+        SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)
@@ -114,7 +114,7 @@ def _add_code(found: _Found) -> list[str]:
             workers = "reward" if name.startswith("rewards") else "environment"
             warnings.append(
                 f"{name}: no file {file!r} is on this machine, so none travels with the run; correct the path, unless the "
-                f"{workers} workers' hosts have it there"
+                f"hosts of the {workers} workers have the file there"
             )
             continue
         found.add("code", name, path_of_file(spec.folder, file), path)
@@ -129,7 +129,7 @@ def _add_code(found: _Found) -> list[str]:
     for module in undeclared(others, spec.bundle.requirements):
         warnings.append(
             f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
-            "bundle.requirements, so that workers without it report that before the first group"
+            "bundle.requirements, so that a worker without it reports that before the first group"
         )
     return list(dict.fromkeys(warnings))
 
@@ -149,7 +149,9 @@ def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
 def _add_included(found: _Found) -> None:
     spec = found.spec
     if spec.bundle.include and not spec.folder:
-        raise SpecError("bundle.include is relative to the spec's folder, and this spec has none; set folder")
+        raise SpecError(
+            "bundle.include is relative to the spec's folder, and this spec has none; set the spec's key folder"
+        )
     folder = Path(spec.folder)
     if spec.bundle.include and not folder.is_dir():
         return

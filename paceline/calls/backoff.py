@@ -34,7 +34,7 @@ class ExponentialBackoff:
 
 
 KEY = "grpc-retry-pushback-ms"
-"""Milliseconds, as in gRPC's proposal A6."""
+"""Key of the hint in the metadata of a refusal, in milliseconds as in gRPC's proposal A6."""
 MAX_S = 3600.0
 
 
@@ -44,7 +44,7 @@ def to_metadata(seconds: float) -> tuple[tuple[str, str], ...]:
 
 
 def to_header(seconds: float) -> dict[str, str]:
-    """Return the header of a refusal, in whole seconds."""
+    """Return a refusal's header Retry-After, in whole seconds."""
     return {"Retry-After": str(max(1, math.ceil(min(seconds, MAX_S))))}
 
 

@@ -62,7 +62,7 @@ ERRORS = {
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
-"""Errors by status name; every other status is a PacelineError."""
+"""Error classes by the status name of a gRPC error; every other status is a PacelineError."""
 LASTING = (
     "NOT_FOUND",
     "INVALID_ARGUMENT",

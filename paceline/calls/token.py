@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
-"""Default path for commands without a directory: that of a coordinator started here without options."""
+"""Default path of the token's file for commands without a directory; a coordinator without options makes it at this
+path."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 

@@ -32,7 +32,7 @@ HEADER_BYTES = len(MAGIC) + NAME_BYTES + SALT_BYTES
 CHUNK_BYTES = 65_536
 TAG_BYTES = 16
 SEALED_BYTES = CHUNK_BYTES + TAG_BYTES
-REMEDY = f"give the key with which it was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
+REMEDY = f"give the key with which the file was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
 
 
 class WrongKey(InvalidInput):
@@ -197,8 +197,8 @@ def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
 
 
 def open_data(path: Path) -> IO[bytes]:
-    """Return a reader of a data file, which may be encrypted itself and again by its cache. Raises as `plaintext`;
-    OSError."""
+    """Return a reader of a data file's plaintext. The file may be encrypted itself, and its cache may have encrypted it
+    again. Raises as `plaintext`; OSError."""
     return plaintext(plaintext(open_regular(path), str(path)), str(path))
 
 

@@ -30,7 +30,8 @@ FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
 LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
 """Environment variable that separates the relays of processes on one host, as if the processes were on several."""
 HEAD = struct.Struct("<IB3x")
-"""Bytes of the message, and 1 if a descriptor belongs to it, because several messages may be received at once."""
+"""Head of a message: its bytes, and 1 if a descriptor belongs to it, because several messages may be received at once.
+"""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0
@@ -58,7 +59,9 @@ def listen(name: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno != errno.EADDRINUSE:
-            raise Unavailable(f"nobody can listen at {name} ({error}); is {FOLDER_VARIABLE} right?") from error
+            raise Unavailable(
+                f"no relay can listen at {name} ({error}); correct {FOLDER_VARIABLE} if it is set"
+            ) from error
         raise Conflict(f"another relay listens at {name}") from error
     return listener
 
@@ -79,7 +82,7 @@ class LocalConnection:
     """One connection. One thread receives, any may send."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Raise Unavailable if the other side is another user's process."""
+        """Raise Unavailable if the peer is a process of another user."""
         self._socket = connection
         self._sending = threading.Lock()
         self._buffer = bytearray()
@@ -105,7 +108,7 @@ class LocalConnection:
 
     def receive(self, kind: type[MessageT], timeout_s: float | None) -> tuple[MessageT, int | None] | None:
         """Return the next message and its descriptor, which the caller closes; None if none came in time. Raises
-        Unavailable if the other side is gone, and WireError."""
+        Unavailable if the peer has ended the connection, and WireError."""
         try:
             while True:
                 parsed = self._parsed(kind)
@@ -135,14 +138,14 @@ class LocalConnection:
             return None
         length, has_fd = HEAD.unpack_from(self._buffer)
         if length > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {length} bytes; this side reads up to {MAX_MESSAGE_BYTES}")
+            raise WireError(f"a relay's message has {length} bytes, more than {MAX_MESSAGE_BYTES}")
         end = HEAD.size + length
         if len(self._buffer) < end:
             return None
         try:
             message = kind.FromString(bytes(self._buffer[HEAD.size : end]))
         except DecodeError as error:
-            raise WireError(f"bytes that are not a message of a relay: {error}") from error
+            raise WireError(f"the bytes received are not a message of a relay: {error}") from error
         del self._buffer[:end]
         return message, bool(has_fd)
 
@@ -152,7 +155,7 @@ def _address(name: str) -> str:
 
 
 def _listen_in_folder(listener: socket.socket, name: str) -> None:
-    """Replace a relay that is gone; one relay at a time does so. Raises OSError if one listens."""
+    """Listen in place of a relay that has ended; one relay at a time does so. Raises OSError if one still listens."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -166,6 +169,6 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             listener.listen(BACKLOG)
             os.rename(new, name)  # the name appears only when it accepts connections
         else:
-            raise OSError(errno.EADDRINUSE, "it is in use")
+            raise OSError(errno.EADDRINUSE, "a relay uses it")
         finally:
             probe.close()

@@ -105,7 +105,7 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Name of each block in a snapshot's file: its tensor's, with a number from the second block of a tensor on."""
+        """Name of each block in a snapshot's file: its tensor's name, and a number from the tensor's second block on."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:
@@ -123,7 +123,7 @@ def block_from(raw: Sequence[Any]) -> Block:
     """Return the block of a parsed document. Raises ValueError; whether its tensor exists is not checked."""
     name, dtype, offsets, shape = raw
     if dtype not in DTYPE_BYTES or len(offsets) != len(shape) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"a block {name!r} of {dtype!r} at {offsets!r} + {shape!r}")
+        raise ValueError(f"a block {name!r} of {dtype!r} at {offsets!r} + {shape!r} is malformed")
     if not all(type(number) is int for number in (*offsets, *shape)):
-        raise ValueError(f"a block {name!r} at {offsets!r} + {shape!r}")
+        raise ValueError(f"a block {name!r} at {offsets!r} + {shape!r} is malformed")
     return Block(str(name), str(dtype), tuple(offsets), tuple(shape))
