@@ -30,9 +30,9 @@ class StepReport:
     running: int
     waiting: int
     kv_use: float
-    """Fraction of the KV cache's blocks that are in use."""
+    """Fraction of the KV cache's blocks in use."""
     preempted: int
-    """Sequences that were preempted in this step."""
+    """Number of sequences that were preempted in this step."""
 
 
 class ConcurrencyLimit:

@@ -74,11 +74,12 @@ log = logging.getLogger(__name__)
 class _Sequence:
     request: GenerationRequest
     name: str
-    """Its name within vLLM: unique over the engine's life, so that a request's id is free as soon as it has ended."""
+    """Id of the request within vLLM: unique over the engine's life, so that the caller's id is free as soon as the
+    request has ended."""
     limit: int
-    """Most tokens of prompt and completion together."""
+    """Largest number of tokens of prompt and completion together."""
     loop: asyncio.AbstractEventLoop
-    """Loop of the caller."""
+    """The caller's asyncio loop."""
     aborted: bool = False
     submitted: bool = False
 
@@ -123,7 +124,7 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch, as of the last step."""
+        """Number of sequences in the batch, as of the last step."""
         return min(sum(report.latest.running for report in self._reports), len(self._live))
 
     @property
@@ -183,7 +184,7 @@ class VllmEngine:
 
     @property
     def prefix_hits(self) -> int:
-        """Prompt tokens that were not computed, because the prefix cache had them."""
+        """Number of prompt tokens that were not computed, because the prefix cache had them."""
         return sum(report.prefix_hits for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
