@@ -36,7 +36,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     gaps, in any order of names."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
-        raise _no_safetensors(payload, f"its header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
+        raise _no_safetensors(payload, f"the header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
     data = memoryview(payload)[8 + header_bytes :]
     arrays, end = {}, 0
     try:
@@ -48,7 +48,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _no_safetensors(payload, repr(error)) from None
     if end != len(data):
-        raise _no_safetensors(payload, f"its arrays end at {end} of {len(data)} bytes")
+        raise _no_safetensors(payload, f"the arrays end at {end} of {len(data)} bytes")
     return arrays
 
 
@@ -130,8 +130,8 @@ class RowArrays(NamedTuple):
         count, prompts = len(lengths), self.prompt_lengths.tolist()
         if not count or len(prompts) != count or len(self.row_samples) != count:
             raise WireError(
-                f"{count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples; "
-                "a group has at least one transcript"
+                f"there are {count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} "
+                "row_samples; a group has at least one transcript"
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(
@@ -144,7 +144,9 @@ class RowArrays(NamedTuple):
         if len(self.sampled) != sum(lengths):
             raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
-            raise WireError(f"turns of shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards")
+            raise WireError(
+                f"turns must have shape (K, 3), not {self.turns.shape} with {len(self.turn_rewards)} turn_rewards"
+            )
         if np.isinf(self.turn_rewards).any():
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 

@@ -42,7 +42,7 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
 OPENING_S = 3600.0
 """Seconds in which the coordinator has to open a submitted run's data set."""
 VERIFY_S = 3600.0
-"""Seconds for a comparison of all records of a run."""
+"""Longest time in seconds for a comparison of all records of a run."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Client(Connection):
                 )
 
     def _bundle_of(self, spec: RunSpec, wait_s: float | None) -> str:
-        """Prepare a run's data, send its files, and return the digest of the bundle; empty if there are none."""
+        """Prepare a run's data, send its files, and return the digest of the bundle; empty if there are no files."""
         from paceline.bundle.collecting import collect
 
         if not spec.data.preparation.is_used:

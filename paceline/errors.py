@@ -96,7 +96,7 @@ workers, and drops such a group at its first failure."""
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception in one line: its type and the first line of its text, with a mark if more follow."""
+    """Return an exception in one line: its type and the first line of its text, with a mark if more lines follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -156,8 +156,8 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans; identifies this text in scores and receipts. Given
-        a stored digest as `like`, it uses the same algorithm: ledgers before format 5 hold SHA-256."""
+        """XXH3-128 over prompt, tokens, log-probabilities and spans, which identifies this text in scores and receipts.
+        `like` is a stored digest whose algorithm is used: ledgers before format 5 hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()

@@ -1,4 +1,4 @@
-"""Limits the log lines that a sender can cause, to one a second for each kind, so that no caller fills the disk.
+"""Writes at most one log line a second of each kind that a sender can cause, so that no caller fills the disk.
 
 `unforeseen` counts unexpected exceptions of all handlers. The sender gets an answer and the service continues.
 """

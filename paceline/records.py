@@ -156,7 +156,7 @@ class Records:
                 stored += 1
                 yield json.loads(group.json)
         if step is not None and not stored:
-            none_passes = NotFound(f"no sample of step {step} of run {run_id} passes")
+            none_passes = NotFound(f"no sample of step {step} of run {run_id} passes the filters")
             raise none_passes if is_filtered else missing_samples(self, run_id, step)
 
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:

@@ -134,7 +134,9 @@ def split_completions(
     Raises WireError if the arrays do not match."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
-        raise WireError(f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
+        raise WireError(
+            f"there are {len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
+        )
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
@@ -239,7 +241,7 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
             raise WireError(f"{what}span {tuple(span)} does not follow token {position}")
         position = span.end
     if position != length:
-        raise WireError(f"{what}version spans end at {position}, the tokens at {length}")
+        raise WireError(f"{what}version spans end at {position}, but the tokens at {length}")
 
 
 MAX_ROW = 1 << 16

@@ -42,7 +42,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits; above 0 (1e-4 is practically greedy)."""
     top_p: float = 1.0
-    """Smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
     top_k: int = 0
     """Number of likeliest tokens that are kept; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class GenerationRequest:
         ids = self.given_ids
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise InvalidInput(
-                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
+                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, but the model knows 0 to "
                 f"{vocab_size - 1}; is it the model's own tokenizer?"
             )
         return min(len(self.prompt_ids) + self.params.max_new_tokens, max_tokens)
@@ -234,7 +234,7 @@ def check_scored_ids(token_ids: IntArray, max_tokens: int, vocab_size: int) -> N
         )
     if token_ids.min() < 0 or token_ids.max() >= vocab_size:
         raise InvalidInput(
-            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
+            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, but the model knows 0 to "
             f"{vocab_size - 1}; is it the model's own tokenizer?"
         )
 

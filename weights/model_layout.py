@@ -113,7 +113,8 @@ def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of all sources, because many chat models name them in one source only."""
+    """Return the end-of-sequence tokens of the model's config, its generation config and the tokenizer, because many
+    chat models name them in only one of these."""
     token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))

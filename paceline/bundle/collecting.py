@@ -43,7 +43,7 @@ class Bundle:
 
     manifest: Manifest
     sources: dict[str, Path]
-    """One file for each digest."""
+    """For each digest, one file that has it."""
     warnings: tuple[str, ...] = ()
     """Sentences about files that the run may need and the bundle lacks."""
 
@@ -135,7 +135,7 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that a module names, that is beside it and does not travel."""
+    """Return a warning for each file beside a module that the module names and that does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [

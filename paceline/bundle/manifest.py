@@ -28,7 +28,7 @@ FORMAT = 1
 MAX_FILES = 10_000
 MAX_PATH = 1024
 MAX_BYTES = 8 << 20
-"""Largest text of a manifest."""
+"""Largest manifest in bytes."""
 MAX_SIZE = 1 << 42
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -134,7 +134,10 @@ def _check(files: tuple[BundledFile, ...]) -> None:
                 f"a bundle has the path {file.path!r}, which leaves its folder; name a file below the spec's"
             )
         if not 0 <= file.size <= MAX_SIZE or not is_digest(file.sha256):
-            raise InvalidInput(f"a bundle has {file.path!r} with size {file.size} and SHA-256 {file.sha256[:80]!r}")
+            raise InvalidInput(
+                f"a bundle has {file.path!r} with the invalid size {file.size} or SHA-256 {file.sha256[:80]!r}; send "
+                "the bundle again"
+            )
         if any("/".join(parts[:end]) in paths for end in range(1, len(parts))):
             raise InvalidInput(f"a bundle has {file.path!r} below another file; send the bundle again")
 

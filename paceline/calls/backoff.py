@@ -12,7 +12,8 @@ MAX_DOUBLINGS = 30
 
 
 def pause_after(failures: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after so many failures in a row: `first_s` after one, then doubled up to `longest_s`."""
+    """Return the pause in seconds after a number of failures in a row: `first_s` after one, then doubled up to
+    `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS), longest_s)
 
 

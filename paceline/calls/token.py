@@ -78,8 +78,8 @@ def is_same(token: str, other: str) -> bool:
 def open_channel(
     address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
 ) -> grpc.Channel:
-    """Return a channel to a service that adds the token at `path`, read again for each call. It is encrypted if
-    `folder` or the environment names certificates."""
+    """Return a channel to a service; it adds the token at `path`, read again for each call. It is encrypted if `folder`
+    or the environment names certificates."""
     renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)
     return cast("grpc.Channel", TokenChannel(cast("grpc.Channel", renewed), path or token_path()))
 

@@ -116,7 +116,7 @@ class DecryptingReader(io.RawIOBase):
     another key, and on reading a chunk that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
-        """`source` can seek; `name` is the file's name in errors."""
+        """`source` must be seekable; `name` is the file's name in errors."""
         super().__init__()
         self._source, self._name = source, name
         encrypted_bytes = source.seek(0, os.SEEK_END)

@@ -61,7 +61,7 @@ class CacheKind:
     """Content of a cache, and its variables: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
 
     name: str
-    """Name of an entry in messages and variables: `bundle`."""
+    """Name of an entry in messages and variables, such as `bundle`."""
     default_mb: int
     wait_s: float
     """Time-out for another process that fills the same entry, in seconds."""

@@ -69,7 +69,7 @@ class Folder:
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
-        """The path, if it is on a local disk."""
+        """Path of the folder on a local disk; None in an object store."""
 
     def __str__(self) -> str:
         return str(self.local) if self.local is not None else self.url
@@ -190,7 +190,7 @@ PROBE = ".paceline-store"
 REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a retry does not change."""
 NO_CREDENTIALS = set(["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"])
-"""Errors of stores' clients, by name because the packages are optional."""
+"""Names of the errors of stores' clients for missing credentials. Their classes may not be installed."""
 
 
 def store_root(text: str, directory: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 INTERVAL_S = 5.0
 STALE_S = 30.0
-"""Age from which the newest reading counts as stale."""
+"""Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
 """Prefix of the gauges of energy in joules since the GPU's driver was loaded. The rest of a name is from the GPU's

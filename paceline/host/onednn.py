@@ -25,8 +25,8 @@ shapes, whatever its depth."""
 
 
 def bound_caches() -> None:
-    """Bound the memory of these caches. Call it before the first product, because both libraries read their capacity
-    then. Variables that are already set stay."""
+    """Bound the memory of the caches of oneDNN and PyTorch. Call it before the first product, because both libraries
+    read their capacity then. Variables that are already set stay."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 

@@ -41,7 +41,7 @@ class Certificate:
     hosts: tuple[str, ...]
     """DNS names and IP addresses for which the certificate is valid."""
     issuer: str
-    """Common name of its issuer."""
+    """Common name of the certificate's issuer."""
     begins: datetime
     ends: datetime
     serial: int

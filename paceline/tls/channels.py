@@ -60,7 +60,7 @@ class RenewedChannel:
     """The part of a channel that stubs use; each call begins on a channel with the newest certificates."""
 
     def __init__(self, opened: Callable[[], Any], folder: TlsFolder | None = None):
-        """`opened` opens a channel of either kind. Raises InvalidInput for a folder that cannot be read."""
+        """`opened` opens a channel, plain or of asyncio. Raises InvalidInput for a folder that cannot be read."""
         self._opened, self._folder = opened, folder or tls_folder()
         self._material = self._folder.read() if self._folder is not None else None
         self._channels = [opened()]

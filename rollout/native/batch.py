@@ -34,7 +34,8 @@ from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalis
 from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed in one pass."""
+"""Largest number of padded tokens in one prefill pass, which bounds its activations. A single longer prompt is computed
+in one pass."""
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
@@ -131,7 +132,7 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def step(self) -> list[Ended]:
-        """Sample one more token for every sequence. Return the sequences that end with it, which have left."""
+        """Sample one more token for every sequence. Return the sequences that ended; they have left the batch."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
@@ -276,8 +277,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index and return their completions, which end with `reason`. Without it they end with `stop`
-        or `length`, by last token and stop strings."""
+        """Remove sequences by index and return their completions, which end with `reason`. Without it they end with
+        `stop` or `length`, by last token and stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)

@@ -330,7 +330,8 @@ def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 PASS_TOKENS = 8192
-"""Padded tokens of one pass, which bound its activations. A single longer text is computed in one pass."""
+"""Largest number of padded tokens in one pass, which bounds its activations. A single longer text is computed in one
+pass."""
 
 
 @dataclass(eq=False)

@@ -51,7 +51,7 @@ class SlidingWindow(NamedTuple):
 
 
 class NativeModel:
-    """The forward passes and the weights of a model. Not thread-safe: one thread calls (`check` may run in another)."""
+    """The forward passes and the weights of a model. One thread calls its methods; `check` may run in another."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
 
 
 def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | None:
-    """Return the window of the layers that have one; None if no sequence is longer. Raises InvalidInput for a model
-    type whose layers' windows are not known."""
+    """Return the window of the layers that have one; None if no sequence is longer than it. Raises InvalidInput for a
+    model type whose layers' windows are not known."""
     num_tokens = getattr(config, "sliding_window", None)
     kinds = config.to_dict().get("layer_types")
     if num_tokens is None or num_tokens >= max_tokens or (kinds and "sliding_attention" not in kinds):

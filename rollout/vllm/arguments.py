@@ -19,7 +19,7 @@ from paceline.weights.model_layout import generation_dtype, longest_sequence
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default size of the KV cache on a CPU, because vLLM would take a fraction of all memory."""
 CPU_BATCHED_TOKENS = 4096
-"""Tokens of one step on a CPU at most, or the longest sequence if that is longer."""
+"""Largest number of tokens in one step on a CPU, unless the longest sequence has more."""
 TRANSFER = "paceline"
 """Name of the weight transfer that `rollout/vllm/worker.py` registers."""
 

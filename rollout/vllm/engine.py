@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 WATCH_S = 0.2
 """Seconds between two checks that the engine lives, because vLLM does not report its end."""
 END_S = 0.5
-"""Seconds in which the engine's processes may end by themselves (never on CPUs); then the guard kills them."""
+"""Seconds for the engine's processes to end by themselves, which they never do on CPUs; then the guard kills them."""
 SCORING_ATTEMPTS = 3
-"""Attempts to score a text under one version; each is repeated if new weights come during it."""
+"""Number of attempts to score a text under one version; new weights during an attempt cause the next one."""
 log = logging.getLogger(__name__)
 
 
@@ -159,7 +159,7 @@ class VllmEngine:
                 del self._live[request.request_id]
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """See `Engine.prompt_logprobs`: vLLM's, from a request that samples one token more."""
+        """See `Engine.prompt_logprobs`. The values are vLLM's, from a request that samples one token more."""
         check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
         self._refuse_if_unready()
         return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))

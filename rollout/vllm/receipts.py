@@ -120,7 +120,7 @@ class Receipts:
 
 
 def write_receipt(path: str, reader: int, receipt: bytes, order: int, num_bytes: int) -> None:
-    """Write a reader's receipt, which proves that everything that this thread did before has happened."""
+    """Write a reader's receipt, as proof that everything which this thread did before has happened."""
     _write(path, reader, SLOT.pack(receipt, order, num_bytes, 0, 0, b""))
 
 

@@ -48,12 +48,12 @@ BLOCK = 1 << 17
 """Number of elements that are compared at a time: their working memory fits into a core's cache."""
 _LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
 _FEWEST_LISTED = 1024
-"""Fewest elements of a class: below this, its counts and code tables cost more than it saves."""
+"""Fewest elements of a class; counts and code tables of a smaller class cost more than it saves."""
 _SAMPLE = 1 << 14
 
 
 def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
-    """Return the bounds of the classes of these bits, descending.
+    """Return the bounds, descending, of the magnitude classes for these bits.
 
     Class 0 is [bounds[0], ∞), class c is [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty if the
     elements are few or their type has no 16 bits.
@@ -122,7 +122,7 @@ class Changes:
     """Changed elements of a tensor, as a comparison on any device finds them."""
 
     bounds: tuple[int, ...]
-    """Bounds of the classes."""
+    """Bounds of the classes, as from `choose_bounds`."""
     sizes: tuple[int, ...]
     """For each class, the number of elements that its ranks count: N for class 0, else the class's size."""
     ranks: tuple[Positions, ...]
@@ -204,7 +204,7 @@ def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
     check_bounds(bounds, base_N)
     counts = [parts.number() for _ in range(num_bounds + 1)]
     if not 0 < sum(counts) <= len(base_N):
-        raise ValueError(f"{counts} elements by class are said to have changed, of {len(base_N)}")
+        raise ValueError(f"the numbers of changed elements by class, {counts}, must have a sum from 1 to {len(base_N)}")
     order: list[Positions] = []
     far: list[Positions] = []
     begin = 0
@@ -237,7 +237,7 @@ def _bits(ordered_K: Bits) -> Bits:
 
 
 def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
-    """Return (True if it falls, units beyond the first) of nonzero differences, which wrap around."""
+    """Return, for nonzero differences that wrap around, (true where the value falls, units beyond the first)."""
     falls_K = _all_of_sign(difference_K)
     further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
     return falls_K.astype(np.bool_), further_K
@@ -282,7 +282,7 @@ _coders = _Coders()
 
 
 class _Writer:
-    """Writes bytes, and numbers with seven bits a byte, lowest first; the eighth bit marks that more follow."""
+    """Writes bytes, and numbers with seven bits a byte, lowest first; the eighth bit marks that more bytes follow."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -406,7 +406,7 @@ def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
 def decode_gaps(source: _Parts, count: int, size: int) -> Positions:
     """Return the `count` numbers that were given to `encode_gaps`. Raises ValueError."""
     if count > size:
-        raise ValueError(f"{count} numbers are said to be below {size}")
+        raise ValueError(f"there cannot be {count} different numbers below {size}")
     if 2 * count > size:
         return _missing(_gaps(source, size - count, size), size)
     return _gaps(source, count, size)

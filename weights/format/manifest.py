@@ -1,4 +1,4 @@
-"""Lays out the bytes of a version of the weights, with their checksums, and lists both in a manifest.
+"""Lays out the bytes of a version of the weights, and lists the layout with checksums in a manifest.
 
 The tensors of a version lie in one flat run of bytes, each at an aligned offset that both sides compute from names,
 dtypes and shapes alone. Buckets are equal slices of that run, so a tensor larger than a bucket is split without a
@@ -122,7 +122,7 @@ class WeightManifest:
 
     @property
     def content_hash(self) -> str:
-        """Return the SHA-256 over layout and checksums: equal if and only if the weights are."""
+        """Return the SHA-256 over layout and checksums: equal if and only if the weights are equal."""
         sums = [self.layout_hash, self.algorithm, *(entry.checksum for entry in self.entries)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 

@@ -73,7 +73,8 @@ def verify(
     num_threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
+    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return the number of their
+    bytes.
 
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
     infinite elements. With `digests` False only the numbers are checked, because the checksums were compared already.

@@ -26,7 +26,7 @@ from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection, connect
 
 SILENCE_S = 5.0
-"""Silence after which a relay counts as stuck; a sign of life is requested each second."""
+"""Seconds of silence after which a relay counts as stuck; a sign of life is requested each second."""
 ASK_S = 1.0
 START_S = 15.0
 POLL_S = 0.02

@@ -68,7 +68,7 @@ def receive_head(channel: Channel) -> tuple[Kind, int, int]:
     try:
         return Kind(kind), index, length
     except ValueError as error:
-        raise WireError(f"a frame of the unknown kind {kind}") from error
+        raise WireError(f"a frame has the unknown kind {kind}") from error
 
 
 def receive(channel: Channel, length: int) -> bytes:

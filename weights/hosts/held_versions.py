@@ -69,7 +69,7 @@ class HeldVersion:
 
 
 class HeldVersions:
-    """The versions of one run at a time. Any thread."""
+    """The versions that a host holds, of one run at a time. Any thread may call."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -162,7 +162,8 @@ class HeldVersions:
 
     @contextmanager
     def reading(self, held: HeldVersion) -> Iterator[None]:
-        """Read a version for another host. Raises Unavailable if it is being overwritten."""
+        """Count a reader on another host while it reads a version. Raises Unavailable if the version is being
+        overwritten."""
         with self.changed:
             if not held.is_current:
                 raise Unavailable(f"this host no longer has version {held.version.step}")
@@ -176,7 +177,7 @@ class HeldVersions:
 
     @contextmanager
     def writing(self, held: HeldVersion) -> Iterator[None]:
-        """Write a version: its segment is not reused meanwhile."""
+        """Keep a version's segment from being reused while it is written."""
         with self.changed:
             held.writers += 1
         try:
@@ -230,7 +231,7 @@ class HeldVersions:
         return segment, segment.begin()
 
     def _publish(self, held: HeldVersion, piece: int, digest: bytes) -> None:
-        """Publish the piece's bucket to the engines, once all pieces of it are there."""
+        """Publish the bucket of a piece to the engines, once all pieces of the bucket are present."""
         bucket = held.pieces[piece].bucket
         parts = [index for index in _pieces_of(held, piece) if held.pieces[index].bucket == bucket]
         if all(held.present[index] for index in parts):

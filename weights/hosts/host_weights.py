@@ -29,7 +29,7 @@ POLL_S = 0.002
 
 
 class SegmentPair:
-    """The writer's segments, made when needed; never written while an engine reads them or an operation writes them.
+    """A writer's segments, made when needed. None is written while an engine reads it or another operation writes it.
 
     Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that
     never ends is abandoned and never reused; it is freed when the operation ends.

@@ -28,7 +28,8 @@ from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 
 FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
 LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
-"""Environment variable that separates the relays of processes on one host, as if the processes were on several."""
+"""Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
+"""
 HEAD = struct.Struct("<IB3x")
 """Head of a message: its bytes, and 1 if a descriptor belongs to it, because several messages may be received at once.
 """
@@ -40,7 +41,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def socket_name(coordinator: str, host: str) -> str:
-    """Return the name of the socket that all workers of one coordinator with one address for weights share on this host."""
+    """Return the socket's name, which workers on this host with one coordinator and one address for weights share."""
     key = "\n".join((coordinator, host, os.environ.get(LABEL_VARIABLE, "")))
     name = f"paceline-agent-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = os.environ.get(FOLDER_VARIABLE, "")
@@ -48,7 +49,7 @@ def socket_name(coordinator: str, host: str) -> str:
 
 
 def listen(name: str) -> socket.socket:
-    """Return a listening socket. Raises Conflict if another process listens there, and Unavailable."""
+    """Return a socket that listens at `name`. Raises Conflict if another process listens there, and Unavailable."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if name.startswith("@"):
@@ -79,7 +80,7 @@ def connect(name: str, timeout_s: float) -> LocalConnection:
 
 
 class LocalConnection:
-    """One connection. One thread receives, any may send."""
+    """A connection between a relay and a client. One thread receives, any may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Raise Unavailable if the peer is a process of another user."""
@@ -169,6 +170,6 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             listener.listen(BACKLOG)
             os.rename(new, name)  # the name appears only when it accepts connections
         else:
-            raise OSError(errno.EADDRINUSE, "a relay uses it")
+            raise OSError(errno.EADDRINUSE, "a relay listens there")
         finally:
             probe.close()

@@ -29,7 +29,7 @@ CLOSE_WAIT_S = 2.0
 class _Member:
     held: Version | None = None
     begun_s: float = 0.0
-    """Monotonic time at which the version was announced that the member works on."""
+    """Monotonic time at which the member's current version was announced."""
     loading_s: float = 0.0
     """Monotonic time of the first report that all bytes arrived; 0 before."""
     deadline_s: float = math.inf
@@ -68,7 +68,7 @@ class HostMembers:
         self._thread.start()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
-        """Replace the members that get weights by host."""
+        """Replace the members that get weights by the relays of their hosts."""
         with self._changed:
             self._epoch = epoch
             earlier, self._members = self._members, {}
@@ -85,7 +85,7 @@ class HostMembers:
             self._changed.notify_all()
 
     def failed_often(self, member_id: str) -> bool:
-        """Return whether this member's host is unreachable for relays."""
+        """Return whether relays failed to reach this member too often in a row."""
         with self._changed:
             member = self._members.get(member_id) or self._gone.get(member_id)
             return member is not None and member.failures >= PATIENCE

@@ -35,7 +35,7 @@ SILENCE_S = 0.7
 """Silence after which an upstream counts as dead; a live one sends something each `sending.WAIT_S`."""
 STREAMS = 4
 PAUSE_S = 0.1
-"""Pause after a round in which no upstream had the version."""
+"""Seconds of pause after a round in which no upstream had the version."""
 
 AnswerT = TypeVar("AnswerT")
 seldom = RateLimitedLog(logging.getLogger(__name__))

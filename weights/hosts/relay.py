@@ -245,7 +245,7 @@ class Relay:
                     pass  # its thread notices
 
     def transfer_of(self, version: Version) -> worker_pb2.HostTransfer:
-        """Return how a version reached this host."""
+        """Return the measurements of how a version reached this host."""
         transfer = worker_pb2.HostTransfer(agent_id=self.agent_id, sent_bytes=self.sender.sent_bytes)
         with self.versions.changed:
             if version in self._transfers:

@@ -51,7 +51,7 @@ class HostSegment:
     """A mapped segment. The writer uses `begin`, `publish` and `complete`, one thread at a time; readers use `reading`."""
 
     def __init__(self, fd: int, size_bytes: int, bucket_bytes: int) -> None:
-        """Construct by `create`, `attach` or `open`; the object owns `fd`."""
+        """Called by `create`, `attach` and `open`; the object owns `fd`."""
         self.fd = fd
         """Descriptor of the memory, which a Unix socket can pass to another process (SCM_RIGHTS)."""
         self.size_bytes = size_bytes

@@ -26,7 +26,7 @@ from paceline.weights.hosts.transport import Channel, Listener
 WAIT_S = 0.2
 MAX_STREAMS = 64
 MAX_CHANNELS = 1024
-"""Simultaneous channels; further ones are closed at once."""
+"""Largest number of simultaneous channels; further ones are closed at once."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 

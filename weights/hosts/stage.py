@@ -26,7 +26,7 @@ from paceline.weights.hosts.manifest import HostManifest, version_message, versi
 from paceline.weights.hosts.segment import HostSegment
 
 MEMORY_S = 30.0
-"""Longest wait for memory of the host while its relay is being replaced; normally it takes milliseconds."""
+"""Longest wait in seconds for memory of the host while its relay is being replaced; normally it takes milliseconds."""
 KEPT_SEGMENTS = 4
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class RankStage:
         self.send(host_agent_pb2.AgentRequest(layout=self._message))
 
     def _connected(self) -> None:
-        """Use another relay, on the client's thread."""
+        """Stage with a new relay from now on. Called on the client's thread."""
         self._introduce()  # before any thread may ask for memory
         with self._changed:
             self._lives += 1

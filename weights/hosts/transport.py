@@ -1,4 +1,4 @@
-"""Connects the relays of two hosts by TCP or TLS, and decides where weights may travel in the clear.
+"""Connects the relays of two hosts by TCP or TLS, and decides where weights may travel unencrypted.
 
 A transport listens and connects; a *channel* carries bytes in order in both directions. The promise of every transport:
 each call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed
@@ -94,7 +94,7 @@ class Listener:
                 return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
             except (OSError, PacelineError) as error:  # reset by its peer, or the certificates cannot be read
                 connection.close()
-                seldom.warning("channel", "a connection of %s failed: %s", host, error)
+                seldom.warning("channel", "a connection from %s failed: %s", host, error)
         return None
 
     def close(self) -> None:

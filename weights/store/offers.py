@@ -30,7 +30,7 @@ SNAPSHOTS_KEPT = 2
 
 @dataclass(frozen=True)
 class Stored:
-    """A version that is complete in the store, and the newest snapshot that is not newer."""
+    """A version that is complete in the store, with the newest snapshot up to it."""
 
     version: Version
     manifest: StoredObject

@@ -57,7 +57,7 @@ class StoreReceiver:
     def offer(self, offer: StoreOffer) -> None:
         """Accept an offer; the newest wins. Return at once. Raises Conflict after `close` or for another run."""
         if offer.run_id != self._run_id:
-            raise Conflict(f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}")
+            raise Conflict(f"offer is of run {offer.run_id!r}, but this member serves {self._run_id!r}")
         with self._lock:
             if self._closed:
                 raise Conflict("this receiver is closed")

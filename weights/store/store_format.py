@@ -161,7 +161,7 @@ def _stored(raw: Sequence[Any]) -> StoredObject:
 
 METADATA_KEY = "paceline"
 PREFIX_BYTES = 8
-"""Bytes of the number before the header, which is the header's length."""
+"""Bytes of the number before the header that gives the header's length."""
 _ALIGNMENT_BYTES = 8
 _SAFETENSORS_NAMES = {
     "float64": "F64",
@@ -201,7 +201,7 @@ class PartHeader:
     rank: int
     algorithm: Algorithm
     notes: tuple[ChunkNote, ...] = ()
-    """One for each chunk of a snapshot, or each changed chunk of a delta."""
+    """One note for each chunk of a snapshot, or for each changed chunk of a delta."""
     blocks: tuple[Block, ...] = ()
     """Blocks of the rank in a snapshot; empty for a delta."""
     chunk_elements: int = 0
@@ -258,7 +258,8 @@ class PartHead(NamedTuple):
 
 
 def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]) -> list[Buffer]:
-    """Return the pieces of a safetensors file of (name, dtype as torch names it, shape, bytes), without copies."""
+    """Return the pieces of a safetensors file with these tensors, without copies. Each tensor is given as (name,
+    torch's name of the dtype, shape, bytes)."""
     metadata = {"format": FORMAT, **asdict(header)}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
@@ -336,7 +337,7 @@ class StoreOffer:
     manifest: StoredObject
     """Manifest of the version; its digest authenticates everything else."""
     snapshot_version: Version
-    """Version of the newest snapshot that is not newer."""
+    """Version of the newest snapshot up to this version."""
     snapshot: StoredObject
     """Manifest of the snapshot."""
     snapshot_bytes: int
