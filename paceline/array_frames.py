@@ -145,7 +145,8 @@ class RowArrays(NamedTuple):
             raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
             raise WireError(
-                f"turns must have shape (K, 3), not {self.turns.shape} with {len(self.turn_rewards)} turn_rewards"
+                f"turns has shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards; "
+                "it must have a row of 3 for each"
             )
         if np.isinf(self.turn_rewards).any():
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")

@@ -23,7 +23,7 @@ ENERGY = "gpu_energy_j/"
 """Prefix of the gauges of energy in joules since the GPU's driver was loaded. The rest of a name is from the GPU's
 UUID, so that a shared GPU counts once."""
 XID = "gpu_xid"
-"""Gauge with the code of the newest Xid error, which cannot be summed over members."""
+"""Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 """Reasons for lower clocks from faulty cooling or supply. A power cap is usual under full load, so it is left out."""

@@ -300,7 +300,7 @@ def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
 
 
 class HeldWeights:
-    """All weights of one version: at first of `snapshot`'s version, then of that of the newest applied delta."""
+    """All weights of one version: `snapshot`'s at first, later the newest applied delta's."""
 
     def __init__(self, snapshot: StoredVersion) -> None:
         self.version = snapshot.version

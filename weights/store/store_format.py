@@ -70,7 +70,7 @@ class StoredVersion:
     base_contents: tuple[str, ...] = ()
     """`contents` of the previous version; empty for a snapshot."""
     heads: tuple[StoredObject, ...] = ()
-    """The part's head of each rank, which is the first bytes of the file."""
+    """Head of each rank's part file: its first bytes."""
 
     @property
     def size_bytes(self) -> int:
@@ -161,7 +161,7 @@ def _stored(raw: Sequence[Any]) -> StoredObject:
 
 METADATA_KEY = "paceline"
 PREFIX_BYTES = 8
-"""Bytes of the number before the header that gives the header's length."""
+"""Size in bytes of the number that precedes the header and gives its length."""
 _ALIGNMENT_BYTES = 8
 _SAFETENSORS_NAMES = {
     "float64": "F64",
