@@ -114,7 +114,7 @@ def _add_code(found: _Found) -> list[str]:
             workers = "reward" if name.startswith("rewards") else "environment"
             warnings.append(
                 f"{name}: no file {file!r} is on this machine, so none travels with the run; correct the path, unless the "
-                f"hosts of the {workers} workers have the file there"
+                f"{workers} workers' hosts have it there"
             )
             continue
         found.add("code", name, path_of_file(spec.folder, file), path)
