@@ -1,4 +1,4 @@
-"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure.
+"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure functions.
 
 Promise: coordinator and learner combine by the same rules, so a metric shows what trains. A function that returned None
 takes no part; a completion, or a turn, without any reward has no total, does not shift the baseline of the others and

@@ -77,7 +77,7 @@ class NotPermitted(PacelineError):
 
 
 class NonFiniteLoss(PacelineError):
-    """A loss or gradient norm that is not finite. Raised on every rank before the optimizer moved any weight."""
+    """A loss or gradient norm that is not finite. Raised on every rank before the optimizer changed any weight."""
 
     def __init__(self, message: str, group_ids: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -135,7 +135,7 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file beside a module that the module names and that does not travel with the run."""
+    """Return a warning for each file that is beside a module, is named in it and does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [

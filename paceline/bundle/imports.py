@@ -49,7 +49,7 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals of a file that name a file beside it, which it may read at run time."""
+    """Return the string literals in a Python file that name files beside it, which it may read at run time."""
     return {
         node.value
         for node in ast.walk(_parsed(file))

@@ -169,7 +169,7 @@ def path_of_data(spec_folder: str, path: str) -> str:
 
 
 def path_of_data_folder(spec_folder: str, folder: str) -> str:
-    """Return the path in the bundle of a folder with data, separate from code because a file may be both."""
+    """Return the path in the bundle of a folder with data. Code has another path, because a file may be both."""
     return f"data/{path_of_folder(spec_folder, folder)}"
 
 

@@ -170,7 +170,7 @@ class NativeModel:
             torch.cuda.synchronize(self.device)
 
     def _decode_mask(self, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the mask of a decode pass; by kind of layer if only some have a window."""
+        """Return the mask of a decode pass, or one for each kind of layer if only some layers have a window."""
         if self._window is None:
             return cache.decode_mask(self.dtype)
         sliding = cache.decode_mask(self.dtype, self._window.num_tokens)

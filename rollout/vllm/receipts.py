@@ -191,7 +191,7 @@ class SegmentReader:
         write_receipt(order.receipts, self._reader, receipt, order.number, num_bytes)
 
     def load(self, model: Any, weights: ReadWeights) -> None:
-        """Load this worker's part into `model`; `finish` follows."""
+        """Load this worker's part into `model`. Call `finish` afterwards."""
         if self._layout != weights.layout_hash:
             self._layout, self._record = weights.layout_hash, LoadRecord(next(iter(weights.tensors.values())))
         with self._record or nullcontext():

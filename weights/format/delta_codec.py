@@ -166,7 +166,7 @@ def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
 
 
 def pack(changes: Changes) -> bytes:
-    """Return the encoded bytes of at least one change."""
+    """Return the changes as encoded bytes. There must be at least one change."""
     parts = _Writer()
     parts.number(len(changes.bounds))
     for number in (*changes.bounds, *map(len, changes.ranks)):

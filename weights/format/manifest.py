@@ -86,7 +86,7 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor; tensors with `same_as` share the offset of the tensor named there.
+        """Assign an offset to every tensor; a tensor with `same_as` shares the offset of the tensor that it names.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """
