@@ -257,7 +257,7 @@ class Client(Connection):
         return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yield the events of a run after a sequence number as they happen, until the run has ended, or for `timeout_s`.
+        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`.
 
         A broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
         NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later.

@@ -115,8 +115,8 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
     )
     if certificate.not_valid_after_utc > authority.not_valid_after_utc:
         raise InvalidInput(
-            f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, its authority only until "
-            f"{authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
+            f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, but its authority only "
+            f"until {authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
         )
     issued_folder = folder / name
     issued_folder.mkdir(exist_ok=True)
