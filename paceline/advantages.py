@@ -1,4 +1,4 @@
-"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure.
+"""Combines the rewards of several functions and computes the advantages of completions and turns. Pure functions.
 
 Promise: coordinator and learner combine by the same rules, so a metric shows what trains. A function that returned None
 takes no part; a completion, or a turn, without any reward has no total, does not shift the baseline of the others and
@@ -30,20 +30,21 @@ IndexArray = npt.NDArray[np.int64]
 
 
 def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[float]:
-    """Return the [F] weights of a step."""
+    """Return [F] the weight of each reward function at a step."""
     return [function.weight_at(step) for function in functions]
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] whether a function is a closed gate: its reward is below `gate_min`. A gate that returned None is
-    open."""
+    """Return [C, F] true where a function is a closed gate: its reward is below `gate_min`. A gate that returned None
+    is open."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
     # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
 
 
 def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Rewards:
-    """Return the rewards with 0, also in place of NaN, for every function that is not a gate if a gate is closed.
+    """Return the rewards. If a gate is closed for a completion, all its rewards by functions that are not gates are 0,
+    also where they were NaN.
 
     Args:
         rewards_CF: [C, F], NaN if a function returned None.
@@ -79,9 +80,9 @@ def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step
 
 
 def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the `totals` of one group's completions, with totals that differ only by rounding made equal: 0.1 + 0.2 is
-    0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone keep different
-    totals, however close, because no sum was rounded differently."""
+    """Return the `totals` of one group's completions. Totals that differ only by rounding are made equal: 0.1 + 0.2
+    becomes 0.3, and 1/3 + 2/3 in float32 becomes 1. Completions whose rewards differ in one function alone keep
+    different totals, however close, because no sum was rounded differently."""
     parts_CF = np.asarray(gated(rewards_CF, functions), np.float64) * np.array(weights_at(functions, step))
     parts_CF[np.isnan(parts_CF)] = 0.0
 
@@ -94,12 +95,12 @@ def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]
 
 
 def merged(values_N: Float64Array, error: Callable[[IndexArray, IndexArray], Float64Array]) -> Float64Array:
-    """Return the values with neighbours in sorted order made equal if they differ by at most `error(low, high)`
-    (indices of the two); NaN stays."""
+    """Return the values, each made equal to its neighbour in sorted order if they differ by at most `error(low, high)`,
+    where low and high are the indices of the two. NaN stays."""
     order = np.argsort(values_N, kind="stable")
     low, high = order[:-1], order[1:]
     begins = np.ones(len(order), bool)
-    with np.errstate(invalid="ignore"):  # infinite values are refused elsewhere
+    with np.errstate(invalid="ignore"):  # other code refuses infinite values
         begins[1:] = ~(values_N[high] - values_N[low] <= error(low, high))
     result_N = np.empty_like(values_N)
     result_N[order] = values_N[order][np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
@@ -122,7 +123,7 @@ class Episode(NamedTuple):
     advantage: float
     """Advantage of the whole episode."""
     rewards_K: Float64Array
-    """[K], NaN for a turn without a reward."""
+    """[K] reward of each turn; NaN for a turn without a reward."""
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
@@ -146,7 +147,8 @@ def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence
 def group_advantages(
     rewards_CF: Rewards, spec: RunSpec, step: int, penalties_C: Float64Array | None = None
 ) -> Float64Array:
-    """Return [C] the part of the advantages that depends on the group alone, by `grpo.advantage`; 0 without a reward.
+    """Return [C] the part of each completion's advantage that depends only on its group, by the preset
+    `grpo.advantage`; 0 for a completion without a reward.
 
     For the presets of `advantages` this is the whole; `trl_batch` and `gdpo` are divided by a std of the batch
     afterwards, and `reinforce_pp_baseline` is whitened over it.
@@ -190,8 +192,8 @@ def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None
 
 
 def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array:
-    """Return [C] Σ_f weight_f · z_f of one group, z_f being the `trl` advantages of function f (arXiv 2601.05242); 0 if
-    the terms of several functions cancel up to the rounding of their rewards."""
+    """Return [C] Σ_f weight_f · z_f of one group, where z_f are the `trl` advantages of function f (arXiv 2601.05242);
+    0 if the terms of several functions cancel up to the rounding of their rewards."""
     rewards_CF = np.asarray(rewards_CF, np.float64)
     scores_C, errors = np.zeros(len(rewards_CF)), []
     for rewards_C, weight in zip(rewards_CF.T, weights_F, strict=True):
@@ -207,7 +209,7 @@ def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array
 
 
 def group_preset(name: str) -> Preset:
-    """Return the name as a preset that depends on the group alone. Raises ValueError for any other."""
+    """Return `name` if it is a preset whose advantages depend only on the group. Raises ValueError for another name."""
     for preset in get_args(Preset):
         if preset == name:
             return cast(Preset, preset)
@@ -215,13 +217,13 @@ def group_preset(name: str) -> Preset:
 
 
 def turn_rewards(rows: RowArrays) -> list[Float64Array]:
-    """Return [K] rewards of the turns of each sample of a group with an environment."""
+    """Return for each sample of a group with an environment the [K] rewards of its turns."""
     samples = rows.row_samples[rows.turns[:, 0]]
     return [rows.turn_rewards[samples == sample].astype(np.float64) for sample in range(rows.num_samples)]
 
 
 def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64Array]:
-    """Return [K] advantages of the turns of each sample of a group, by `environment.advantage`."""
+    """Return for each sample of a group the [K] advantages of its turns, by `environment.advantage`."""
     preset, section = group_preset(spec.grpo.advantage), spec.environment
     match section.advantage:
         case "discounted":
@@ -233,9 +235,8 @@ def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64A
 
 
 def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) -> list[Float64Array]:
-    """Return [K] advantages of the turns of each sample: A_k = advantages over all turns of the group of G_k, with
-
-    G_k = Σ_{j≥k} γ^(j-k) · r_j; the outcome is part of the last turn's reward.
+    """Return for each sample the [K] advantages of its turns: A_k is the advantage of G_k among all turns of the group,
+    where G_k = Σ_{j≥k} γ^(j-k) · r_j. The outcome is part of the last turn's reward.
 
     G_k is the reward to go of REINFORCE (Sutton and Barto 2018, section 13.3), compared among the group's turns by
     `preset`. A sample without any reward gets 0.
@@ -257,7 +258,9 @@ def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) 
 
 
 def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[Float64Array]:
-    """Return [K] advantages of the turns of each sample: A_k = A + weight · advantages over the group's samples of r_k.
+    """Return for each sample the [K] advantages of its turns: A_k = A + weight · a_k, where a_k is the advantage of r_k
+    among the group's samples.
+
     Turn k is compared with turn k of the other samples, as in turn-level credit assignment for GRPO (Zeng et al.
     2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
     longest = max((len(episode.rewards_K) for episode in group), default=0)
@@ -295,8 +298,8 @@ def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: 
 
 
 def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
-    """Return, for each reward, whether all others are equal; compares values, because a std of equal numbers is seldom
-    0."""
+    """Return, for each reward, whether all other rewards are equal. Compares the values, because rounding seldom gives
+    equal numbers a std of 0."""
     values, value_N, counts = np.unique(rewards_N, return_inverse=True, return_counts=True)
     return np.asarray(len(values) - (counts[value_N] == 1) <= 1)
 

@@ -36,7 +36,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     gaps, in any order of names."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
-        raise _no_safetensors(payload, f"its header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
+        raise _no_safetensors(payload, f"the header does not fit the frame, or exceeds {MAX_TENSOR_HEADER_BYTES} bytes")
     data = memoryview(payload)[8 + header_bytes :]
     arrays, end = {}, 0
     try:
@@ -48,7 +48,7 @@ def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _no_safetensors(payload, repr(error)) from None
     if end != len(data):
-        raise _no_safetensors(payload, f"its arrays end at {end} of {len(data)} bytes")
+        raise _no_safetensors(payload, f"the arrays end at {end} of {len(data)} bytes")
     return arrays
 
 
@@ -59,7 +59,7 @@ def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
         if type(number) is not int or number < 0:
             raise ValueError("a size is not a natural number")
     if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{shape} of {entry['dtype']} does not fit bytes {begin} to {end}")
+        raise ValueError(f"an array of shape {shape} and type {entry['dtype']} does not fit bytes {begin} to {end}")
     return np.ndarray(shape, dtype, data, begin)
 
 
@@ -110,7 +110,7 @@ class RowArrays(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray]) -> RowArrays | None:
-        """Return the arrays; None for a group without an environment. Raises WireError."""
+        """Return the arrays of a group's payload frame; None for a group without an environment. Raises WireError."""
         if "row_samples" not in arrays:
             return None
         num_samples = named_array(arrays, "num_samples", "i4", 1)
@@ -130,12 +130,13 @@ class RowArrays(NamedTuple):
         count, prompts = len(lengths), self.prompt_lengths.tolist()
         if not count or len(prompts) != count or len(self.row_samples) != count:
             raise WireError(
-                f"{count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples; "
-                "a group has at least one transcript"
+                f"there are {count} transcripts, but {len(prompts)} prompt_lengths and {len(self.row_samples)} "
+                "row_samples; a group has at least one transcript"
             )
         if min(prompts) < 1 or sum(prompts) != num_prompt:
             raise WireError(
-                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, with {num_prompt} prompt_ids"
+                f"prompt_lengths have sum {sum(prompts)} and minimum {min(prompts)}, but there are {num_prompt} "
+                "prompt_ids"
             )
         samples = self.row_samples.tolist()
         if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:
@@ -143,12 +144,16 @@ class RowArrays(NamedTuple):
         if len(self.sampled) != sum(lengths):
             raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
         if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
-            raise WireError(f"turns of shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards")
+            raise WireError(
+                f"turns has shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards; "
+                "it must have a row of 3 for each"
+            )
         if np.isinf(self.turn_rewards).any():
             raise WireError("turn_rewards has an infinite number; a turn without a reward has NaN")
 
     def rows(self, sampled: Sequence[BoolArray]) -> Rows:
-        """Return the transcripts; `sampled` has their masks. Raises WireError unless the turns match them."""
+        """Return the transcripts with their turns; `sampled` has the mask of each transcript. Raises WireError unless
+        turns and masks match."""
         turns = [
             Turn(turn[0], turn[1], turn[2], reward)
             for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)

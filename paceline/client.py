@@ -42,13 +42,13 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
 OPENING_S = 3600.0
 """Seconds in which the coordinator has to open a submitted run's data set."""
 VERIFY_S = 3600.0
-"""Seconds for a comparison of all records of a run."""
+"""Longest time in seconds for a comparison of all records of a run."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class RunState(StrEnum):
-    """State of a run; each equals its name as text (`"running"`)."""
+    """State of a run. Each member equals its name as text, such as `"running"`."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -59,7 +59,7 @@ class RunState(StrEnum):
 
     @classmethod
     def of(cls, run: Run) -> RunState:
-        """Return the state in a run's message."""
+        """Return the state in the protobuf message of a run."""
         from paceline.v1 import run_pb2
 
         return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
@@ -78,7 +78,7 @@ class Event:
     """An event of a run."""
 
     sequence: int
-    """Grows by one with each event of the run."""
+    """Sequence number, which grows by one with each event of the run."""
     kind: str
     """`state`, `step`, `evaluation`, `member`, `checkpoint`, `session` or `warning`."""
     content: dict[str, Any]
@@ -139,7 +139,8 @@ class Client(Connection):
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
-        """Retry the call while the coordinator opens the data set, which it does once; a download may take long."""
+        """Retry the call until the coordinator has opened the data set, because a download may take long. The
+        coordinator opens it only once."""
         import grpc
 
         started_s = time.monotonic()
@@ -158,7 +159,7 @@ class Client(Connection):
                 )
 
     def _bundle_of(self, spec: RunSpec, wait_s: float | None) -> str:
-        """Prepare a run's data and send its files; return as `_send_bundle`."""
+        """Prepare a run's data, send its files, and return the digest of the bundle; empty if there are no files."""
         from paceline.bundle.collecting import collect
 
         if not spec.data.preparation.is_used:
@@ -204,7 +205,7 @@ class Client(Connection):
         return self._run("Cancel", run_id=run_id)
 
     def pause(self, run_id: str) -> Run:
-        """Pause a running run: no further lease and no further batch. Raises NotFound, Conflict."""
+        """Pause a running run: its workers get no lease, and it begins no batch. Raises NotFound, Conflict."""
         return self._run("Pause", run_id=run_id)
 
     def resume(self, run_id: str) -> Run:
@@ -222,7 +223,7 @@ class Client(Connection):
             return ""
         try:
             before = fetch_manifest(self._channel, run.bundle)
-        except NotFound:  # the coordinator has lost it
+        except NotFound:  # the coordinator has lost the manifest
             before = None
         bundle = collect_again(spec_of_run(run.run_id, run.spec_yaml)[0], before)
         return self._send_bundle(bundle) if bundle is not None else ""
@@ -248,7 +249,7 @@ class Client(Connection):
         return self._run("DropGroups", run_id=run_id, group_ids=group_ids)
 
     def _run(self, method: str, **fields: Any) -> Run:
-        """Call a method of RunService that answers with a run."""
+        """Call a method of RunService whose response has a run, and return the run."""
         from paceline.v1 import run_pb2
 
         request = getattr(run_pb2, f"{method}Request")(**fields)
@@ -256,7 +257,7 @@ class Client(Connection):
         return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
-        """Yield the events of a run after a sequence number as they happen, until it has ended, or for `timeout_s`.
+        """Yield the events of a run after a sequence number as they happen, until the run ends, or for `timeout_s`.
 
         A broken stream resumes without repeating events: a coordinator's restart shows only as a pause. Raises
         NotFound; Unavailable if there is no coordinator at first, or none for `reconnect_s` seconds later.
@@ -395,7 +396,7 @@ class Client(Connection):
         there is none, Conflict if it holds no weights yet, InvalidInput.
         """
         if n < 1 or (temperature is not None and temperature <= 0):
-            raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
+            raise InvalidInput(f"n is {n} and temperature {temperature}; both must be above 0")
         from paceline.v1 import rollout_pb2, rollout_pb2_grpc
 
         request = rollout_pb2.GenerateRequest(prompt=prompt, n=n, seed=seed)

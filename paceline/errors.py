@@ -6,7 +6,7 @@ USUAL_S = 1.0
 
 
 class PacelineError(Exception):
-    """Base of these errors. The message is written for the person who has to act."""
+    """Base class of Paceline's errors. The message is written for the person who has to act."""
 
 
 class InvalidInput(PacelineError):
@@ -22,7 +22,7 @@ class DataError(InvalidInput):
 
 
 class PromptTooLong(InvalidInput):
-    """A prompt that leaves no room for a completion within the token limit of both."""
+    """A prompt that leaves no room for a completion, because one token limit applies to both together."""
 
 
 class Unreadable(InvalidInput):
@@ -48,7 +48,7 @@ class CheckpointFault(PacelineError):
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
         self.path = path
-        """Path of that checkpoint."""
+        """Path of the faulty checkpoint."""
 
 
 class LedgerFault(PacelineError):
@@ -56,7 +56,7 @@ class LedgerFault(PacelineError):
 
 
 class Unavailable(PacelineError):
-    """The other side does not answer now; a retry may succeed."""
+    """The service or store that was called does not answer now; a retry may succeed."""
 
 
 class Busy(PacelineError):
@@ -77,7 +77,7 @@ class NotPermitted(PacelineError):
 
 
 class NonFiniteLoss(PacelineError):
-    """A loss or gradient norm that is not finite. Raised on every rank before the optimizer moved any weight."""
+    """A loss or gradient norm that is not finite. Raised on every rank before the optimizer changed any weight."""
 
     def __init__(self, message: str, group_ids: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ workers, and drops such a group at its first failure."""
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception in one line: its type and the first line of its text, with a mark if more follow."""
+    """Return an exception in one line: its type and the first line of its text, with a mark if more lines follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -26,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 SHA256_DIGITS = 64
 MAX_HOLDERS = 64
-"""Newest attempts of a group whose holders are kept."""
+"""Number of a group's newest attempts for which the holder is kept."""
 
 
 class Version(NamedTuple):
@@ -54,16 +54,16 @@ class Turn(NamedTuple):
     start: int
     end: int
     reward: float
-    """Reward from the environment for this turn; NaN for none."""
+    """Reward from the environment for this turn; NaN if there is none."""
 
 
 class Rows(NamedTuple):
     """Assigns the transcripts of a group to its samples (`Group.rows`)."""
 
     num_samples: int
-    """C; a sample that was given up has no transcript."""
+    """C, including samples that were given up and have no transcript."""
     samples: tuple[int, ...]
-    """[R] sample of each transcript, never falling."""
+    """[R] index of each transcript's sample, in ascending order."""
     turns: tuple[Turn, ...]
     """Turns in the order of their transcripts and tokens."""
 
@@ -77,21 +77,23 @@ class Completion:
     logprobs: FloatArray
     """[T] behaviour log-probability of each token under the distribution that it was sampled from, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gaps, oldest first; in a transcript only the sampled tokens."""
+    """Version spans, oldest first. They cover [0, T) without gaps, in a transcript only the sampled tokens."""
     finish_reason: str
     """`stop` (a stop token or a stop string), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
     """The text for reward functions; see `paceline.chat.completion_texts`."""
     reference_logprobs: FloatArray | None = None
-    """[T] by the run's reference (a teacher, or the initial policy), in nats, if the reward pool serves it."""
+    """[T] log-probabilities by the run's reference (a teacher, or the initial policy), in nats; None if the reward pool
+    has no reference."""
     prompt_ids: IntArray | None = None
-    """[P] prompt of a transcript; None if it is the group's."""
+    """[P] prompt tokens of a transcript; None if its prompt is the group's."""
     sampled_T: BoolArray | None = None
-    """[T] of a transcript: true for sampled tokens, false for tokens that were only read; None: all were sampled."""
+    """[T] mask of a transcript: true for sampled tokens, false for tokens that were only read. None if all were
+    sampled."""
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return len(self.token_ids) if self.sampled_T is None else int(self.sampled_T.sum())
 
     @property
@@ -113,9 +115,9 @@ class Group:
 
     group_id: int
     prompt_ids: IntArray
-    """[P] tokens of the prompt, chat template applied; with an environment, of the first transcript."""
+    """[P] tokens of the prompt after the chat template; with an environment, the prompt of the first transcript."""
     completions: tuple[Completion, ...]
-    """One for each sample; with an environment, the transcripts."""
+    """One completion for each sample; with an environment, the transcripts."""
     prompt: Any = ""
     """The prompt as in the data set: text or chat messages."""
     columns: dict[str, Any] = field(default_factory=dict)
@@ -127,22 +129,22 @@ class Group:
 
     @property
     def num_samples(self) -> int:
-        """C: the completions or episodes of the group's lease."""
+        """C: the number of completions or episodes in the group's lease."""
         return len(self.completions) if self.rows is None else self.rows.num_samples
 
     @property
     def row_samples(self) -> tuple[int, ...]:
-        """Sample of each completion or transcript."""
+        """Index of the sample of each completion or transcript."""
         return tuple(range(len(self.completions))) if self.rows is None else self.rows.samples
 
     @cached_property
     def num_tokens(self) -> int:
-        """Sampled tokens in the group, as in the token accounting."""
+        """Number of sampled tokens in the group, as in the token accounting."""
         return sum(completion.num_sampled for completion in self.completions)
 
     @cached_property
     def num_sequence_tokens(self) -> int:
-        """Tokens that the learner reads: prompts and completions, each prompt as often as it has completions."""
+        """Number of tokens that the learner reads: completions, and each prompt as often as it has completions."""
         return sum(
             len(completion.token_ids) + len(self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids)
             for completion in self.completions
@@ -154,8 +156,8 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans; identifies this text in scores and receipts. Given
-        a stored digest as `like`, it uses the same algorithm: ledgers before format 5 hold SHA-256."""
+        """XXH3-128 over prompt, tokens, log-probabilities and spans, which identifies this text in scores and receipts.
+        `like` is a stored digest whose algorithm is used: ledgers before format 5 hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()
@@ -201,8 +203,8 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """Return `lines` (the holder of each attempt) with the holder of `attempt` (the first is 1) appended. A line is
-    empty if the holder is unknown, or MAX_HOLDERS or more attempts ago."""
+    """Return `lines`, which has one holder a line, with the holder of `attempt` (from 1) added. A line is empty if the
+    holder is unknown, or held one of the attempts before the newest MAX_HOLDERS."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
     dropped = max(0, attempt - MAX_HOLDERS)

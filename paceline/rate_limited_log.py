@@ -1,4 +1,4 @@
-"""Limits log lines that a sender can cause to one a second for each kind, so that no caller fills the disk.
+"""Writes at most one log line a second of each kind that a sender can cause, so that no caller fills the disk.
 
 `unforeseen` counts unexpected exceptions of all handlers. The sender gets an answer and the service continues.
 """
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 INTERVAL_S = 1.0
 MAX_KINDS = 1000
-"""Kinds kept; names may contain a sender's text, so older ones are dropped beyond it."""
+"""Largest number of kinds that are kept. The oldest are dropped, because a kind's name may contain a sender's text."""
 
 
 class RateLimitedLog:
-    """Writes each kind to `log` at most once in `interval_s`; the next line says how many were left out."""
+    """Writes each kind of line to `log` at most once in `interval_s`; the next line has the number of omitted ones."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class Unforeseen:
 
     def __init__(self, log: logging.Logger):
         self.total = 0
-        """Since the process started; a gauge."""
+        """Number of unexpected exceptions since the process started; a gauge."""
         self._seldom = RateLimitedLog(log)
 
     def note(self, where: str, error: BaseException) -> str:
         """Count an exception; return the message for its sender."""
         self.total += 1
         kind = type(error).__name__
-        self._seldom.warning(f"{where} {kind}", "unforeseen %s in %s", kind, where, error=error)
-        return f"unforeseen {kind} in {where}; the traceback is in this service's log"
+        self._seldom.warning(f"{where} {kind}", "unexpected %s in %s", kind, where, error=error)
+        return f"unexpected {kind} in {where}; the traceback is in this service's log"
 
 
 unforeseen = Unforeseen(logging.getLogger(__name__))
-"""Counter of this process."""
+"""Counts the unexpected exceptions of this process."""

@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 
 
 class RecordedEvent(NamedTuple):
-    """An event of a run, as `paceline.client.Event`, with its step."""
+    """An event of a run: the fields of `paceline.client.Event`, and its step."""
 
     sequence: int
     kind: str
@@ -51,7 +51,7 @@ class RecordedEvent(NamedTuple):
 
 
 class Records:
-    """The records behind `call`: a coordinator's, or those of a ledger read in this process."""
+    """Records that `call` reads: a coordinator's, or those of a ledger read in this process."""
 
     def __init__(self, call: Call):
         self._call = call
@@ -156,7 +156,7 @@ class Records:
                 stored += 1
                 yield json.loads(group.json)
         if step is not None and not stored:
-            none_passes = NotFound(f"no sample of step {step} of run {run_id} passes")
+            none_passes = NotFound(f"no sample of step {step} of run {run_id} passes the filters")
             raise none_passes if is_filtered else missing_samples(self, run_id, step)
 
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
@@ -273,7 +273,7 @@ def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
 
     steps = [batch.step for batch in records.batches(run_id)]
     if step not in steps:
-        batches = f"its batches are of steps 0 to {steps[-1]}" if steps else "it has none yet"
+        batches = f"the run's batches are of steps 0 to {steps[-1]}" if steps else "the run has no batch yet"
         return NotFound(f"step {step} of run {run_id} has no batch; {batches}")
     if spec_of_run(run_id, records.spec_yaml(run_id))[0].logger.keep_samples:
         return NotFound(f"the samples of step {step} cannot be read; `paceline ledger verify {run_id}` says why")

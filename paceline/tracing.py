@@ -31,7 +31,7 @@ def step_traceparent(run_id: str, step: int) -> str:
 
 
 def version_traceparent(run_id: str, version_step: int) -> str:
-    """Return the trace context of a version of the weights: that of the step that made it."""
+    """Return the trace context of a version of the weights, which is the context of the step that made it."""
     return step_traceparent(run_id, max(0, version_step - 1))
 
 

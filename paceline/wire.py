@@ -57,7 +57,8 @@ def encode_result(
     rows: Rows | None = None,
     samples: Sequence[pb.SampleText] = (),
 ) -> list[bytes]:
-    """Return the payload frames of a generated group: arrays, texts and, with an environment, transcripts and samples."""
+    """Return the payload frames of a generated group: arrays and texts, with an environment also transcripts and
+    samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
@@ -67,7 +68,8 @@ def encode_result(
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Return prompt tokens and completions of a generated group. Raises WireError if anything does not match."""
+    """Return prompt tokens and completions from the frames of a generated group. Raises WireError if anything does not
+    match."""
     message = parse_message(pb.Texts, texts)
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
@@ -102,7 +104,7 @@ class CompletionArrays(NamedTuple):
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
-        """Return the arrays of a frame. Raises WireError."""
+        """Return the arrays in a group's payload frame. Raises WireError."""
         arrays = load_arrays(payload)
         return cls(
             named_array(arrays, "prompt_ids", "i4", 1),
@@ -132,7 +134,9 @@ def split_completions(
     Raises WireError if the arrays do not match."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
-        raise WireError(f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts")
+        raise WireError(
+            f"there are {len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
+        )
     sizes = lengths.tolist()  # few numbers: Python is faster than numpy
     if min(sizes, default=0) < 0 or sum(sizes) != len(token_ids) or len(logprobs) != len(token_ids):
         raise WireError(
@@ -141,7 +145,7 @@ def split_completions(
     if row_arrays is not None:
         row_arrays.check(len(prompt_ids), sizes)
         if np.any(logprobs[~row_arrays.sampled]):
-            raise WireError("logprobs of tokens that were not sampled have to be 0")
+            raise WireError("logprobs of tokens that were not sampled must be 0")
     completions: list[Completion] = []
     start = prompt_start = 0
     for index, (size, completion_spans) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
@@ -183,7 +187,8 @@ def decode_reference(payload: Buffer) -> FloatArray:
 
 
 def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray:
-    """Return [C, F] from a header's flat list. Raises WireError if it does not divide evenly."""
+    """Return [C, F] the rewards in a header's flat list. Raises WireError if they cannot be split evenly over the
+    completions."""
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
@@ -193,8 +198,8 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
 
 
 def decode_group(group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None) -> Group:
-    """Return a group for a learner rank: arrays and rewards, without texts; log-probabilities of the reference from the
-    `reference` payload. Finish reasons are `length` or `stop`. Raises WireError."""
+    """Return a group for a learner rank: arrays and rewards, without texts. The `reference` payload has the reference's
+    log-probabilities. Finish reasons are `length` or `stop`. Raises WireError."""
     arrays = CompletionArrays.of(payload)
     count = len(arrays.lengths)
     if len(arrays.truncated) != count:
@@ -220,7 +225,7 @@ def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan
     rows = spans.tolist()
     if spans.shape[1] != 5 or any(min(row) < 0 or max(row) > MAX_VERSION or row[0] >= count for row in rows):
         raise WireError(
-            f"spans of shape {spans.shape} have to be rows (completion, session, step, start, end), from 0 to "
+            f"spans of shape {spans.shape} must be rows (completion, session, step, start, end), from 0 to "
             f"{MAX_VERSION}, of the {count} completions"
         )
     by_completion: list[list[VersionSpan]] = [[] for _ in range(count)]
@@ -236,7 +241,7 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
             raise WireError(f"{what}span {tuple(span)} does not follow token {position}")
         position = span.end
     if position != length:
-        raise WireError(f"{what}version spans end at {position}, the tokens at {length}")
+        raise WireError(f"{what}version spans end at {position}, but the tokens at {length}")
 
 
 MAX_ROW = 1 << 16
@@ -247,7 +252,7 @@ MAX_NOTE_BYTES = 16 << 20
 
 class TurnArrays(NamedTuple):
     row: int
-    """Transcript that the turn extends; one more than the last begins a new one."""
+    """Index of the transcript that the turn extends; an index one above the last begins a new transcript."""
     context_ids: IntArray
     """[K] tokens that the model reads before it samples; in a new transcript, its prompt."""
     token_ids: IntArray
@@ -255,7 +260,7 @@ class TurnArrays(NamedTuple):
     logprobs: FloatArray
     """[T] behaviour log-probabilities, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gaps."""
+    """Version spans, which cover [0, T) without gaps."""
 
     def encode(self) -> bytes:
         return safetensors.numpy.save(
@@ -280,12 +285,13 @@ class TurnArrays(NamedTuple):
         logprobs = named_array(arrays, "logprobs", "f4", 1)
         if len(token_ids) == 0 or len(token_ids) != len(logprobs):
             raise WireError(
-                f"a turn of {len(token_ids)} tokens with {len(logprobs)} logprobs; it needs at least one of each"
+                f"a turn has {len(token_ids)} tokens and {len(logprobs)} logprobs; it needs at least one "
+                "token, and one logprob for each"
             )
         table = named_array(arrays, "spans", "i8", 2)
         if table.shape[1] != 4 or (table.size and (table.min() < 0 or table.max() > MAX_VERSION)):
             raise WireError(
-                f"spans of shape {table.shape} have to be rows (session, step, start, end) from 0 to {MAX_VERSION}"
+                f"spans of shape {table.shape} must be rows (session, step, start, end) from 0 to {MAX_VERSION}"
             )
         spans = tuple(VersionSpan(*span) for span in table.tolist())
         _check_spans(spans, len(token_ids))

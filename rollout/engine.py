@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 MAX_ID = 2**31 - 1
-"""Engines keep ids in 32 or 64 bits."""
+"""Largest token id, because engines keep ids in 32 or 64 bits."""
 MAX_STOP_IDS = 256
-"""Stop tokens of one request; the longest list sets the width of the batch's table."""
+"""Largest number of stop tokens of one request; the longest list sets the width of the batch's table."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class SamplingParams:
     max_new_tokens: int
     """Longest completion in tokens, including a prefix."""
     min_new_tokens: int = 0
-    """Stop tokens have probability 0 before this many tokens."""
+    """Number of tokens before which stop tokens have probability 0."""
     temperature: float = 1.0
     """Divisor of the logits; above 0 (1e-4 is practically greedy)."""
     top_p: float = 1.0
-    """Smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
     top_k: int = 0
-    """Likeliest tokens kept; 0 keeps all."""
+    """Number of likeliest tokens that are kept; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the engine's end of sequence."""
     min_p: float = 0.0
@@ -60,7 +60,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k <= MAX_ID, f"from 0 to {MAX_ID}"),
             ("min_p", 0 <= self.min_p < 1, "from 0 to below 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is none"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 means no penalty"),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_IDS
@@ -77,7 +77,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
-        """Return the parameters of a lease, which sets every field that it has; the others are the run's."""
+        """Return the parameters of a lease. It sets every field that its message has; the others are the run's."""
         return replace(
             run,
             max_new_tokens=params.max_new_tokens,
@@ -90,8 +90,8 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of
-        `default`, and so are those without a field in a request."""
+        """Return the parameters of a caller's request. A length, a temperature or stop ids that are zero or unset come
+        from `default`, and so does every parameter that a request cannot set."""
         return replace(
             default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
@@ -125,7 +125,7 @@ class GenerationRequest:
 
     @property
     def given_ids(self) -> IntArray:
-        """Prompt and prefix: the tokens that an engine computes before it samples."""
+        """Tokens of prompt and prefix, which an engine computes before it samples."""
         prefix = self.prefix
         return self.prompt_ids if prefix is None else np.concatenate([self.prompt_ids, prefix.token_ids])
 
@@ -138,7 +138,7 @@ class GenerationRequest:
         ids = self.given_ids
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise InvalidInput(
-                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
+                f"prompt and prefix have token ids from {ids.min()} to {ids.max()}, but the model knows 0 to "
                 f"{vocab_size - 1}; is it the model's own tokenizer?"
             )
         return min(len(self.prompt_ids) + self.params.max_new_tokens, max_tokens)
@@ -149,13 +149,14 @@ class PromptLogprobs:
     """Log-probabilities of given tokens under the model itself: temperature 1, no masks."""
 
     logprobs: FloatArray
-    """[P] of each token given those before it; the first one, which has none before it, is NaN."""
+    """[P] log-probability of each token given those before it; NaN for the first token."""
     top_ids: IntArray
-    """[P] the likeliest token at each position; the first one is -1."""
+    """[P] id of the likeliest token at each position; -1 at the first."""
     top_logprobs: FloatArray
-    """[P] the likeliest token's log-probability: equal to `logprobs` if the given token is as likely; NaN first."""
+    """[P] log-probability of the likeliest token, equal to `logprobs` if the given token is as likely; NaN at the
+    first."""
     version: Version
-    """The one version that computed all of them."""
+    """The version that computed all these log-probabilities."""
 
 
 class Engine(Protocol):
@@ -164,25 +165,26 @@ class Engine(Protocol):
     version: Version | None
     """Version of the weights in use; None before the first ones."""
     max_batch_size: int
-    """Sequences that are decoded at a time; further ones wait."""
+    """Number of sequences that are decoded at a time; further ones wait."""
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
+        """Number of requests that are not in the batch yet."""
 
     @property
     def capacity(self) -> int:
-        """Sequences that it should have now, running and waiting; may change with every step."""
+        """Number of sequences that the engine should have now, running and waiting; may change with every step."""
 
     async def ready(self) -> None:
-        """Wait until it can take weights. Raises EngineDied if it did not start, Unavailable if it was closed."""
+        """Wait until the engine can take weights. Raises EngineDied if it did not start, Unavailable if closed."""
 
     async def watch(self) -> None:
-        """Wait until it is closed. Raises EngineDied as soon as it has died, even if no caller waits for a token."""
+        """Wait until the engine is closed. Raises EngineDied as soon as it has died, even if no caller waits for a
+        token."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return the completion of `request`, including a prefix, with an empty `text`. Cancelling aborts the request.
@@ -194,11 +196,12 @@ class Engine(Protocol):
         InvalidInput: no tokens, too many, or unknown ones. Raises Unavailable and EngineDied like `generate`."""
 
     def abort(self, request_id: str) -> None:
-        """Make its `generate` return the completion until now, with finish_reason `abort`. An unknown id is ignored."""
+        """Make `generate` of this request return the completion until now, with finish_reason `abort`. An unknown id is
+        ignored."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
-        """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, if the
-        run trains an adapter (policy.lora_cfg), the adapter alone with the names of
+        """Put `weights` in use as `version`, between two decode steps. Names are those of the model's state_dict. If
+        the run trains an adapter (policy.lora_cfg), only the adapter comes, with the names of
         `paceline.weights.format.lora_names`. Weights in a segment of host memory (`HostWeights`) are mapped and
         loaded from there.
 
@@ -231,7 +234,7 @@ def check_scored_ids(token_ids: IntArray, max_tokens: int, vocab_size: int) -> N
         )
     if token_ids.min() < 0 or token_ids.max() >= vocab_size:
         raise InvalidInput(
-            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
+            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, but the model knows 0 to "
             f"{vocab_size - 1}; is it the model's own tokenizer?"
         )
 

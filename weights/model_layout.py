@@ -64,10 +64,10 @@ class WeightLayout:
             if tensor.shape != self.shapes[name]:
                 raise InvalidInput(
                     f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
-                    f"{tuple(self.shapes[name])}; the old weights go on serving"
+                    f"{tuple(self.shapes[name])}; the old weights stay in use"
                 )
             if not isinstance(weights, HostWeights) and not is_finite(tensor):
-                raise InvalidInput(f"weight {name!r} has NaN or infinite elements; the old weights go on serving")
+                raise InvalidInput(f"weight {name!r} has NaN or infinite elements; the old weights stay in use")
         for names in self.tied:
             first, *others = (name for name in names if name in weights)
             for other in others:
@@ -113,7 +113,8 @@ def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
 
 
 def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of all sources, because many chat models name them in one source only."""
+    """Return the end-of-sequence tokens of the model's config, its generation config and the tokenizer, because many
+    chat models name them in only one of these."""
     token_ids: set[int] = set()
     sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
     folder = Path(model_source(policy.model_name))
@@ -134,10 +135,10 @@ def _is_equal(first: Tensor, second: Tensor) -> bool:
 def _refuse(what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")
+        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights stay in use")
 
 
-KEPT = "the old weights go on serving"
+KEPT = "the old weights stay in use"
 
 
 class AdapterSlot:

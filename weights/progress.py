@@ -12,7 +12,8 @@ Failure = Literal["", "link", "silent", "refused"]
 """Reason why a version did not reach a member: the bytes came too late; no answer came; or the member refused it."""
 
 FLOOR_BYTES_PER_S = 20e6
-"""The slowest rate at which a member may check and load a version; a slower one counts as a fault despite reports."""
+"""The slowest rate in bytes per second at which a member may check and load a version. A slower member counts as
+faulty, although it reports."""
 
 
 class WeightProgress(NamedTuple):
@@ -45,7 +46,7 @@ class PublishResult:
     ok: bool
     """True if the member acknowledged the version, which is the only proof."""
     transfer_s: float = 0.0
-    """Seconds until its host had the bytes."""
+    """Seconds until the member's host had the bytes."""
     ack_s: float = 0.0
     """Seconds from the last byte to the member's answer: checksums and the engine's swap."""
     size_bytes: int = 0

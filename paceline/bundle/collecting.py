@@ -43,7 +43,7 @@ class Bundle:
 
     manifest: Manifest
     sources: dict[str, Path]
-    """One file for each digest."""
+    """For each digest, one file that has it."""
     warnings: tuple[str, ...] = ()
     """Sentences about files that the run may need and the bundle lacks."""
 
@@ -57,8 +57,8 @@ class _Found:
     size: int = 0
 
     def add(self, kind: Kind, name: str, bundled: str, path: Path) -> None:
-        """Add a file after checking it. A path that is already there keeps its kind: code is not also data.
-        Raises SpecError."""
+        """Add a file after checking it. A path that was added before keeps its kind, so code is not also data. Raises
+        SpecError."""
         if bundled not in self.files:
             size = _checked_size(name, path)
             self.files[bundled] = (kind, name, path)
@@ -129,13 +129,13 @@ def _add_code(found: _Found) -> list[str]:
     for module in undeclared(others, spec.bundle.requirements):
         warnings.append(
             f"{others[module].name} imports {module!r}, which is neither beside it nor a dependency of Paceline; name it in "
-            "bundle.requirements, so that workers without it report that before the first group"
+            "bundle.requirements, so that a worker without it reports that before the first group"
         )
     return list(dict.fromkeys(warnings))
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that a module names, that is beside it and does not travel."""
+    """Return a warning for each file that is beside a module, is named in it and does not travel with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -149,7 +149,9 @@ def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
 def _add_included(found: _Found) -> None:
     spec = found.spec
     if spec.bundle.include and not spec.folder:
-        raise SpecError("bundle.include is relative to the spec's folder, and this spec has none; set folder")
+        raise SpecError(
+            "bundle.include is relative to the spec's folder, and this spec has none; set the spec's key folder"
+        )
     folder = Path(spec.folder)
     if spec.bundle.include and not folder.is_dir():
         return

@@ -1,5 +1,5 @@
-"""Finds the modules that a Python file imports, without running it: those beside it, transitively, and all others by
-name, with those that are neither in the standard library nor dependencies of Paceline.
+"""Finds the modules that a Python file imports, without running it: files in its folder, transitively, and the names of
+all other modules. Also finds the names that neither the standard library nor Paceline's dependencies provide.
 
 A package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved
 like in the loader of reward functions: from the folder of the file that the spec names.
@@ -25,9 +25,10 @@ MAX_SOURCE_BYTES = 4 << 20
 @dataclass
 class Imports:
     files: set[Path] = field(default_factory=set)
-    """The file and everything beside it that it needs."""
+    """The file, and all files in its folder that it needs."""
     others: dict[str, Path] = field(default_factory=dict)
-    """Top-level modules neither beside it nor in the standard library, each with a file that imports it."""
+    """Names of imported top-level modules that are neither in the file's folder nor in the standard library, each with
+    a file that imports it."""
 
 
 def imports_of(file: Path) -> Imports:
@@ -48,7 +49,7 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals of a file that name a file beside it, which it may read at run time."""
+    """Return the string literals in a Python file that name files beside it, which it may read at run time."""
     return {
         node.value
         for node in ast.walk(_parsed(file))

@@ -28,7 +28,7 @@ FORMAT = 1
 MAX_FILES = 10_000
 MAX_PATH = 1024
 MAX_BYTES = 8 << 20
-"""Largest text of a manifest."""
+"""Largest manifest in bytes."""
 MAX_SIZE = 1 << 42
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -36,13 +36,13 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 @dataclass(frozen=True, order=True)
 class BundledFile:
     path: str
-    """Relative, with `/`, below the folder that the bundle is unpacked in."""
+    """Path with `/`, relative to the folder in which the bundle is unpacked."""
     kind: Kind
-    """`code` of reward functions, `data`, or `include` for what the spec lists."""
+    """`code` of reward functions, `data`, or `include` for a file of bundle.include."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """Hexadecimal."""
+    """SHA-256 of the content, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Manifest:
 
     @cached_property
     def text(self) -> bytes:
-        """The canonical form: the same files give the same text."""
+        """The manifest as text in canonical form: the same files give the same text."""
         files = [[file.path, file.kind, file.size, file.sha256] for file in self.files]
         return json.dumps({"format": FORMAT, "files": files}, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -88,7 +88,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
     def subset(self, *kinds: Kind) -> Manifest:
@@ -134,7 +134,10 @@ def _check(files: tuple[BundledFile, ...]) -> None:
                 f"a bundle has the path {file.path!r}, which leaves its folder; name a file below the spec's"
             )
         if not 0 <= file.size <= MAX_SIZE or not is_digest(file.sha256):
-            raise InvalidInput(f"a bundle has {file.path!r} with size {file.size} and SHA-256 {file.sha256[:80]!r}")
+            raise InvalidInput(
+                f"a bundle has {file.path!r} with the invalid size {file.size} or SHA-256 {file.sha256[:80]!r}; send "
+                "the bundle again"
+            )
         if any("/".join(parts[:end]) in paths for end in range(1, len(parts))):
             raise InvalidInput(f"a bundle has {file.path!r} below another file; send the bundle again")
 
@@ -166,12 +169,12 @@ def path_of_data(spec_folder: str, path: str) -> str:
 
 
 def path_of_data_folder(spec_folder: str, folder: str) -> str:
-    """Return the path in the bundle of a folder with data, separate from code because a file may be both."""
+    """Return the path in the bundle of a folder with data. Code has another path, because a file may be both."""
     return f"data/{path_of_folder(spec_folder, folder)}"
 
 
 def split_glob(path: str) -> tuple[str, str]:
-    """Return the folder that holds a path, or all matches of a glob, and the rest."""
+    """Split a path, or a glob, into the folder that holds it (all its matches) and the rest."""
     parts = PurePosixPath(os.path.normpath(path)).parts
     fixed = len(parts) - 1
     for index, part in enumerate(parts):
@@ -182,12 +185,13 @@ def split_glob(path: str) -> tuple[str, str]:
 
 
 def path_of_prepared(field: str, index: int, name: str) -> str:
-    """Return the path in the bundle of prepared data: entry `index` of a field's list, in a file of that name."""
+    """Return the path in the bundle of a file with prepared data; `index` is the position of the data set in the
+    field's list."""
     return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
 
 
 def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Return the names of data sets by field."""
+    """Return the names of the spec's data sets, by field."""
     names = {"data.train": spec.data.train, "data.validation": spec.data.validation}
     return {field: (value,) if isinstance(value, str) else value for field, value in names.items() if value is not None}
 

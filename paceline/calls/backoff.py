@@ -12,7 +12,8 @@ MAX_DOUBLINGS = 30
 
 
 def pause_after(failures: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after so many failures in a row: `first_s` after one, then doubled up to `longest_s`."""
+    """Return the pause in seconds after a number of failures in a row: `first_s` after one, then doubled up to
+    `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS), longest_s)
 
 
@@ -34,7 +35,7 @@ class ExponentialBackoff:
 
 
 KEY = "grpc-retry-pushback-ms"
-"""Milliseconds, as in gRPC's proposal A6."""
+"""Key of the hint in the metadata of a refusal, in milliseconds as in gRPC's proposal A6."""
 MAX_S = 3600.0
 
 
@@ -44,7 +45,7 @@ def to_metadata(seconds: float) -> tuple[tuple[str, str], ...]:
 
 
 def to_header(seconds: float) -> dict[str, str]:
-    """Return the header of a refusal, in whole seconds."""
+    """Return a refusal's header Retry-After, in whole seconds."""
     return {"Retry-After": str(max(1, math.ceil(min(seconds, MAX_S))))}
 
 

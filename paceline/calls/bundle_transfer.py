@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 20
 CALL_S = 60.0
 TRANSFER_S = 3600.0
-"""Longest single stream; a longer transfer continues in the next."""
+"""Longest single stream in seconds; a longer transfer continues in the next."""
 PATIENCE_S = 60.0
 """Seconds without progress after which a transfer fails."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0

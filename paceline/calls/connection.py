@@ -62,7 +62,7 @@ ERRORS = {
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
-"""Errors by status name; every other status is a PacelineError."""
+"""Error classes by the status name of a gRPC error; every other status is a PacelineError."""
 LASTING = (
     "NOT_FOUND",
     "INVALID_ARGUMENT",
@@ -106,7 +106,8 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""Shortest time in seconds to retry a call for which the coordinator has no room, at the pace of its hints."""
+"""Least seconds for which a call is retried, at the pace of the coordinator's hints, while the coordinator has no room.
+"""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
-"""Default path for commands without a directory: that of a coordinator started here without options."""
+"""Default path of the token's file for commands without a directory; a coordinator without options makes it at this
+path."""
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -77,8 +78,8 @@ def is_same(token: str, other: str) -> bool:
 def open_channel(
     address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
 ) -> grpc.Channel:
-    """Return a channel to a service that adds the token at `path`, read again for each call. It is encrypted if
-    `folder` or the environment names certificates."""
+    """Return a channel to a service; it adds the token at `path`, read again for each call. It is encrypted if `folder`
+    or the environment names certificates."""
     renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)
     return cast("grpc.Channel", TokenChannel(cast("grpc.Channel", renewed), path or token_path()))
 

@@ -32,7 +32,7 @@ HEADER_BYTES = len(MAGIC) + NAME_BYTES + SALT_BYTES
 CHUNK_BYTES = 65_536
 TAG_BYTES = 16
 SEALED_BYTES = CHUNK_BYTES + TAG_BYTES
-REMEDY = f"give the key with which it was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
+REMEDY = f"give the key with which the file was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
 
 
 class WrongKey(InvalidInput):
@@ -116,7 +116,7 @@ class DecryptingReader(io.RawIOBase):
     another key, and on reading a chunk that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
-        """`source` can seek; `name` is the file's name in errors."""
+        """`source` must be seekable; `name` is the file's name in errors."""
         super().__init__()
         self._source, self._name = source, name
         encrypted_bytes = source.seek(0, os.SEEK_END)
@@ -184,8 +184,9 @@ def decrypting(source: IO[bytes], key: StorageKey | None, name: str) -> IO[bytes
 
 
 def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
-    """Return a reader of a possibly encrypted file, from its beginning: `source`, or one that decrypts it with this
-    process' key. Raises WrongKey, and InvalidInput for an unreadable key, after closing `source`."""
+    """Return a reader of the plaintext of a file that may be encrypted: `source` from its beginning, or a reader that
+    decrypts it with this process' key. Raises WrongKey, and InvalidInput for an unreadable key, after closing
+    `source`."""
     try:
         source.seek(0)
         start = source.read(len(MAGIC))
@@ -197,8 +198,8 @@ def plaintext(source: IO[bytes], name: str) -> IO[bytes]:
 
 
 def open_data(path: Path) -> IO[bytes]:
-    """Return a reader of a data file, which may be encrypted itself and again by its cache. Raises as `plaintext`;
-    OSError."""
+    """Return a reader of a data file's plaintext. The file may be encrypted itself, and its cache may have encrypted it
+    again. Raises as `plaintext`; OSError."""
     return plaintext(plaintext(open_regular(path), str(path)), str(path))
 
 

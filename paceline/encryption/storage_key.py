@@ -26,7 +26,7 @@ REMEDY = "write 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
 
 
 class StorageKey:
-    """One key. Its `repr` shows the name alone."""
+    """One key. Its `repr` has only its name."""
 
     def __init__(self, secret: bytes):
         """`secret` has 32 bytes. Raises InvalidInput for any other length."""
@@ -40,7 +40,7 @@ class StorageKey:
         return f"StorageKey({self.name.hex()})"
 
     def derive(self, purpose: str, salt: bytes = b"") -> bytes:
-        """Return 32 bytes for one purpose and salt."""
+        """Return a key of 32 bytes, derived for one purpose and salt."""
         info = f"paceline storage {purpose}".encode()
         return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info).derive(self._secret)
 

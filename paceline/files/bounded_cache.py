@@ -61,7 +61,7 @@ class CacheKind:
     """Content of a cache, and its variables: `PACELINE_<NAME>_CACHE` (folder), `…_CACHE_MB` (size)."""
 
     name: str
-    """Name of an entry in messages and variables: `bundle`."""
+    """Name of an entry in messages and variables, such as `bundle`."""
     default_mb: int
     wait_s: float
     """Time-out for another process that fills the same entry, in seconds."""
@@ -75,8 +75,8 @@ class CacheKind:
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
-        """Return the cache that the environment names, else `paceline/<folder_name>` in the user's cache. Raises
-        InvalidInput."""
+        """Return the cache in the folder that the environment names, else `paceline/<folder_name>` in the user's cache.
+        Raises InvalidInput."""
         named = os.environ.get(self.folder_variable)
         folder = Path(named) if named else _in_user_cache(folder_name)
         return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
@@ -128,7 +128,7 @@ class BoundedCache:
 
     def _fill(self, root: Path, fill: Callable[[Path], None], lock: int) -> None:
         partial, damaged = root.with_suffix(".partial"), root.with_suffix(".damaged")
-        for stale in (partial, damaged):  # of a process that ended while filling
+        for stale in (partial, damaged):  # left by a process that ended while filling
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
         try:
@@ -145,7 +145,7 @@ class BoundedCache:
             shutil.rmtree(damaged, ignore_errors=True)
 
     def _make_room(self, name: str, size: int, lock: int) -> None:
-        """Remove unused entries until this one has room, and reserve it. Raises Unreadable, Unavailable."""
+        """Remove unused entries until the new one has room, and reserve the room. Raises Unreadable, Unavailable."""
         kind = self._kind
         what = f"the {kind.name}'s files are {size >> 20} MB, and "
         if size > self._max_bytes:
@@ -249,7 +249,7 @@ HASHED_BYTES = 64 << 20
 CHUNK_BYTES = 8 << 20
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 RECORD = ".copies.json"
-"""File in a folder with the stamp of each copy."""
+"""Name of the file in a cached folder that has the stamp of each copy."""
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -279,8 +279,8 @@ def open_copies(
             copied = copied if key is None else plain_size(copied)
             if expected is not None and copied != expected:
                 raise Unavailable(
-                    f"{copied} bytes of {name} arrived, and the store reported {expected}; somebody is writing there, or the "
-                    "connection broke: retry"
+                    f"{copied} bytes of {name} arrived, but the store reported {expected}; another process is writing "
+                    "it, or the connection broke: retry"
                 )
         (folder / RECORD).write_text(json.dumps({name: _mark(folder / name, hashed_bytes) for name in entries}))
 
@@ -302,7 +302,7 @@ def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | N
 
 
 def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the size and the store's tag or time of a file, which change with it."""
+    """Return the size and the store's tag or time of a file; they differ when the file has changed."""
     marks = (entry.get(key) for key in _TAGS)
     return entry.get("size"), next((str(mark) for mark in marks if mark is not None), "")
 

@@ -32,7 +32,7 @@ HEADER_BYTES = len(MARK) + 2 * NAME_BYTES + 1 + 2 * SALT_BYTES + 1
 
 
 def stored_size(line_bytes: int, key: StorageKey | None) -> int:
-    """Return the bytes in a file of a line of `line_bytes`, its end included."""
+    """Return the bytes that a line of `line_bytes` (with its end) takes in a file."""
     return line_bytes if key is None else 4 * -(-(line_bytes - 1 + OVERHEAD_BYTES) // 3) + 1
 
 
@@ -81,7 +81,7 @@ class LineReader:
             self._file.close()
             raise
         self._is_stored = isinstance(self._file.raw, io.FileIO)  # type: ignore[attr-defined]
-        """True if offsets are those of the stored bytes, which threads read without a lock."""
+        """True if offsets count the stored bytes, which threads can read without a lock."""
         self._lock = threading.Lock()
         self._first = 0 if self._cipher is None else HEADER_BYTES
 

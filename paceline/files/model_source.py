@@ -24,7 +24,7 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h
 ADAPTER_CONFIG = "adapter_config.json"
 KIND = CacheKind("model", default_mb=1 << 20, wait_s=7200.0)
 HELD_FOLDERS = 16
-"""Folders in the cache that a process protects from removal: the last ones that it requested."""
+"""Number of cached folders that a process protects from removal: the last ones that it requested."""
 
 _held: OrderedDict[Path, HeldFolder] = OrderedDict()
 _held_lock = threading.Lock()

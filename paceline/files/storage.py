@@ -69,7 +69,7 @@ class Folder:
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
-        """The path, if it is on a local disk."""
+        """Path of the folder on a local disk; None in an object store."""
 
     def __str__(self) -> str:
         return str(self.local) if self.local is not None else self.url
@@ -103,7 +103,7 @@ class Folder:
         self._store.makedirs(self._path, exist_ok=True)
 
     def folders(self) -> list[Folder]:
-        """Return the folders in it, by name; none if it does not exist."""
+        """Return the names of the folders directly below this one; none if it does not exist."""
         try:
             entries = self._store.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +112,7 @@ class Folder:
         return [self / name for name in sorted(names)]
 
     def files(self) -> dict[str, int]:
-        """Stored size in bytes of every file below it, by relative path."""
+        """Stored size in bytes of every file below this folder, by relative path."""
         found: dict[str, dict[str, Any]] = self._store.find(self._path, detail=True)
         return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
@@ -138,7 +138,7 @@ class Folder:
         return digest.hexdigest()
 
     def write(self, name: str, data: bytes) -> None:
-        """Make or replace a file in one piece; on return it and all earlier writes here are durable."""
+        """Make or replace a file in one piece. On return, it and all earlier writes to this folder are durable."""
         if self.local is None:
             self._store.pipe_file(self._at(name), data)
             return
@@ -190,12 +190,12 @@ PROBE = ".paceline-store"
 REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a retry does not change."""
 NO_CREDENTIALS = set(["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"])
-"""Errors of stores' clients, by name because the packages are optional."""
+"""Names of the errors of stores' clients for missing credentials. Their classes may not be installed."""
 
 
 def store_root(text: str, directory: Path) -> str:
-    """Return the root named by `--store`, an absolute path or a URL; empty for `directory`, the ledger's own folder.
-    Raises InvalidInput for a scheme that is unknown or whose package is not installed."""
+    """Return the root named by `--store`, an absolute path or a URL; empty if `text` is empty or names `directory`, the
+    ledger's folder. Raises InvalidInput for a scheme that is unknown or whose package is not installed."""
     if not text:
         return ""
     if is_url(text):
@@ -215,7 +215,7 @@ def refusal_of_store(root: str) -> str:
         if folder.local is not None:
             folder.make()
             is_writable = os.access(folder.local, os.W_OK | os.X_OK)
-            return "" if is_writable else _sentence(root, "you cannot write there")
+            return "" if is_writable else _sentence(root, "this process has no permission to write")
         folder.write(PROBE, b"")
     except REFUSALS as error:
         return _sentence(root, f"{type(error).__name__}: {error}")
@@ -227,6 +227,6 @@ def refusal_of_store(root: str) -> str:
 
 def _sentence(root: str, reason: str) -> str:
     return (
-        f"--store {root!r} of the coordinator refuses to be written: {reason}; correct its name, its permissions or the "
+        f"--store {root!r} of the coordinator cannot be written: {reason}; correct its name, its permissions or the "
         "credentials in the coordinator's environment"
     )

@@ -1,7 +1,7 @@
 """Reads use, memory, power, slowdowns and errors of this process's GPUs from NVML, for its heartbeats.
 
 A thread queries NVML every five seconds, because a call can hang if a GPU has left the bus; heartbeats do not wait.
-Without the package nvidia-ml-py, a driver or GPUs there are no gauges; one that a GPU lacks is left out.
+Without the package nvidia-ml-py, a driver or GPUs there are no gauges. A gauge that a GPU lacks is left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 INTERVAL_S = 5.0
 STALE_S = 30.0
-"""Age from which the newest reading counts as stale."""
+"""Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of each GPU's energy since its driver was loaded. The rest is from its UUID, so that a shared GPU counts once.
-"""
+"""Prefix of the gauges of energy in joules since the GPU's driver was loaded. The rest of a name is from the GPU's
+UUID, so that a shared GPU counts once."""
 XID = "gpu_xid"
-"""Code of the newest error; cannot be summed over members."""
+"""Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 """Reasons for lower clocks from faulty cooling or supply. A power cap is usual under full load, so it is left out."""
@@ -186,4 +186,4 @@ def _text(value: Any) -> str:
 
 
 SAMPLER = GpuSampler(open_reader)
-"""The GPUs of this process."""
+"""Sampler of this process's GPUs."""

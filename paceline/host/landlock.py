@@ -28,9 +28,9 @@ WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 TRUNCATE, ALL_FILE_RIGHTS = 1 << 14, (1 << 15) - 2
 """All rights in ABI 3 except the execution of files."""
 OF_FILES = WRITE_FILE | READ_FILE | TRUNCATE
-"""Those that a rule for a file (not a folder) may grant."""
+"""File rights that a rule for a file (not a folder) may grant."""
 SCOPES = 0b11
-"""Abstract sockets and signals, from ABI `SCOPES_ABI` on."""
+"""Scopes of abstract sockets and of signals, available from ABI `SCOPES_ABI` on."""
 SCOPES_ABI = 6
 
 

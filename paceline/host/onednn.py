@@ -5,8 +5,7 @@ measured on one Zen core, with shapes of a small transformer and 64 rows or more
 oneDNN. Learner and native engine both use it, each in its own layers.
 
 oneDNN caches generated code, and PyTorch descriptors, by shape: by default 1,024 shapes each, about half a megabyte a
-shape. The lengths of
-packed rows keep changing, so a process that computes here calls `bound_caches`.
+shape. The lengths of packed sequences keep changing, so a process that computes with oneDNN calls `bound_caches`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ shapes, whatever its depth."""
 
 
 def bound_caches() -> None:
-    """Bound the memory of these caches. Call it before the first product, because both libraries read their capacity
-    then. Variables that are already set stay."""
+    """Bound the memory of the caches of oneDNN and PyTorch. Call it before the first product, because both libraries
+    read their capacity then. Variables that are already set stay."""
     for name, shapes in CACHED_SHAPES.items():
         os.environ.setdefault(name, str(shapes))
 

@@ -25,12 +25,12 @@ def require_linux(what: str) -> None:
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Ask the kernel to send signal `number` to this process when its parent ends, or has ended. The parent is the
-    *thread* that started this process. Linux only; elsewhere nothing happens."""
+    """Ask the kernel to send signal `number` to this process when its parent ends, or at once if it has ended. The
+    parent is the *thread* that started this process. Linux only; elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 

@@ -1,4 +1,4 @@
-"""Reads a file that somebody has named, if it is a regular one.
+"""Reads a file that somebody has named, if it is a regular file.
 
 Promise: any other kind of file is refused at once. Opening a FIFO would wait for its writer, and a device may never
 end.
@@ -23,7 +23,7 @@ def open_regular(path: str | Path) -> BinaryIO:
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
+        raise OSError(errno.EINVAL, "the path is a pipe, a socket or a device, not a file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

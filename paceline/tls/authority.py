@@ -66,18 +66,18 @@ def issue(folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: f
     others reach the process, in addition to those of this host. Raises InvalidInput, NotFound without an authority,
     Conflict for a name that is in use."""
     if not NAME.fullmatch(name):
-        raise InvalidInput(f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        raise InvalidInput(f"the name {name[:80]!r} must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     if (folder / name / CERTIFICATE).exists():
         raise Conflict(f"{folder / name} already has a certificate; `paceline certs renew {folder} {name}` renews it")
     return _issue(folder, name, role, hosts, days)
 
 
 def renew(folder: Path, name: str, days: float | None = None) -> Path:
-    """Renew a certificate with a new key and return its folder; `days` defaults to those before. Raises NotFound,
-    InvalidInput."""
+    """Renew a certificate with a new key and return its folder. By default it is valid for as many days as the one
+    before. Raises NotFound, InvalidInput."""
     path = folder / name / CERTIFICATE
     if not path.is_file():
-        raise NotFound(f"{path} is not there; `paceline certs issue {folder} {name} --role ROLE` makes it")
+        raise NotFound(f"{path} does not exist; `paceline certs issue {folder} {name} --role ROLE` makes it")
     before = read_certificate(path.read_bytes())
     lasted_days = (before.ends - before.begins - SKEW) / timedelta(days=1)
     if len(before.organizations) != 1:
@@ -86,7 +86,8 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
 
 
 def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
-    """Yield the names and certificates of an authority's folder, by name. Raises InvalidInput for one that cannot be read."""
+    """Yield the names and certificates of an authority's folder, by name. Raises InvalidInput for an unreadable
+    certificate."""
     for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
         yield path.parent.name, read_certificate(path.read_bytes())
 
@@ -114,8 +115,8 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
     )
     if certificate.not_valid_after_utc > authority.not_valid_after_utc:
         raise InvalidInput(
-            f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, its authority only until "
-            f"{authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
+            f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, but its authority only "
+            f"until {authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
         )
     issued_folder = folder / name
     issued_folder.mkdir(exist_ok=True)
@@ -130,7 +131,7 @@ def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]
         certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
         key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
     except FileNotFoundError as error:
-        raise NotFound(f"{error.filename} is not there; `paceline certs init {folder}` makes an authority") from None
+        raise NotFound(f"{error.filename} does not exist; `paceline certs init {folder}` makes an authority") from None
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"the authority in {folder} cannot be read: {error}") from None
     if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():

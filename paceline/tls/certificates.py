@@ -39,21 +39,21 @@ class Certificate:
     """Common name; empty without one."""
     organizations: tuple[str, ...]
     hosts: tuple[str, ...]
-    """DNS names and IP addresses for which it is valid."""
+    """DNS names and IP addresses for which the certificate is valid."""
     issuer: str
-    """Common name of its issuer."""
+    """Common name of the certificate's issuer."""
     begins: datetime
     ends: datetime
     serial: int
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until it expires; negative afterwards."""
+        """Return the seconds until the certificate expires; negative afterwards."""
         return (self.ends - datetime.now(UTC)).total_seconds()
 
     @property
     def is_due(self) -> bool:
-        """Return whether less than a third of its life is left, so that it should be renewed."""
+        """Return whether less than a third of the certificate's life is left, so that it should be renewed."""
         return self.left_s < (self.ends - self.begins).total_seconds() / 3
 
 

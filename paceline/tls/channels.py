@@ -60,7 +60,7 @@ class RenewedChannel:
     """The part of a channel that stubs use; each call begins on a channel with the newest certificates."""
 
     def __init__(self, opened: Callable[[], Any], folder: TlsFolder | None = None):
-        """`opened` opens a channel of either kind. Raises InvalidInput for a folder that cannot be read."""
+        """`opened` opens a channel, plain or of asyncio. Raises InvalidInput for a folder that cannot be read."""
         self._opened, self._folder = opened, folder or tls_folder()
         self._material = self._folder.read() if self._folder is not None else None
         self._channels = [opened()]
@@ -81,7 +81,7 @@ class RenewedChannel:
             channel.close()
 
     def _method(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that is created once for each channel."""
+        """Return a function that makes calls of a method; the stub's callable is created once for each channel."""
         newest = self._channels[-1]
         call = getattr(newest, kind)(*method, **how)
 
@@ -99,7 +99,7 @@ class RenewedChannel:
     stream_stream = partialmethod(_method, "stream_stream")
 
     def _current(self) -> Any:
-        if self._folder is None or self._is_closed:  # gRPC refuses a call on a closed channel itself
+        if self._folder is None or self._is_closed:  # gRPC itself refuses a call on a closed channel
             return self._channels[-1]
         with self._lock:
             if (material := self._folder.read()) is not self._material:
@@ -114,7 +114,8 @@ LIMIT_S = 3.0
 
 
 def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
-    """Return how TLS, or its lack, bars this process from the gRPC server at "host:port"; else empty. Blocks."""
+    """Return why TLS, or its lack, keeps this process from the gRPC server at "host:port"; empty if it does not.
+    Blocks."""
     host, _, port = address.rpartition(":")
     folder = folder or tls_folder()
     try:

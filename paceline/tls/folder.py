@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Material:
-    """The content of a folder."""
+    """Certificates and key of a folder."""
 
     authority: bytes
     """PEM of the trusted authorities."""
@@ -50,7 +50,7 @@ class TlsFolder:
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
 
     def read(self) -> Material:
-        """Return the newest matching certificates. Raises InvalidInput if there were none yet."""
+        """Return the newest matching files of the folder. Raises InvalidInput if there were none yet."""
         with self._lock:
             stamp = tuple(file_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
             if self._read is None or stamp != self._stamp:
@@ -67,13 +67,13 @@ class TlsFolder:
         authority = self._content(AUTHORITY)
         if authority is None:
             raise InvalidInput(
-                f"{self.path / AUTHORITY} is not there; a folder for --tls-dir has ca.crt, and tls.crt with tls.key for a "
-                "process (`paceline certs issue` makes one)"
+                f"{self.path / AUTHORITY} does not exist; a folder for --tls-dir has ca.crt, and tls.crt with tls.key "
+                "for a process (`paceline certs issue` makes one)"
             )
         certificate, key = self._content(CERTIFICATE), self._content(KEY)
         if (certificate is None) != (key is None):
             present, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
-            raise InvalidInput(f"{self.path} has {present} and no {missing}; put both there, or none")
+            raise InvalidInput(f"{self.path} has {present} and no {missing}; put both in the folder, or neither")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             context.load_verify_locations(cadata=authority.decode())

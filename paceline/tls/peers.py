@@ -26,7 +26,7 @@ class PeerTls:
         self.context(server=True)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the context of one side. Raises InvalidInput."""
+        """Return the TLS context of the server or of the client. Raises InvalidInput."""
         with self._lock:
             material = self._folder.read()
             if material is not self._material:
@@ -56,10 +56,10 @@ class PeerTls:
 
 
 def check_worker(connection: ssl.SSLSocket) -> None:
-    """Raise Unavailable unless the verified certificate of the other side is a worker's."""
+    """Raise Unavailable unless the peer's verified certificate gives the role worker."""
     der = connection.getpeercert(binary_form=True)
     if not der:
-        raise Unavailable("the other side has no certificate")
+        raise Unavailable("the peer has no certificate")
     try:
         identity = identity_of(ssl.DER_cert_to_PEM_cert(der))
     except InvalidInput as error:

@@ -34,7 +34,8 @@ from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalis
 from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed in one pass."""
+"""Largest number of padded tokens in one prefill pass, which bounds its activations. A single longer prompt is computed
+in one pass."""
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
@@ -46,10 +47,10 @@ class RunningSequence:
     request: GenerationRequest
     stop_ids: frozenset[int]
     limit: int
-    """Tokens, including the prompt, at which it ends by its length."""
+    """Number of tokens, including the prompt, at which the sequence ends by its length."""
     spans: list[VersionSpan] = field(default_factory=list)
     birth: int = 0
-    """Decode step at which it would have had 0 tokens: its `total` is the batch's step minus this."""
+    """Decode step at which the sequence would have had 0 tokens: its `total` is the batch's step minus this."""
     computed_at: int = 0
     """Number of changes of weights in the batch when its oldest keys and values were computed."""
     scanner: StopScanner | None = None
@@ -62,7 +63,7 @@ class RunningSequence:
 
     @property
     def stopped(self) -> bool:
-        """True once its text holds a stop string."""
+        """True once the sequence's text has a stop string."""
         return self.scanner is not None and self.scanner.stopped
 
     @property
@@ -94,7 +95,7 @@ class DecodeBatch:
         self.sequences: list[RunningSequence] = []
         self.version: Version | None = None
         self.prefix_hits = 0
-        """Prompt tokens that were not computed, because another sequence's were the same."""
+        """Number of prompt tokens that were not computed, because another sequence had the same prompt."""
         self._cache = SlotCache(num_slots)
         self._prompts = prompts if prompts is not None else PromptCache()
         self._step = self._changes = 0
@@ -113,7 +114,8 @@ class DecodeBatch:
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Add sequences: compute their prompts, equal ones once a version, and sample their first tokens. Return the ended."""
+        """Add sequences: compute their prompts (equal prompts once for each version) and sample their first tokens.
+        Return the sequences that have ended."""
         by_prompt: dict[bytes, list[RunningSequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.given_ids().tobytes(), []).append(sequence)
@@ -130,7 +132,7 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def step(self) -> list[Ended]:
-        """Sample one more token for every sequence. Return the sequences that end with it, which have left."""
+        """Sample one more token for every sequence. Return the sequences that ended; they have left the batch."""
         num_rows = len(self.sequences)
         total_R = self._counts[:num_rows, TOTAL]
         positions_R = total_R - 1
@@ -147,7 +149,7 @@ class DecodeBatch:
         return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
-        """Return each sequence that has a progress callback with its completion until now; none leaves."""
+        """Return each sequence that has a progress callback, with its completion until now; all stay in the batch."""
         watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
@@ -275,7 +277,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index; without `reason` it is `stop` or `length`, by last token and stop strings."""
+        """Remove sequences by index and return their completions, which end with `reason`. Without it they end with
+        `stop` or `length`, by last token and stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -334,7 +337,8 @@ class DecodeBatch:
         self._penalises |= any(p.repetition_penalty != 1 for p in params)
 
     def _recompute(self, start: int, stop: int) -> None:
-        """Compute keys and values of the sequences [start, stop) again with new weights, but for their last tokens."""
+        """Compute keys and values of the sequences [start, stop) again with new weights, except those of their last
+        tokens."""
         for sequence in self.sequences[start:stop]:
             sequence.computed_at = self._changes
         longest = self._longest - 1
@@ -370,7 +374,7 @@ def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSe
 
 
 MAX_BYTES = 1 << 28
-"""Bytes of all entries together; the least recently used are dropped first."""
+"""Largest size of all entries together in bytes; the least recently used are dropped first."""
 
 
 @dataclass(frozen=True)

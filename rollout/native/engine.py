@@ -89,11 +89,11 @@ class NativeEngine:
 
     @property
     def prefix_hits(self) -> int:
-        """Prompt tokens that were not computed, because another sequence's were the same."""
+        """Number of prompt tokens that were not computed, because another sequence had the same prompt."""
         return self._batch.prefix_hits
 
     async def ready(self) -> None:
-        """See `Engine.ready`: at once."""
+        """Return at once; see `Engine.ready`."""
 
     async def watch(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -268,7 +268,7 @@ class NativeEngine:
                 loop.call_soon_threadsafe(sequence.request.on_progress, completion)
 
     def _end(self, error: BaseException | None) -> None:
-        """Answer all waiting callers: with their completions until now after `close`, with the reason after an error."""
+        """Answer all waiting callers: after `close` with their present completions, after an error with its reason."""
         with self._wake:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()
@@ -316,7 +316,7 @@ def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
             loop.call_soon_threadsafe(_set_all, items)
         except RuntimeError:
             # The loop was closed, so no caller waits any more.
-            log.debug("%d answers for a loop that is closed", len(items))
+            log.debug("%d answers were dropped, because their loop is closed", len(items))
 
 
 def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
@@ -330,7 +330,8 @@ def _set_all(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 
 PASS_TOKENS = 8192
-"""Padded tokens of one pass, which bound its activations. A single longer text is computed in one pass."""
+"""Largest number of padded tokens in one pass, which bounds its activations. A single longer text is computed in one
+pass."""
 
 
 @dataclass(eq=False)
@@ -338,7 +339,7 @@ class Scoring:
     """A text that waits for its log-probabilities."""
 
     token_ids: IntArray
-    """[P]"""
+    """[P] token ids of the text."""
     answer: asyncio.Future[PromptLogprobs]
 
 
@@ -348,7 +349,7 @@ def score_next(waiting: deque[Scoring], model: NativeModel, version: Version) ->
     longest = 0
     while waiting and (not taken or max(longest, len(waiting[0].token_ids)) * (len(taken) + 1) <= PASS_TOKENS):
         text = waiting.popleft()
-        if not text.answer.done():  # a caller that has gone cancels its future
+        if not text.answer.done():  # a caller that no longer waits has cancelled its future
             taken.append(text)
             longest = max(longest, len(text.token_ids))
     if not taken:

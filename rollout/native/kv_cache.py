@@ -63,10 +63,10 @@ class SlotCache(Cache):
         self._rows_R, self._positions_R, self._kv_length = rows_R, positions_R, kv_length
 
     def decode_mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return [R, 1, 1, kv_length], to add to attention scores: 0 at the last `window` positions up to the row's (None:
-        at all of them), else the type's lowest."""
+        """Return [R, 1, 1, kv_length], to add to attention scores: 0 at the last `window` positions up to the row's
+        position (None: at all positions up to it), else the type's lowest number."""
         if self._positions_R is None:
-            raise RuntimeError("decode_mask() outside a decode pass")
+            raise RuntimeError("decode_mask() was called outside a decode pass")
         positions_R = self._positions_R
         index_C = torch.arange(self._kv_length, device=positions_R.device)
         beyond_RC = index_C > positions_R[:, None]
@@ -78,7 +78,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, H, T, D] keys and values of one layer, and return those to attend to."""
+        """Write [R, H, T, D] keys and values of one layer, and return the keys and values to attend to."""
         if layer_idx not in self._keys_SHCD:
             self._keys_SHCD[layer_idx] = self._allocate(key_states)
             self._values_SHCD[layer_idx] = self._allocate(value_states)

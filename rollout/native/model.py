@@ -37,20 +37,21 @@ FIELD = "policy.model_name"
 ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
 SCORED_LOGITS = 1 << 26
-"""Float32 logits that scoring holds at a time."""
+"""Number of float32 logits that scoring holds at a time."""
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 """Model types that give every layer the window of their config, if it names one."""
 
 
 class SlidingWindow(NamedTuple):
-    """The last tokens that a token attends to, including itself, in all layers or in those of that kind."""
+    """The window of a model: the last tokens that a token attends to, including itself, in all layers or in one kind of
+    layer."""
 
     num_tokens: int
     in_every_layer: bool
 
 
 class NativeModel:
-    """The forward passes and the weights. Not thread-safe: one thread runs it (`check` may run in another)."""
+    """The forward passes and the weights of a model. One thread calls its methods; `check` may run in another."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class NativeModel:
         self.stop_token_ids = stop_token_ids
         """End-of-sequence tokens of the model's config, its generation config and the tokenizer."""
         self.max_tokens = max_tokens
-        """Longest sequence, prompt and completion together."""
+        """Longest sequence in tokens, prompt and completion together."""
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
@@ -151,7 +152,7 @@ class NativeModel:
             self._layout.check(weights)
 
     def replace(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy checked `weights` over the model's, in place and in the model's type."""
+        """Copy checked `weights` over the model's tensors, in place and in the model's type."""
         with torch.no_grad():
             if self._adapter is not None:
                 self._adapter.replace(weights)
@@ -169,7 +170,7 @@ class NativeModel:
             torch.cuda.synchronize(self.device)
 
     def _decode_mask(self, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the mask of a decode pass; by kind of layer if only some have a window."""
+        """Return the mask of a decode pass, or one for each kind of layer if only some layers have a window."""
         if self._window is None:
             return cache.decode_mask(self.dtype)
         sliding = cache.decode_mask(self.dtype, self._window.num_tokens)
@@ -219,8 +220,8 @@ def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel
 
 
 def _window_of(config: PreTrainedConfig, max_tokens: int) -> SlidingWindow | None:
-    """Return the window of the layers that have one; None if no sequence is longer. Raises InvalidInput for a model
-    type whose layers' windows are not known."""
+    """Return the window of the layers that have one; None if no sequence is longer than it. Raises InvalidInput for a
+    model type whose layers' windows are not known."""
     num_tokens = getattr(config, "sliding_window", None)
     kinds = config.to_dict().get("layer_types")
     if num_tokens is None or num_tokens >= max_tokens or (kinds and "sliding_attention" not in kinds):

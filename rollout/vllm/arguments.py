@@ -17,11 +17,11 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.weights.model_layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
-"""Default on a CPU, because vLLM would take a fraction of all memory."""
+"""Default size of the KV cache on a CPU, because vLLM would take a fraction of all memory."""
 CPU_BATCHED_TOKENS = 4096
-"""Tokens of one step on a CPU, at least one whole prompt."""
+"""Largest number of tokens in one step on a CPU, unless the longest sequence has more."""
 TRANSFER = "paceline"
-"""The weight transfer that `rollout/vllm/worker.py` registers."""
+"""Name of the weight transfer that `rollout/vllm/worker.py` registers."""
 
 
 def require_vllm() -> None:
@@ -32,7 +32,9 @@ def require_vllm() -> None:
             "it for GPUs, docs/use/vllm.md tells how to get it for CPUs, and backend 'native' needs nothing"
         )
     if not sys.platform.startswith("linux"):
-        raise InvalidInput(f"policy.generation.backend is 'vllm', which needs Linux; this is {sys.platform}")
+        raise InvalidInput(
+            f"policy.generation.backend is 'vllm', which needs Linux; this is {sys.platform}; use backend 'native'"
+        )
 
 
 def engine_arguments(

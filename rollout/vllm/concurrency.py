@@ -1,4 +1,4 @@
-"""The number of sequences that an engine should have: a state machine fed with its scheduler's report of each step.
+"""The number of sequences that an engine should have: a state machine fed with the scheduler's report of each step.
 
 An engine with a paged KV cache holds as many sequences as their tokens fit, a number that is not known beforehand: few
 if all of them get long, many if most end early. Too few leave it idle; too many are preempted, and the work on a
@@ -30,9 +30,9 @@ class StepReport:
     running: int
     waiting: int
     kv_use: float
-    """Fraction of the KV cache's blocks that are in use."""
+    """Fraction of the KV cache's blocks in use."""
     preempted: int
-    """Sequences that were preempted in this step."""
+    """Number of sequences that were preempted in this step."""
 
 
 class ConcurrencyLimit:

@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 WATCH_S = 0.2
 """Seconds between two checks that the engine lives, because vLLM does not report its end."""
 END_S = 0.5
-"""Seconds in which the engine's processes may end by themselves (never on CPUs); then the guard kills them."""
+"""Seconds for the engine's processes to end by themselves, which they never do on CPUs; then the guard kills them."""
 SCORING_ATTEMPTS = 3
-"""Attempts to score a text under one version; each is repeated if new weights come during it."""
+"""Number of attempts to score a text under one version; new weights during an attempt cause the next one."""
 log = logging.getLogger(__name__)
 
 
@@ -74,11 +74,12 @@ log = logging.getLogger(__name__)
 class _Sequence:
     request: GenerationRequest
     name: str
-    """Its name within vLLM: unique over the engine's life, so that a request's id is free as soon as it has ended."""
+    """Id of the request within vLLM: unique over the engine's life, so that the caller's id is free as soon as the
+    request has ended."""
     limit: int
-    """Most tokens of prompt and completion together."""
+    """Largest number of tokens of prompt and completion together."""
     loop: asyncio.AbstractEventLoop
-    """Loop of the caller."""
+    """The caller's asyncio loop."""
     aborted: bool = False
     submitted: bool = False
 
@@ -123,7 +124,7 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch, as of the last step."""
+        """Number of sequences in the batch, as of the last step."""
         return min(sum(report.latest.running for report in self._reports), len(self._live))
 
     @property
@@ -158,7 +159,7 @@ class VllmEngine:
                 del self._live[request.request_id]
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """See `Engine.prompt_logprobs`: vLLM's, from a request that samples one token more."""
+        """See `Engine.prompt_logprobs`. The values are vLLM's, from a request that samples one token more."""
         check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
         self._refuse_if_unready()
         return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
@@ -183,7 +184,7 @@ class VllmEngine:
 
     @property
     def prefix_hits(self) -> int:
-        """Prompt tokens that were not computed, because the prefix cache had them."""
+        """Number of prompt tokens that were not computed, because the prefix cache had them."""
         return sum(report.prefix_hits for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:

@@ -25,12 +25,13 @@ class EngineThread:
 
     def __init__(self, live: Callable[[], Coroutine[Any, Any, None]], at_end: Callable[[], object]) -> None:
         self.started: Future[None] = Future()
-        """Set by `live`. Fails with Unavailable if the engine was closed before, with EngineDied if it died before."""
+        """Future that `live` completes. It fails with Unavailable if the engine was closed before, with EngineDied if
+        it died before."""
         self.ended: Future[None] = Future()
         self.error: BaseException | None = None
         """The error that ended the engine."""
         self.closing = False
-        """Set by the caller that ends the engine; `live` checks it."""
+        """True once a caller ends the engine; `live` checks it."""
         self._live = live
         self._at_end = at_end
         self._gate = threading.Lock()
@@ -106,7 +107,7 @@ class EngineThread:
 
 
 def died(error: BaseException) -> EngineDied:
-    """Return the error for callers of an engine that `error` has ended."""
+    """Return the error that callers get after `error` has ended the engine."""
     if isinstance(error, EngineDied):
         return error
     reason = EngineDied(f"the engine died: {error!r}")

@@ -31,18 +31,19 @@ VARIABLE = "PACELINE_ENGINE"
 SHARED_MEMORY = "/dev/shm/"
 STARTING_S = 0.1
 RUNNING_S = 5.0
-"""Longest seconds between two checks of the processes' shared memory, before and after the owner has reported their
-start; the guard also checks whenever a new file appears."""
+"""Longest time in seconds between two checks of the processes' shared memory, before and after the owner has reported
+their start; the guard also checks whenever a new file appears."""
 LOOK_S = 0.02
-"""Shortest seconds between two checks, however many files other programs put into shared memory."""
+"""Shortest time in seconds between two checks, however many files other programs put into shared memory."""
 IN_CREATE = 0x100
 """inotify(7): a file was created in the folder."""
 KILL_S = 10.0
-"""Seconds in which killed processes must be gone."""
+"""Seconds within which killed processes must end."""
 
 
 class ProcessGuard:
-    """The owner's side. Make it before the engine, start the engine with `environment`; `close` it after its end."""
+    """The owner's object for a guard. Make it before the engine, start the engine with `environment`; `close` it after
+    the engine's end."""
 
     def __init__(self) -> None:
         # The resource tracker of this process removes the process's semaphores at its end. It has to run before the
@@ -50,7 +51,7 @@ class ProcessGuard:
         resource_tracker.ensure_running()
         mark = uuid.uuid4().hex
         self.directory = tempfile.mkdtemp(prefix="paceline-")
-        """Folder for the engine's sockets; removed with it."""
+        """Folder for the engine's sockets; removed at the engine's end."""
         self.environment = {VARIABLE: mark, "SPT_NOENV": "1"}
         """Variables for the engine's processes. (SPT_NOENV keeps setproctitle from overwriting the mark.)"""
         guard = subprocess.Popen(
@@ -94,7 +95,7 @@ class ProcessGuard:
 
 
 class _Engine:
-    """The processes with one mark in /proc, and the shared memory that they have mapped."""
+    """The processes in /proc that have one engine's mark, and the shared memory that they have mapped."""
 
     def __init__(self, mark: str, owner: int) -> None:
         self._owner = owner
@@ -159,7 +160,7 @@ def watch_folder(path: str) -> int:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of a process in /proc; empty if it is gone or another user's."""
+    """Return a file of a process in /proc; empty if the process has ended or is another user's."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

@@ -3,9 +3,9 @@ share.
 
 A worker verifies on a thread while it decodes, so it cannot answer a call; it writes its receipt instead. The promise:
 a receipt is valid for one order and the reader's part of these contents only, so an old receipt or another reader's does
-not count; with all receipts every byte of a
-version was verified. Orders are numbered for the engine's life, because nothing else distinguishes two versions: two
-segments count their generations alike, and a manifest that came by hosts has no checksums.
+not count; with all receipts every byte of a version was verified. Orders are numbered for the engine's life, because
+nothing else distinguishes two versions: two segments count their generations alike, and a manifest that came by hosts
+has no checksums.
 
 The page is a memfd without a name: it ends with the processes.
 """
@@ -37,11 +37,12 @@ from paceline.weights.hosts.host_weights import MAX_SEGMENTS
 from paceline.weights.hosts.segment import HostSegment, identity_of
 
 SLOT = struct.Struct("<32sQQBxH204s")
-"""The receipt, the order's number, the number of verified bytes; for an error its kind, length and text."""
+"""Fields of a reader's entry: the receipt, the order's number, the number of verified bytes; for an error its kind,
+length and text."""
 ERROR_BYTES = 204
 FAILED = b"\xff" * 32
 KINDS: tuple[type[PacelineError], ...] = (Unavailable, WireError, InvalidInput)
-"""Type of the error that the engine raises, by the kind's number."""
+"""Error types that the engine raises, by the number of their kind."""
 POLL_S = 0.002
 
 
@@ -63,12 +64,13 @@ class ReadOrder:
 
 
 def receipt_of(content_hash: str, order: int, reader: int) -> bytes:
-    """Return the receipt of reader number `reader` for its part of contents with this hash, in order number `order`."""
+    """Return the receipt of reader number `reader` for its part of the contents with this hash, in order number
+    `order`."""
     return hashlib.sha256(f"{content_hash}/{order}/{reader}".encode()).digest()
 
 
 class Receipts:
-    """The engine's side: a page for `num_readers` workers, for the engine's life."""
+    """Page with the receipts of `num_readers` workers, made by the engine for its life."""
 
     def __init__(self, num_readers: int) -> None:
         self.num_readers = num_readers
@@ -118,7 +120,7 @@ class Receipts:
 
 
 def write_receipt(path: str, reader: int, receipt: bytes, order: int, num_bytes: int) -> None:
-    """Write a reader's receipt, which proves that everything that this thread did before has happened."""
+    """Write a reader's receipt, as proof that everything which this thread did before has happened."""
     _write(path, reader, SLOT.pack(receipt, order, num_bytes, 0, 0, b""))
 
 
@@ -163,11 +165,11 @@ class SegmentReader:
         self._mapped: OrderedDict[tuple[int, int], HostSegment] = OrderedDict()
         self._layout = ""
         self._part: list[tuple[int, int]] = []
-        """Byte ranges that this worker loads from weights with `_layout`."""
+        """Byte ranges that this worker loads from weights with the layout `_layout`."""
         self._record: LoadRecord | None = None
-        """Set while the first version of a layout is loaded."""
+        """Record of the loaded ranges, while the first version of a layout is loaded; else None."""
         self.loaded_bytes = 0
-        """Bytes of a version that this worker loads; 0 before the first."""
+        """Number of bytes that this worker loads of a version; 0 before the first."""
 
     def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
         """Map and verify, give the weights to `take`, and then write the receipt, which proves that `take` has
@@ -189,7 +191,7 @@ class SegmentReader:
         write_receipt(order.receipts, self._reader, receipt, order.number, num_bytes)
 
     def load(self, model: Any, weights: ReadWeights) -> None:
-        """Load this worker's part into `model`; `finish` follows."""
+        """Load this worker's part into `model`. Call `finish` afterwards."""
         if self._layout != weights.layout_hash:
             self._layout, self._record = weights.layout_hash, LoadRecord(next(iter(weights.tensors.values())))
         with self._record or nullcontext():
@@ -225,9 +227,9 @@ class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = tensor.untyped_storage().data_ptr()
         self.ranges: list[tuple[int, int]] = []
-        """Byte ranges [start, end) from the first to the last byte of each copy."""
+        """Byte ranges [start, end), each from the first to the last byte of a copy."""
         self.num_bytes = 0
-        """Bytes that were copied."""
+        """Number of bytes that were copied."""
 
     def __torch_dispatch__(
         self,

@@ -22,7 +22,7 @@ class Reports(StatLoggerBase):  # type: ignore[misc]
         """Capacity of the KV cache in tokens."""
         self.latest = StepReport(0, 0, 0.0, 0)
         self.prefix_hits = 0
-        """Prompt tokens that were in the prefix cache."""
+        """Number of prompt tokens that were in the prefix cache."""
         self.last_token_s = 0.0
         """Monotonic time of the last token."""
 

@@ -20,7 +20,7 @@ LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 of vLLM, which raises lower ones to it with only a log line. Below it the engine takes the
 likeliest token, which is then certain."""
 LabelSpan = tuple[str, int, int]
-"""Label of a version, first token and end, counted from the first token that vLLM sampled."""
+"""Span of sampled tokens: label of its version, first token and end, counted from the first token that vLLM sampled."""
 
 
 def label_of(version: Version) -> str:
@@ -114,7 +114,7 @@ def completion(request: GenerationRequest, output: Any) -> Completion:
 
 
 def reported_spans(output: Any) -> list[LabelSpan]:
-    """Return the versions of an ended sequence's tokens."""
+    """Return the version spans of an ended sequence's tokens, which vLLM has reported."""
     return [(span.version, span.start, span.end) for span in output.weight_versions or ()]
 
 

@@ -45,9 +45,9 @@ class WeightUpdates:
         self._in_flight = spec.async_grpo.in_flight_weight_updates
         self._recompute_after = spec.async_grpo.recompute_after_updates
         self.verified_bytes: list[int] = []
-        """Bytes of the last version that each worker has verified."""
+        """For each worker, the number of bytes of the last version that it has verified."""
         self._kept_updates = 0
-        """Updates since keys and values of running sequences were computed again."""
+        """Number of updates since keys and values of running sequences were computed again."""
         self.label = ""
         """Label of the model's version, with which requests salt the prefix cache: it changes while generation is
         paused, so that no keys and values of other weights are found under it."""

@@ -38,15 +38,15 @@ class LoadRead(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[misc]
-    """The weight transfer, see the module."""
+    """Transfer of weights from a segment of host memory; see the module."""
 
     init_info_cls = NoInit
     update_info_cls = LoadRead
     reader: SegmentReader | None = None
-    """Made with the first order, which has the worker's number."""
+    """Reader of this worker; made with the first order, which has the worker's number."""
 
     def read(self, order: ReadOrder, reader: int) -> None:
-        """Begin to map and verify; the outcome is in `receive_weights` as soon as the receipt is written."""
+        """Begin to map and verify weights; `receive_weights` finds the outcome as soon as the receipt is written."""
         if self.reader is None:
             self.reader = SegmentReader(reader, self.device)
         self._weights: Future[ReadWeights] = Future()
@@ -107,7 +107,7 @@ class WorkerExtension:
             )
 
     def paceline_read_weights(self, **order: Any) -> None:
-        """Begin to read, see `ReadOrder`; readers count through the replicas of data parallelism."""
+        """Begin to read weights, see `ReadOrder`. Readers are numbered through all replicas of data parallelism."""
         parallel = self.vllm_config.parallel_config
         reader = parallel.data_parallel_index * parallel.world_size + self.rank
         self.weight_transfer_engine.read(ReadOrder(**order), reader)

@@ -29,7 +29,7 @@ ROLE_NAMES = {
 STARTS_S = 120.0
 METRICS = re.compile(r"metrics at http://(\S+?)/metrics")
 AGENT = re.compile(r"relay \S+ listens at .* and on (\S+)")
-UNFORESEEN = re.compile(r"unforeseen \w+ in .+?(?= \(and|$)", re.MULTILINE)
+UNFORESEEN = re.compile(r"unexpected \w+ in .+?(?= \(and|$)", re.MULTILINE)
 OPTIONS = {
     "coordinator": ["--metrics-port", "0", "--min-free-mb", "16"],
     "rollout": ["--metrics-port", "0"],

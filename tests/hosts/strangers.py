@@ -43,7 +43,7 @@ LOGGED = (
     ("a foreign peer with a key", GRPC, "its key is no member's"),
     ("a peer that has left", GRPC, "its key is no member's"),
     ("reads weights: insider", AGENT, "refused a reader at"),
-    ("reads weights:", AGENT, "a reader on another host is gone"),
+    ("reads weights:", AGENT, "a reader on another host has ended"),
     ("metrics with", GRPC, HTTP),
     ("completions with", "rollout-", HTTP),
 )

@@ -47,7 +47,7 @@ def test_unforeseen_exceptions_are_counted_and_logged_with_their_traceback(
         except KeyError as error:
             told = unforeseen.note("Get", error)
     assert unforeseen.total == 3
-    assert told == "unforeseen KeyError in Get; the traceback is in this service's log"
+    assert told == "unexpected KeyError in Get; the traceback is in this service's log"
     (record,) = caplog.records
     assert record.exc_info is not None
 

@@ -63,7 +63,7 @@ def test_the_digest_covers_mask_prompts_samples_and_turns() -> None:
         ("num_samples", np.array([0], np.int32), "num_samples is"),
         ("sampled", np.ones(7, bool), "logprobs|do not cover"),
         ("sampled", np.ones(6, bool), "sampled has 6 values"),
-        ("logprobs", -np.ones(7, np.float32), "were not sampled have to be 0"),
+        ("logprobs", -np.ones(7, np.float32), "were not sampled must be 0"),
         ("turns", np.array([[0, 0, 2]], np.int32), "1, 3. with 4 turn_rewards"),
         ("turns", np.array([[0, 0, 2], [0, 3, 5], [1, 0, 1], [2, 0, 2]], np.int32), "not within its transcript"),
         ("turns", np.array([[0, 3, 4], [0, 0, 2], [1, 0, 1], [2, 0, 2]], np.int32), "is not after"),

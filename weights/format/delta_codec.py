@@ -41,18 +41,19 @@ Bits = npt.NDArray[Any]
 Places = npt.NDArray[np.int32]
 
 MAGNITUDE_BITS, MAGNITUDE_SHIFT = 0x7FFF, 7
-"""For bfloat16 the shifted magnitude is the exponent; for float16 it is some other bits of the magnitude."""
+"""Mask of an element's magnitude, and the shift that makes its class: for bfloat16 the exponent remains, for float16
+also some bits of the mantissa."""
 MOST_BOUNDS = 6
 BLOCK = 1 << 17
-"""Elements compared at a time: their working memory fits into a core's cache."""
+"""Number of elements that are compared at a time: their working memory fits into a core's cache."""
 _LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
 _FEWEST_LISTED = 1024
-"""Fewest elements of a class: below this, its counts and code tables cost more than it saves."""
+"""Fewest elements of a class; counts and code tables of a smaller class cost more than it saves."""
 _SAMPLE = 1 << 14
 
 
 def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
-    """Return the bounds of the classes of these bits, descending.
+    """Return the bounds, descending, of the magnitude classes for these bits.
 
     Class 0 is [bounds[0], ∞), class c is [bounds[c], bounds[c - 1]), the last class goes down to 0. Empty if the
     elements are few or their type has no 16 bits.
@@ -78,7 +79,7 @@ def check_bounds(bounds: tuple[int, ...], bits_N: Bits) -> None:
     descending = all(low < high for high, low in itertools.pairwise(bounds))
     highest = MAGNITUDE_BITS >> MAGNITUDE_SHIFT if bits_N.dtype.itemsize == 2 else 0
     if len(bounds) > MOST_BOUNDS or not descending or (bounds and bounds[0] > highest):
-        raise ValueError(f"classes {bounds} of elements with {bits_N.dtype.itemsize} bytes")
+        raise ValueError(f"the class bounds {bounds} are impossible for elements with {bits_N.dtype.itemsize} bytes")
 
 
 def listed(bits_N: Bits, bounds: tuple[int, ...]) -> list[Places]:
@@ -121,9 +122,9 @@ class Changes:
     """Changed elements of a tensor, as a comparison on any device finds them."""
 
     bounds: tuple[int, ...]
-    """Bounds of the classes."""
+    """Bounds of the classes, as from `choose_bounds`."""
     sizes: tuple[int, ...]
-    """Number of elements that the ranks of each class count: N for class 0, else the class's size."""
+    """For each class, the number of elements that its ranks count: N for class 0, else the class's size."""
     ranks: tuple[Positions, ...]
     """Ascending ranks of the changed elements, by class."""
     base_K: Bits
@@ -165,7 +166,7 @@ def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
 
 
 def pack(changes: Changes) -> bytes:
-    """Return the encoded bytes of at least one change."""
+    """Return the changes as encoded bytes. There must be at least one change."""
     parts = _Writer()
     parts.number(len(changes.bounds))
     for number in (*changes.bounds, *map(len, changes.ranks)):
@@ -198,12 +199,12 @@ def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
     parts = _Parts(data)
     num_bounds = parts.number()
     if num_bounds > len(data):
-        raise ValueError(f"{num_bounds} bounds in {len(data)} bytes")
+        raise ValueError(f"{len(data)} bytes cannot have {num_bounds} bounds")
     bounds = tuple(parts.number() for _ in range(num_bounds))
     check_bounds(bounds, base_N)
     counts = [parts.number() for _ in range(num_bounds + 1)]
     if not 0 < sum(counts) <= len(base_N):
-        raise ValueError(f"{counts} of {len(base_N)} elements changed")
+        raise ValueError(f"the numbers of changed elements by class, {counts}, must have a sum from 1 to {len(base_N)}")
     order: list[Positions] = []
     far: list[Positions] = []
     begin = 0
@@ -236,7 +237,7 @@ def _bits(ordered_K: Bits) -> Bits:
 
 
 def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
-    """Return (True if it falls, units beyond the first) of nonzero differences, which wrap around."""
+    """Return, for nonzero differences that wrap around, (true where the value falls, units beyond the first)."""
     falls_K = _all_of_sign(difference_K)
     further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
     return falls_K.astype(np.bool_), further_K
@@ -281,7 +282,7 @@ _coders = _Coders()
 
 
 class _Writer:
-    """Writes bytes, and numbers with seven bits a byte, lowest first; the eighth bit marks that more follow."""
+    """Writes bytes, and numbers with seven bits a byte, lowest first; the eighth bit marks that more bytes follow."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -313,7 +314,7 @@ class _Writer:
 
 
 class _Parts:
-    """Reads the output of `_Writer` in order. Every method raises ValueError."""
+    """Reads the output of `_Writer` in order. Every method raises ValueError for malformed bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
@@ -326,13 +327,13 @@ class _Parts:
             if byte < 0x80:
                 self._rest = self._rest[index + 1 :]
                 return number
-        raise ValueError("a number that does not end")
+        raise ValueError("a number does not end")
 
     def part(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return the next `num_bytes` bytes."""
         part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         if len(part) != num_bytes:
-            raise ValueError(f"{len(part)} of {num_bytes} bytes are there")
+            raise ValueError(f"only {len(part)} of {num_bytes} bytes are left")
         return np.frombuffer(part, np.uint8)
 
     def packed(self, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -341,18 +342,18 @@ class _Parts:
         part = self.part(length)
         found_bytes = zstandard.frame_content_size(part.data) if kind == _ZSTD else length
         if found_bytes != num_bytes:
-            raise ValueError(f"a part of {found_bytes} bytes, not {num_bytes}")
+            raise ValueError(f"a part has {found_bytes} bytes, not {num_bytes}")
         if kind == _RAW:
             return part
         unpacked = _coders.decompressor.decompress(part.data, max_output_size=num_bytes)
         if len(unpacked) != num_bytes:
-            raise ValueError(f"a part of {len(unpacked)} bytes, not {num_bytes}")
+            raise ValueError(f"a part has {len(unpacked)} bytes, not {num_bytes}")
         return np.frombuffer(unpacked, np.uint8)
 
     def end(self) -> None:
-        """Raise ValueError if anything is left."""
+        """Raise ValueError if any bytes are left."""
         if len(self._rest):
-            raise ValueError(f"{len(self._rest)} bytes too many")
+            raise ValueError(f"there are {len(self._rest)} bytes too many")
 
 
 class Gaps(NamedTuple):
@@ -367,11 +368,11 @@ class Gaps(NamedTuple):
     """
 
     num_unary: int
-    """U."""
+    """U, the number of bits of the unary part."""
     unary: npt.NDArray[np.uint8]
-    """[ceil(U / 8)] the unary part."""
+    """[ceil(U / 8)] bytes of the unary part."""
     low: npt.NDArray[np.uint8]
-    """[k · ceil(M / 8)] the low part."""
+    """[k · ceil(M / 8)] bytes of the low part."""
 
 
 def parameter(count: int, size: int) -> int:
@@ -405,7 +406,7 @@ def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
 def decode_gaps(source: _Parts, count: int, size: int) -> Positions:
     """Return the `count` numbers that were given to `encode_gaps`. Raises ValueError."""
     if count > size:
-        raise ValueError(f"{count} of {size} elements")
+        raise ValueError(f"there cannot be {count} different numbers below {size}")
     if 2 * count > size:
         return _missing(_gaps(source, size - count, size), size)
     return _gaps(source, count, size)
@@ -416,11 +417,11 @@ def _gaps(source: _Parts, count: int, size: int) -> Positions:
         return np.empty(0, np.int64)
     k, num_unary = parameter(count, size), source.number()
     if num_unary > count + (size >> k):
-        raise ValueError(f"{num_unary} bits for {count} of {size} elements")
+        raise ValueError(f"{num_unary} bits are too many for {count} of {size} elements")
     bits_U = np.unpackbits(source.part(-(-num_unary // 8)), count=num_unary)
     numbers_M = np.flatnonzero(bits_U.view(np.bool_))
     if len(numbers_M) != count:
-        raise ValueError(f"{len(numbers_M)} gaps for {count} of {size} elements")
+        raise ValueError(f"{len(numbers_M)} gaps are coded for {count} of {size} elements")
     if k:
         # With quotients q, number i is i plus the sum of the first i + 1 gaps, (q << k) + low.
         numbers_M -= np.arange(count)
@@ -436,7 +437,7 @@ def _gaps(source: _Parts, count: int, size: int) -> Positions:
         numbers_M += np.cumsum(steps_M, out=steps_M)
         numbers_M -= 1
     if numbers_M[-1] >= size:
-        raise ValueError(f"number {numbers_M[-1]} of {size} elements")
+        raise ValueError(f"the number {numbers_M[-1]} is not below {size}")
     return numbers_M
 
 

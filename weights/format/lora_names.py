@@ -40,7 +40,7 @@ def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]
         if name != name_a or name_b not in adapter:
             raise InvalidInput(
                 f"tensor {name!r} is not one of a pair {PREFIX}<layer>{A_SUFFIX} and {B_SUFFIX}; the run trains "
-                "LoRA (policy.lora_cfg), so an adapter has to come"
+                "LoRA (policy.lora_cfg), so the weights must be an adapter"
             )
         yield module, a_RI, adapter[name_b]
 

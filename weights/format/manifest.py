@@ -1,4 +1,4 @@
-"""Lays out the bytes of a version of the weights, with their checksums, and lists both in a manifest.
+"""Lays out the bytes of a version of the weights, and lists the layout with checksums in a manifest.
 
 The tensors of a version lie in one flat run of bytes, each at an aligned offset that both sides compute from names,
 dtypes and shapes alone. Buckets are equal slices of that run, so a tensor larger than a bucket is split without a
@@ -20,7 +20,8 @@ import xxhash
 from paceline.errors import WireError
 
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this, enough for any dtype's view and for vector loads."""
+"""Alignment in bytes: every tensor starts at a multiple of it. It suffices for any dtype's view and for vector loads.
+"""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -36,12 +37,13 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Names of the dtypes that can travel, as torch calls them, and their sizes."""
+"""Size in bytes of each dtype that can travel, by torch's name."""
 
 FORMAT = 1
 
 MAX_MANIFEST_BYTES = 64 << 20
-"""A million tensors: an upper bound, because a manifest is read between two messages of the control plane."""
+"""Largest manifest in bytes, enough for a million tensors. It is bounded because a manifest is read between two
+messages of the control plane."""
 MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
 
@@ -84,7 +86,7 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor; tensors with `same_as` share the offset of the tensor named there.
+        """Assign an offset to every tensor; a tensor with `same_as` shares the offset of the tensor that it names.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """
@@ -120,7 +122,7 @@ class WeightManifest:
 
     @property
     def content_hash(self) -> str:
-        """Return the SHA-256 over layout and checksums: equal if and only if the weights are."""
+        """Return the SHA-256 over layout and checksums: equal if and only if the weights are equal."""
         sums = [self.layout_hash, self.algorithm, *(entry.checksum for entry in self.entries)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
@@ -140,11 +142,11 @@ class WeightManifest:
     def from_bytes(cls, data: bytes) -> WeightManifest:
         """Read the result of `to_bytes`. Raises WireError for anything else, before any memory is allocated for it."""
         if len(data) > MAX_MANIFEST_BYTES:
-            raise WireError(f"weight manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
+            raise WireError(f"weight manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
-                raise WireError(f"weight manifest has format {document['format']!r}, this side reads {FORMAT}")
+                raise WireError(f"weight manifest has format {document['format']!r}, this Paceline reads {FORMAT}")
             manifest = cls(
                 tuple(_entry(raw) for raw in document["tensors"]),
                 _count(document["total_bytes"]),
@@ -178,13 +180,15 @@ class WeightManifest:
                 "are received"
             )
         if layout_hash != self.layout_hash:
-            raise WireError(f"weight manifest says layout {layout_hash}, its tensors make {self.layout_hash}")
+            raise WireError(
+                f"weight manifest has the layout hash {layout_hash}, but its tensors have {self.layout_hash}"
+            )
 
 
 def algorithm_named(value: Any) -> Algorithm:
     """Return the checksum algorithm of that name. Raises WireError if there is none."""
     if value not in ("xxh3_64", "sha256"):
-        raise WireError(f"checksum algorithm {value!r}; this side knows xxh3_64 and sha256")
+        raise WireError(f"checksum algorithm {value!r} is unknown; use xxh3_64 or sha256")
     return cast(Algorithm, value)
 
 
@@ -207,7 +211,7 @@ def _aligned(num_bytes: int) -> int:
 def _entry(raw: list[Any]) -> TensorEntry:
     name, dtype, shape, offset, digest = raw
     if not isinstance(name, str) or not isinstance(digest, str) or dtype not in DTYPE_BYTES:
-        raise ValueError(f"tensor {name!r} of {dtype!r}")
+        raise ValueError(f"tensor {name!r} has the dtype {dtype!r} or a checksum that is no text")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has a shape of more than {MAX_DIMENSIONS} dimensions")
     return TensorEntry(name, dtype, tuple(_count(size) for size in shape), _count(offset), digest)

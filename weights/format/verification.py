@@ -23,8 +23,8 @@ CHUNK_BYTES = 4 << 20
 """Bytes that are hashed at a time, a multiple of every dtype's size: they fit into the cache, and the calls are too few
 to compete for the interpreter."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
-"""Threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads are as fast as a fast network.
-"""
+"""Number of threads of one comparison: one xxh3 thread is as fast as memory, eight SHA-256 threads are as fast as a
+fast network."""
 
 
 class TensorBytes(NamedTuple):
@@ -73,7 +73,8 @@ def verify(
     num_threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
+    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return the number of their
+    bytes.
 
     Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
     infinite elements. With `digests` False only the numbers are checked, because the checksums were compared already.
@@ -98,10 +99,10 @@ def _verify_piece(
     digest_hex = str(digest.hexdigest()) if digests else piece.checksum
     if digest_hex != piece.checksum:
         raise WireError(
-            f"tensor {piece.name!r} arrived with {algorithm} {digest_hex!r}, the sender has {piece.checksum!r}"
+            f"tensor {piece.name!r} arrived with {algorithm} {digest_hex!r}, but the sender has {piece.checksum!r}"
         )
     if not is_finite:
-        raise InvalidInput(f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving")
+        raise InvalidInput(f"weight {piece.name!r} has NaN or infinite elements; the old weights stay in use")
 
 
 def _is_finite(raw: torch.Tensor, dtype: str) -> bool:

@@ -26,7 +26,7 @@ from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection, connect
 
 SILENCE_S = 5.0
-"""Silence after which a relay counts as stuck; a sign of life is requested each second."""
+"""Seconds of silence after which a relay counts as stuck; a sign of life is requested each second."""
 ASK_S = 1.0
 START_S = 15.0
 POLL_S = 0.02
@@ -62,13 +62,13 @@ class RelayClient:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether a connection exists within that time."""
+        """Wait for a connection, at most that time; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self._identity is not None, timeout_s)
 
     @property
     def identity(self) -> worker_pb2.HostAgent | None:
-        """The relay, for the control plane; None if there is none."""
+        """Id, address and zone of the relay, for the control plane; None without a relay."""
         identity = self._identity
         if identity is None:
             return None
@@ -76,7 +76,7 @@ class RelayClient:
         return worker_pb2.HostAgent(agent_id=identity.agent_id, address=f"{host}:{identity.port}", zone=self._zone)
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:
-        """Send a request. Raises Unavailable if there is no connection; `on_connected` is called when there is one."""
+        """Send a request. Raises Unavailable if there is no connection; `on_connected` is called once there is one."""
         connection = self._connection
         if connection is None or self._identity is None:
             raise Unavailable("there is no relay on this host at the moment; it is being started")
@@ -103,7 +103,7 @@ class RelayClient:
                 if self._closed:
                     return
                 failures += 1
-                seldom.warning("agent", "this host's relay for weights is gone: %s", error)
+                seldom.warning("agent", "the connection to this host's relay for weights has ended: %s", error)
             except Exception as error:  # raised by a callback; the relay is still needed
                 failures += 1
                 unforeseen.note("a message of this host's relay", error)
@@ -143,7 +143,7 @@ class RelayClient:
                 if time.monotonic() - heard_s > self._silence_s:
                     with contextlib.suppress(OSError):
                         os.kill(connection.peer_pid, signal.SIGKILL)
-                    raise Unavailable(f"it was silent for {self._silence_s:.0f} s; another one is started")
+                    raise Unavailable(f"the relay was silent for {self._silence_s:.0f} s; another one is started")
                 number += 1
                 connection.send(host_agent_pb2.AgentRequest(alive=host_agent_pb2.Alive(number=number)))
                 continue
@@ -162,7 +162,7 @@ class RelayClient:
 
 
 def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
-    """Start a relay in the background. It ends by itself: after its last client, or at once if another one listens."""
+    """Start a relay in the background. It ends after its last client, or at once if another relay listens."""
     # Without a GPU and without the starter's death signal, because it serves all workers of the host.
     environment = {key: value for key, value in os.environ.items() if key != "PACELINE_STARTER"}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -29,15 +29,15 @@ class Kind(enum.IntEnum):
     """Content of a frame."""
 
     WAIT = 1
-    """Nothing new yet; sent instead of silence."""
+    """Nothing new yet: a sign of life."""
     PIECE = 2
-    """A piece of the version; its index and its bytes."""
+    """A piece of the version: the frame has its index and its bytes."""
     MANIFEST = 3
     """The version's manifest."""
     GONE = 4
-    """The version is gone from this host, or will not come."""
+    """The host no longer has the version, or will not get it."""
     REFUSED = 5
-    """The request was refused; the reason in UTF-8."""
+    """The request was refused; the frame has the reason in UTF-8."""
 
 
 def send_request(channel: Channel, request: host_agent_pb2.ReadRequest) -> None:
@@ -50,11 +50,11 @@ def receive_request(channel: Channel) -> host_agent_pb2.ReadRequest:
     """Receive the reader's only message. Raises WireError, Unavailable."""
     (length,) = LENGTH.unpack(receive(channel, LENGTH.size))
     if length > MAX_MESSAGE_BYTES:
-        raise WireError(f"a request of {length} bytes; this side reads up to {MAX_MESSAGE_BYTES}")
+        raise WireError(f"a relay's request has {length} bytes, more than {MAX_MESSAGE_BYTES}")
     try:
         return host_agent_pb2.ReadRequest.FromString(receive(channel, length))
     except DecodeError as error:
-        raise WireError(f"bytes that are not a request of a relay: {error}") from error
+        raise WireError(f"the bytes received are not a request of a relay: {error}") from error
 
 
 def send_frame(channel: Channel, kind: Kind, index: int = 0, data: bytes = b"") -> None:
@@ -68,11 +68,11 @@ def receive_head(channel: Channel) -> tuple[Kind, int, int]:
     try:
         return Kind(kind), index, length
     except ValueError as error:
-        raise WireError(f"a frame of the unknown kind {kind}") from error
+        raise WireError(f"a frame has the unknown kind {kind}") from error
 
 
 def receive(channel: Channel, length: int) -> bytes:
-    """Receive this many bytes."""
+    """Return the next `length` bytes of the channel."""
     data = bytearray(length)
     channel.receive_into(memoryview(data))
     return bytes(data)

@@ -28,7 +28,7 @@ ENGINES_POLL_S = 0.01
 
 
 class HeldVersion:
-    """A version in a segment, or a part of it. The condition of `HeldVersions` guards all but the bytes."""
+    """A version in a segment, complete or not. The condition of `HeldVersions` guards everything but the bytes."""
 
     def __init__(
         self, layout: HostManifest, version: Version, segment: HostSegment, generation: int, staged: bool
@@ -39,27 +39,27 @@ class HeldVersion:
         self.segment, self.generation = segment, generation
         self.memory = segment.memory()
         self.staged = staged
-        """True if learner ranks of this host write it."""
+        """True if learner ranks of this host write the version."""
         self.manifest: HostManifest | None = None
-        """The version's manifest, once it is known here."""
+        """The version's manifest; None until it has come."""
         self.manifest_bytes = b""
         self.present = bytearray(len(self.pieces))
-        """1 for each piece that is verified."""
+        """For each piece, 1 if it is verified, else 0."""
         self.arrived: list[int] = []
-        """The verified pieces in order of arrival."""
+        """Indices of the verified pieces, in order of arrival."""
         self.verified_bytes = 0
         self.gone = False
         """True when the segment is being overwritten."""
         self.readers = 0
         """Number of readers on other hosts."""
         self.writers = 0
-        """Number of threads of this process, and ranks of this host, that write it."""
+        """Number of threads of this process, and of ranks of this host, that write the version."""
         self.ranks_done: set[int] = set()
         """Learner ranks of this host that have written their parts."""
 
     @property
     def complete(self) -> bool:
-        """Return whether all pieces and the manifest are there."""
+        """Return whether all pieces and the manifest have come."""
         return self.manifest is not None and len(self.arrived) == len(self.pieces)
 
     @property
@@ -69,16 +69,16 @@ class HeldVersion:
 
 
 class HeldVersions:
-    """The versions of one run at a time. Any thread."""
+    """The versions that a host holds, of one run at a time. Any thread may call."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._held: list[HeldVersion] = []
-        """Ordered by age, the oldest first; at most one for each segment."""
+        """Held versions by age, the oldest first; at most one for each segment."""
         self._segments: list[HostSegment] = []
         self.run_id = ""
         self.wanted: Version | None = None
-        """The newest version that this host is to bring; an older one can no longer begin to arrive."""
+        """Newest version that was planned for this host; older ones no longer begin to arrive."""
         self.closed = False
 
     def use_run(self, run_id: str) -> None:
@@ -93,26 +93,26 @@ class HeldVersions:
             self.changed.notify_all()
 
     def find(self, run_id: str, version: Version) -> HeldVersion | None:
-        """Return the version if it is here or arriving."""
+        """Return the version if this host has it or receives it; else None."""
         with self.changed:
             return next((h for h in self._held if h.run_id == run_id and h.version == version), None)
 
     def newest_complete(self) -> HeldVersion | None:
-        """Return the newest version that is here with all its bytes."""
+        """Return the newest version of which this host has all bytes."""
         with self.changed:
             complete = [held for held in self._held if held.complete]
             return max(complete, key=lambda held: held.version, default=None)
 
     def will_come(self, version: Version) -> bool:
-        """Return whether a version that is not here may still begin to arrive: nothing newer is here or wanted."""
+        """Return whether a version that this host lacks may still arrive: no newer one is complete or planned."""
         with self.changed:
             newest = self.newest_complete()
             is_older = newest is not None and version < newest.version
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
-        """Return memory for a version: its present memory, or that of an older one. None if engines read all segments for
-        `wait_s`, or a newer version came. A staged version always gets memory."""
+        """Return memory for a version: that in which it is already, or that of an older version. None if engines read
+        all segments for `wait_s`, or a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with self.changed:
@@ -134,7 +134,7 @@ class HeldVersions:
                 self.changed.wait(min(left_s, ENGINES_POLL_S))
 
     def add(self, held: HeldVersion, piece: int, digest: bytes) -> None:
-        """Note that a piece was verified, or was written here."""
+        """Note that a piece was verified, or was written by a rank of this host."""
         with self.changed:
             if held.present[piece] or not held.is_current:
                 return
@@ -162,10 +162,11 @@ class HeldVersions:
 
     @contextmanager
     def reading(self, held: HeldVersion) -> Iterator[None]:
-        """Read a version for another host. Raises Unavailable if it is gone."""
+        """Count a reader on another host while it reads a version. Raises Unavailable if the version is being
+        overwritten."""
         with self.changed:
             if not held.is_current:
-                raise Unavailable(f"version {held.version.step} is gone")
+                raise Unavailable(f"this host no longer has version {held.version.step}")
             held.readers += 1
         try:
             yield
@@ -176,7 +177,7 @@ class HeldVersions:
 
     @contextmanager
     def writing(self, held: HeldVersion) -> Iterator[None]:
-        """Write a version: its segment is not reused meanwhile."""
+        """Keep a version's segment from being reused while it is written."""
         with self.changed:
             held.writers += 1
         try:
@@ -187,7 +188,7 @@ class HeldVersions:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Drop everything, and wake all waiting threads."""
+        """Drop all versions and segments, and wake all waiting threads."""
         with self.changed:
             self.closed = True
             for held in self._held:
@@ -230,7 +231,7 @@ class HeldVersions:
         return segment, segment.begin()
 
     def _publish(self, held: HeldVersion, piece: int, digest: bytes) -> None:
-        """Publish the piece's bucket to the engines, once all pieces of it are there."""
+        """Publish the bucket of a piece to the engines, once all pieces of the bucket are present."""
         bucket = held.pieces[piece].bucket
         parts = [index for index in _pieces_of(held, piece) if held.pieces[index].bucket == bucket]
         if all(held.present[index] for index in parts):

@@ -29,7 +29,7 @@ POLL_S = 0.002
 
 
 class SegmentPair:
-    """The writer's segments, made when needed; never written while an engine reads them or an operation writes them.
+    """A writer's segments, made when needed. None is written while an engine reads it or another operation writes it.
 
     Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that
     never ends is abandoned and never reused; it is freed when the operation ends.
@@ -72,7 +72,8 @@ class SegmentPair:
             self._writing = [other for other in self._writing if other is not segment]
 
     def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
-        """Return a new segment if there is room, else in place of one that an operation may write forever."""
+        """Return a new segment and its generation. If there are MAX_SEGMENTS, it replaces one of them, but only if
+        operations may write all of them forever; else return None."""
         if len(self._segments) >= MAX_SEGMENTS:
             stuck = [segment for segment in self._segments if segment in self._writing]
             if len(stuck) < MAX_SEGMENTS:
@@ -86,7 +87,8 @@ class SegmentPair:
 
 
 State = Literal["received", "compared", "verified"]
-"""Received: not checked. Compared: the checksums are the sender's. Verified: and every number is finite."""
+"""`received`: nothing is checked. `compared`: the checksums are the sender's. `verified`: also, all numbers are finite.
+"""
 
 
 class HostWeights(Mapping[str, "torch.Tensor"]):

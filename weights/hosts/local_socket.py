@@ -28,9 +28,11 @@ from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 
 FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
 LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
-"""Environment variable that separates the relays of processes on one host, as if the processes were on several."""
+"""Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
+"""
 HEAD = struct.Struct("<IB3x")
-"""Bytes of the message, and 1 if a descriptor belongs to it, because several messages may be received at once."""
+"""Head of a message: its bytes, and 1 if a descriptor belongs to it, because several messages may be received at once.
+"""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0
@@ -39,7 +41,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def socket_name(coordinator: str, host: str) -> str:
-    """Return the name of the socket that all workers of one coordinator with one address for weights share on this host."""
+    """Return the socket's name, which workers on this host with one coordinator and one address for weights share."""
     key = "\n".join((coordinator, host, os.environ.get(LABEL_VARIABLE, "")))
     name = f"paceline-agent-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = os.environ.get(FOLDER_VARIABLE, "")
@@ -47,7 +49,7 @@ def socket_name(coordinator: str, host: str) -> str:
 
 
 def listen(name: str) -> socket.socket:
-    """Return a listening socket. Raises Conflict if another process listens there, and Unavailable."""
+    """Return a socket that listens at `name`. Raises Conflict if another process listens there, and Unavailable."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if name.startswith("@"):
@@ -58,7 +60,9 @@ def listen(name: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno != errno.EADDRINUSE:
-            raise Unavailable(f"nobody can listen at {name} ({error}); is {FOLDER_VARIABLE} right?") from error
+            raise Unavailable(
+                f"no relay can listen at {name} ({error}); correct {FOLDER_VARIABLE} if it is set"
+            ) from error
         raise Conflict(f"another relay listens at {name}") from error
     return listener
 
@@ -76,10 +80,10 @@ def connect(name: str, timeout_s: float) -> LocalConnection:
 
 
 class LocalConnection:
-    """One connection. One thread receives, any may send."""
+    """A connection between a relay and a client. One thread receives, any may send."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Raise Unavailable if the other side is another user's process."""
+        """Raise Unavailable if the peer is a process of another user."""
         self._socket = connection
         self._sending = threading.Lock()
         self._buffer = bytearray()
@@ -105,7 +109,7 @@ class LocalConnection:
 
     def receive(self, kind: type[MessageT], timeout_s: float | None) -> tuple[MessageT, int | None] | None:
         """Return the next message and its descriptor, which the caller closes; None if none came in time. Raises
-        Unavailable if the other side is gone, and WireError."""
+        Unavailable if the peer has ended the connection, and WireError."""
         try:
             while True:
                 parsed = self._parsed(kind)
@@ -135,14 +139,14 @@ class LocalConnection:
             return None
         length, has_fd = HEAD.unpack_from(self._buffer)
         if length > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {length} bytes; this side reads up to {MAX_MESSAGE_BYTES}")
+            raise WireError(f"a relay's message has {length} bytes, more than {MAX_MESSAGE_BYTES}")
         end = HEAD.size + length
         if len(self._buffer) < end:
             return None
         try:
             message = kind.FromString(bytes(self._buffer[HEAD.size : end]))
         except DecodeError as error:
-            raise WireError(f"bytes that are not a message of a relay: {error}") from error
+            raise WireError(f"the bytes received are not a message of a relay: {error}") from error
         del self._buffer[:end]
         return message, bool(has_fd)
 
@@ -152,7 +156,7 @@ def _address(name: str) -> str:
 
 
 def _listen_in_folder(listener: socket.socket, name: str) -> None:
-    """Replace a relay that is gone; one relay at a time does so. Raises OSError if one listens."""
+    """Listen in place of a relay that has ended; one relay at a time does so. Raises OSError if one still listens."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -166,6 +170,6 @@ def _listen_in_folder(listener: socket.socket, name: str) -> None:
             listener.listen(BACKLOG)
             os.rename(new, name)  # the name appears only when it accepts connections
         else:
-            raise OSError(errno.EADDRINUSE, "it is in use")
+            raise OSError(errno.EADDRINUSE, "a relay listens there")
         finally:
             probe.close()

@@ -28,7 +28,7 @@ from paceline.weights.format.manifest import ALIGNMENT_BYTES, MAX_MANIFEST_BYTES
 MIN_BUCKET_BYTES = 256 << 10
 MAX_BUCKET_BYTES = 16 << 20
 BUCKETS = 1024
-"""Buckets of a large version: with these a chain of 200 hosts takes a fifth longer than one hop."""
+"""Number of buckets of a large version: with so many, a chain of 200 hosts takes a fifth longer than one hop."""
 MAX_PIECES = 1 << 20
 
 
@@ -38,7 +38,7 @@ class Owned(NamedTuple):
     begin: int
     end: int
     source: int
-    """Index of the host among the learner's."""
+    """Index of the host among the learner's hosts."""
 
 
 class Piece(NamedTuple):
@@ -47,11 +47,11 @@ class Piece(NamedTuple):
     bucket: int
     source: int
     ranges: tuple[tuple[int, int], ...]
-    """[begin, end) within the version, ascending."""
+    """Byte ranges [begin, end) within the version, ascending."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all ranges."""
+        """Total bytes of the piece's ranges."""
         return sum(end - begin for begin, end in self.ranges)
 
 
@@ -61,7 +61,8 @@ def bucket_bytes_for(total_bytes: int) -> int:
 
 
 def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
-    """Return the ranges in order, neighbours of one source joined; a gap of alignment belongs to the range before it."""
+    """Return the ranges in order, with neighbours of one source joined. A gap for alignment belongs to the range before
+    it."""
     whole: list[Owned] = []
     for source_range in sorted(owned):
         if whole and whole[-1].source == source_range.source and source_range.begin - whole[-1].end < ALIGNMENT_BYTES:
@@ -72,7 +73,7 @@ def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
 
 
 def plan_pieces(owned: Sequence[Owned], bucket_bytes: int) -> tuple[Piece, ...]:
-    """Return the pieces in the order of buckets. `owned` is a result of `joined`."""
+    """Return the pieces of a version in the order of its buckets. `owned` is a result of `joined`."""
     ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for begin, end, source in owned:
         while begin < end:
@@ -88,7 +89,9 @@ def check_owned(owned: Sequence[Owned], layout: WeightManifest) -> None:
     end = 0
     for one in owned:
         if not end <= one.begin < one.end <= layout.total_bytes or one.source < 0:
-            raise WireError(f"a range of {one.begin} to {one.end} bytes of {layout.total_bytes} comes after byte {end}")
+            raise WireError(
+                f"the range of bytes {one.begin} to {one.end} of {layout.total_bytes} comes after byte {end}"
+            )
         end = one.end
     index = 0
     for entry in sorted(layout.entries, key=lambda entry: entry.offset):
@@ -116,11 +119,11 @@ class HostManifest:
     owned: tuple[Owned, ...]
     algorithm: PieceAlgorithm
     digests: tuple[bytes, ...] = ()
-    """One for each piece."""
+    """Digest of each piece, in the order of `pieces`."""
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces, in the order of buckets."""
+        """Pieces of the version, in the order of its buckets."""
         return plan_pieces(self.owned, self.layout.bucket_bytes)
 
     @property
@@ -130,7 +133,7 @@ class HostManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Total bytes of the version's pieces."""
         return sum(one.end - one.begin for one in self.owned)
 
     def of(self, version: Version, digests: tuple[bytes, ...]) -> HostManifest:
@@ -138,7 +141,7 @@ class HostManifest:
         return replace(self, version=version, digests=digests)
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the manifest as JSON."""
         document = {
             "format": FORMAT,
             "run_id": self.run_id,
@@ -154,14 +157,14 @@ class HostManifest:
     def from_bytes(cls, data: bytes) -> HostManifest:
         """Read the result of `to_bytes`. Raises WireError for anything else, before any memory is allocated for it."""
         if len(data) > MAX_MANIFEST_BYTES:
-            raise WireError(f"the manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
+            raise WireError(f"the manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
-                raise WireError(f"the manifest has format {document['format']!r}, this side reads {FORMAT}")
+                raise WireError(f"the manifest has format {document['format']!r}, this Paceline reads {FORMAT}")
             algorithm = document["algorithm"]
             if algorithm not in DIGEST_BYTES:
-                raise WireError(f"pieces have digests of {algorithm!r}; this side knows {', '.join(DIGEST_BYTES)}")
+                raise WireError(f"the pieces have digests of {algorithm!r}; use one of {', '.join(DIGEST_BYTES)}")
             session, step = document["version"]
             manifest = cls(
                 str(document["run_id"]),
@@ -190,7 +193,7 @@ class HostManifest:
 
 
 def piece_digest(memory: memoryview, piece: Piece, algorithm: PieceAlgorithm) -> bytes:
-    """Return the digest of a piece of a version that lies in `memory`."""
+    """Return the digest of one piece of the version in `memory`."""
     digest = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.sha256()
     for begin, end in piece.ranges:
         digest.update(memory[begin:end])

@@ -29,21 +29,21 @@ CLOSE_WAIT_S = 2.0
 class _Member:
     held: Version | None = None
     begun_s: float = 0.0
-    """Monotonic time of the announcement of the version that it works on."""
+    """Monotonic time at which the member's current version was announced."""
     loading_s: float = 0.0
     """Monotonic time of the first report that all bytes arrived; 0 before."""
     deadline_s: float = math.inf
     last_s: float = math.inf
-    """Latest value of the deadline while no bytes arrive."""
+    """Latest time to which reports without new bytes extend the deadline."""
     received_bytes: int = 0
     working_on: Version | None = None
-    """Version of its newest report."""
+    """Version in the member's newest report."""
     failures: int = 0
     attempts: int = 0
 
 
 class HostMembers:
-    """The members of one run. `on_result` is called from the thread."""
+    """The members of one run. `on_result` is called from this object's thread."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class HostMembers:
         clock: Callable[[], float] = time.monotonic,
         is_heard: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`is_heard` returns whether reports of members can arrive: without a coordinator no member is silent."""
+        """`is_heard` returns whether reports of members can arrive; if not, no member counts as silent."""
         self._max_wait_s, self._on_result = max_wait_s, on_result
         self._clock, self._is_heard = clock, is_heard
         self._members: dict[str, _Member] = {}
         self._gone: dict[str, _Member] = {}
-        """Failures of members that left."""
+        """Members that left, kept with their failures."""
         self._epoch = 0
         self._newest: Version | None = None
         self._size_bytes = 0
@@ -68,7 +68,7 @@ class HostMembers:
         self._thread.start()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
-        """Replace the members that get weights by host."""
+        """Replace the members that get weights by the relays of their hosts."""
         with self._changed:
             self._epoch = epoch
             earlier, self._members = self._members, {}
@@ -85,7 +85,7 @@ class HostMembers:
             self._changed.notify_all()
 
     def failed_often(self, member_id: str) -> bool:
-        """Return whether this member's host is unreachable for relays."""
+        """Return whether relays failed to reach this member too often in a row."""
         with self._changed:
             member = self._members.get(member_id) or self._gone.get(member_id)
             return member is not None and member.failures >= PATIENCE
@@ -207,7 +207,7 @@ class HostMembers:
         version = member.working_on or self._newest
         assert version is not None
         silent = member.deadline_s < member.last_s
-        what = f"nothing within {self._max_wait_s} s" if silent else "no new bytes, though still reporting"
+        what = f"no report within {self._max_wait_s} s" if silent else "reports, but no new bytes"
         phase = "loading" if member.loading_s else "receiving"
         member.failures += 1
         self._note(member_id, member, version, "silent" if member.loading_s else "link", f"{phase}: {what}")

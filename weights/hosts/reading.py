@@ -35,22 +35,22 @@ SILENCE_S = 0.7
 """Silence after which an upstream counts as dead; a live one sends something each `sending.WAIT_S`."""
 STREAMS = 4
 PAUSE_S = 0.1
-"""Pause after a round in which no upstream had the version."""
+"""Seconds of pause after a round in which no upstream had the version."""
 
 AnswerT = TypeVar("AnswerT")
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Gone(PacelineError):
-    """The upstream does not have the version any more."""
+    """The upstream no longer has the version."""
 
 
 class _Redirected(PacelineError):
-    """There are other upstreams now."""
+    """The plan now names other upstreams."""
 
 
 class Reading:
-    """One version that is being brought to this host. `is_overtaken` tells whether a newer one is wanted."""
+    """One version that is being brought to this host. `is_overtaken` returns whether a newer one is wanted."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Reading:
         self._streams, self._silence_s = streams, silence_s
         self._lock = threading.Lock()
         self._channels: dict[Channel, Sequence[worker_pb2.Upstream]] = {}
-        """Each with the upstreams from which it was chosen."""
+        """Open channels, each with the list of upstreams from which its upstream was chosen."""
         self._ended = threading.Event()
 
     def redirect(self, upstreams: Sequence[worker_pb2.Upstream]) -> None:
@@ -91,7 +91,8 @@ class Reading:
             channel.close()
 
     def run(self) -> HeldVersion | None:
-        """Return the version once all of it is here; None if it is gone or `close` was called."""
+        """Return the version once this host has all of it; None if no upstream sends it and a newer one is wanted, or
+        after `close`."""
         here = self._versions.find(self._plan.run_id, self.version)
         manifest = here.manifest if here is not None else None
         if here is None or manifest is None:
@@ -138,7 +139,7 @@ class Reading:
         return None
 
     def _parts(self, held: HeldVersion, manifest: HostManifest) -> list[tuple[int, int]]:
-        """Return (stream, source) of each stream; source -1 if one upstream has everything."""
+        """Return (stream, source) for each stream that misses pieces; source is -1 if one upstream has all pieces."""
         with self._lock:
             several = any(len(upstream.addresses) > 1 for upstream in self._upstreams)
         sources = range(manifest.sources) if several else (-1,)
@@ -157,7 +158,7 @@ class Reading:
                 kind, _, length = self._head(channel)
                 if kind == Kind.MANIFEST:
                     if length > MAX_MANIFEST_BYTES:
-                        raise WireError(f"a manifest of {length} bytes")
+                        raise WireError(f"a manifest has {length} bytes, more than {MAX_MANIFEST_BYTES}")
                     data = frames.receive(channel, length)
                     if hashlib.sha256(data).digest() != self._plan.manifest_sha256:
                         raise WireError("the manifest has another digest than the control plane named")
@@ -183,7 +184,9 @@ class Reading:
                 kind, index, length = self._head(channel)
                 if kind == Kind.PIECE:
                     if index not in range(len(held.pieces)) or length != held.pieces[index].size_bytes:
-                        raise WireError(f"piece {index} of {length} bytes, of {len(held.pieces)} pieces")
+                        raise WireError(
+                            f"piece {index} with {length} bytes is not one of the version's {len(held.pieces)} pieces"
+                        )
                     self._receive_piece(channel, held, index)
             return True
 
@@ -214,7 +217,7 @@ class Reading:
         while True:
             kind, index, length = frames.receive_head(channel)
             if kind == Kind.GONE:
-                raise Gone("it is gone")
+                raise Gone("the host no longer has the version")
             if kind == Kind.REFUSED:
                 raise Unavailable(frames.receive(channel, min(length, 1000)).decode(errors="replace"))
             if kind != Kind.WAIT:
@@ -230,10 +233,10 @@ class Reading:
         """Raise unless this upstream and this version are still worth waiting for."""
         with self._lock:
             if self._channels.get(channel) is not self._upstreams:
-                raise _Redirected("there are other upstreams")
+                raise _Redirected("the plan names other upstreams")
             idle_s = time.monotonic() - self._last_piece_s
         if idle_s > self._plan.max_wait_s and self._is_overtaken():
-            raise Gone("it has stalled")
+            raise Gone("the transfer has stalled, and a newer version is wanted")
 
     def _request(self, **fields: Any) -> host_agent_pb2.ReadRequest:
         return host_agent_pb2.ReadRequest(
@@ -246,7 +249,8 @@ class Reading:
         request: Callable[[], host_agent_pb2.ReadRequest],
         receive: Callable[[Channel], AnswerT],
     ) -> AnswerT | None:
-        """Ask the upstreams in turn until one has answered in full; None if it is gone everywhere, or after `close`."""
+        """Send the request to the upstreams in turn until one has answered in full. Return None after `close`, or after
+        a round without an answer if a newer version is wanted."""
         index = 0
         while not self._ended.is_set():
             with self._lock:

@@ -30,7 +30,7 @@ from paceline.weights.progress import WeightProgress
 
 PLANS_KEPT = 64
 RETRIES = 3
-"""Attempts to load a version that was overwritten before it could be read."""
+"""Number of attempts to load a version that was overwritten before it could be read."""
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ class _Complete:
 
 
 class HostReceiver:
-    """One worker's side. `on_weights(version, weights)` returns when the engine samples with a copy of the weights,
-    whose checksums were compared but not their numbers; an exception refuses the version. `on_ack(version, ok,
-    message, transfer)` sends the answer. Both are called from the loader's thread. `on_relay` is called when the
-    host has another relay, from the client's thread."""
+    """Receives the weights of one worker. `on_weights(version, weights)` returns when the engine samples with a copy of
+    the weights; their checksums were compared, their numbers were not. An exception refuses the version.
+    `on_ack(version, ok, message, transfer)` sends the answer. Both are called from the loader's thread. `on_relay`
+    is called from the client's thread when the host has another relay."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class HostReceiver:
         self._refused: Version | None = None
         self._loading: Version | None = None
         self._size_bytes = 0
-        """Bytes of that version."""
+        """Bytes of the version that is being loaded."""
         self._arriving: WeightProgress | None = None
-        """The version that the relay receives, which may be older than the plan."""
+        """Progress of the version that the relay receives, which may be older than the planned one."""
         self._must_answer = False
         self._closed = False
         client.on_connected, client.on_reply = self._connected, self._reply
@@ -88,7 +88,7 @@ class HostReceiver:
 
     @property
     def at_work(self) -> list[WeightProgress]:
-        """Return the version that is being loaded, else the one that arrives."""
+        """Progress of the version that is being loaded, else of the one that arrives; empty if there is none."""
         with self._changed:
             if self._loading is not None:
                 return [WeightProgress(self._loading, "loading", self._size_bytes)]
@@ -105,7 +105,7 @@ class HostReceiver:
             if plan.run_id != self._run_id or self._closed:
                 return
             if serving is not None and (self._held is None or serving > self._held):
-                self._held = serving  # it came by another channel
+                self._held = serving  # the version came by another channel
             self._digests[version] = plan.manifest_sha256
             while len(self._digests) > PLANS_KEPT:
                 del self._digests[next(iter(self._digests))]

@@ -43,7 +43,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Relay:
-    """Listens to other hosts at `host`, and to the clients that `serve` is called with."""
+    """Listens to other hosts at `host`, and serves this host's clients, each from a call of `serve`."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class Relay:
             client.connection.close()
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:
-        """Bring a version to this host. The newest plan counts; one for the same version may name other upstreams."""
+        """Accept a plan to bring a version to this host. Only the newest counts; a later plan for a version may name
+        other upstreams."""
         version = version_of(plan)
         with self.versions.changed:
             newer = self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
@@ -170,7 +171,7 @@ class Relay:
                 client.tell_staged(held, reply)
 
     def left(self, client: _Client) -> None:
-        """Note that a client is gone."""
+        """Note that a client has disconnected."""
         with self._lock:
             self._clients.discard(client)
             self.last_client_s = time.monotonic()
@@ -203,7 +204,7 @@ class Relay:
             self._news.set()
 
     def _next_plan(self) -> worker_pb2.HostPlan | None:
-        """Wait for the plan of a version that is not here yet, and return it; None after `close`."""
+        """Wait for the plan of a version that this host lacks, and return it; None after `close`."""
         with self.versions.changed:
             while not self._closed:
                 plan = self._plan
@@ -244,7 +245,7 @@ class Relay:
                     pass  # its thread notices
 
     def transfer_of(self, version: Version) -> worker_pb2.HostTransfer:
-        """Return how a version reached this host."""
+        """Return the measurements of how a version reached this host."""
         transfer = worker_pb2.HostTransfer(agent_id=self.agent_id, sent_bytes=self.sender.sent_bytes)
         with self.versions.changed:
             if version in self._transfers:
@@ -330,15 +331,17 @@ class _Client:
                 if held is not None:
                     self._relay.described(held, manifest.manifest)
             case _:
-                raise WireError("this relay does not know such a request; is it older than its client?")
+                raise WireError("this relay does not know the request; it may be older than its client")
 
     def _begin(self, version: Version) -> None:
         if self._layout is None:
-            raise WireError("a version is to be staged before its layout")
+            raise WireError("a version was to be staged, but its layout has not come")
         self._end_staging(complete=False)
         held = self._relay.versions.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
-            refusal = host_agent_pb2.AgentRefusal(message="there is no memory for it", version=version_message(version))
+            refusal = host_agent_pb2.AgentRefusal(
+                message=f"there is no memory for version {version.step}", version=version_message(version)
+            )
             self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return
         with self._relay.versions.changed:

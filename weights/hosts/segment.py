@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 MAGIC = b"pacelnHS"
 FORMAT = 1
 FOOTER = struct.Struct("<8sIIQQQQ16x")
-"""Magic, format, number of buckets, bytes of weights, bytes of a bucket, generation, last complete generation."""
+"""Fields of the footer: magic, format, number of buckets, bytes of weights, bytes of a bucket, generation, last
+complete generation."""
 GENERATION_AT, COMPLETE_AT = 32, 40
-"""Offsets within the footer."""
+"""Offsets of the generation and of the last complete one in the footer."""
 ENTRY = struct.Struct("<QB7x32s")
-"""Generation in which the bucket was published, bytes of its digest, the digest."""
+"""Fields of a bucket's entry: generation in which it was published, bytes of its digest, the digest."""
 MAX_DIGEST_BYTES = 32
 MAX_BUCKETS = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -50,9 +51,9 @@ class HostSegment:
     """A mapped segment. The writer uses `begin`, `publish` and `complete`, one thread at a time; readers use `reading`."""
 
     def __init__(self, fd: int, size_bytes: int, bucket_bytes: int) -> None:
-        """Construct by `create`, `attach` or `open`; the object owns `fd`."""
+        """Called by `create`, `attach` and `open`; the object owns `fd`."""
         self.fd = fd
-        """Descriptor, for a Unix socket (SCM_RIGHTS)."""
+        """Descriptor of the memory, which a Unix socket can pass to another process (SCM_RIGHTS)."""
         self.size_bytes = size_bytes
         self.bucket_bytes = bucket_bytes
         self.num_buckets = -(-size_bytes // bucket_bytes)
@@ -85,13 +86,13 @@ class HostSegment:
 
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
-        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable for anything else."""
+        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable if it is none."""
         # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 
     @classmethod
     def open(cls, path: str) -> HostSegment:
-        """Map the segment at `path`, which its writer calls `path`. Raises Unavailable."""
+        """Map the segment at `path`, the writer's `HostSegment.path`. Raises Unavailable."""
         if not PATH.fullmatch(path):
             raise Unavailable(f"{path[:64]!r} is offered as a segment of memory, but is not one")
         return cls._map(path)
@@ -102,8 +103,8 @@ class HostSegment:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise Unavailable(
-                f"the segment {path} cannot be opened ({error.strerror}); it is reached by processes of one host, one user "
-                "and one process namespace"
+                f"the segment {path} cannot be opened ({error.strerror}); only processes of one host, one user and one "
+                "process namespace can open it"
             ) from error
         try:
             return cls(fd, *_sizes(fd, path))
@@ -166,7 +167,7 @@ class HostSegment:
         return generation
 
     def publish(self, bucket: int, digest: bytes) -> None:
-        """Tell readers that the bytes of `bucket` are there and have this digest (1 to 32 bytes)."""
+        """Tell readers that the bytes of `bucket` are complete and have this digest (1 to 32 bytes)."""
         if not 0 <= bucket < self.num_buckets or not 0 < len(digest) <= MAX_DIGEST_BYTES:
             raise ValueError(f"bucket {bucket} of {self.num_buckets} with a digest of {len(digest)} bytes")
         at = self._table + bucket * ENTRY.size
@@ -175,7 +176,7 @@ class HostSegment:
         self._memory[at : at + 8] = self.generation.to_bytes(8, "little")
 
     def complete(self) -> None:
-        """Tell readers that all bytes of the generation are there."""
+        """Tell readers that all bytes of the generation are complete."""
         self._set_number(COMPLETE_AT, self.generation)
 
     @contextlib.contextmanager
@@ -189,7 +190,7 @@ class HostSegment:
             fcntl.flock(fd, fcntl.LOCK_SH)
             if self.generation != generation:
                 raise Unavailable(
-                    f"generation {generation} of the segment was overwritten: it has {self.generation} now"
+                    f"generation {generation} of the segment was overwritten: the segment has {self.generation} now"
                 )
             yield
         finally:
@@ -243,7 +244,7 @@ def _sizes(fd: int, path: str) -> tuple[int, int]:
     if magic != MAGIC:
         raise Unavailable(f"{path} is not a segment of memory: its last bytes are {magic!r}")
     if version != FORMAT:
-        raise WireError(f"the segment {path} has format {version}, this side reads {FORMAT}")
+        raise WireError(f"the segment {path} has format {version}, this Paceline reads {FORMAT}")
     consistent = (
         0 < num_buckets <= MAX_BUCKETS
         and bucket_bytes > 0
@@ -253,7 +254,7 @@ def _sizes(fd: int, path: str) -> tuple[int, int]:
     )
     if not consistent:
         raise Unavailable(
-            f"{path} has {file_bytes} bytes, its footer says {size_bytes} in {num_buckets} buckets of {bucket_bytes}"
+            f"{path} has {file_bytes} bytes, but its footer has {size_bytes} in {num_buckets} buckets of {bucket_bytes}"
         )
     return size_bytes, bucket_bytes
 

@@ -26,13 +26,13 @@ from paceline.weights.hosts.transport import Channel, Listener
 WAIT_S = 0.2
 MAX_STREAMS = 64
 MAX_CHANNELS = 1024
-"""Simultaneous channels; further ones are closed at once."""
+"""Largest number of simultaneous channels; further ones are closed at once."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Sender:
-    """Serves the held versions to relays that prove to know the secret of the present run."""
+    """Serves the held versions to relays that prove that they know the secret of the present run."""
 
     def __init__(self, versions: HeldVersions, listener: Listener) -> None:
         self._versions, self._listener = versions, listener
@@ -79,7 +79,7 @@ class Sender:
             else:
                 self._send_pieces(channel, request)
         except PacelineError as error:
-            seldom.warning("reader", "a reader on another host is gone: %s", error)
+            seldom.warning("reader", "the connection to a reader on another host has ended: %s", error)
         finally:
             channel.close()
             with self._lock:
@@ -91,13 +91,13 @@ class Sender:
         run_id, secret = self._admitted
         is_known = bool(secret) and request.run_id == run_id
         if not is_known or not hmac.compare_digest(frames.proof(secret, nonce), request.proof):
-            return f"no proof that its sender belongs to run {request.run_id[:80]!r}"
+            return f"the request has no proof that its sender belongs to run {request.run_id[:80]!r}"
         if not request.manifest and not 0 <= request.stream < request.streams <= MAX_STREAMS:
-            return f"stream {request.stream} of {request.streams}; at most {MAX_STREAMS} are served"
+            return f"stream {request.stream} of {request.streams} is not served; use at most {MAX_STREAMS} streams"
         return ""
 
     def _awaited(self, channel: Channel, request: host_agent_pb2.ReadRequest) -> HeldVersion | None:
-        """Return the version once it begins to arrive here; None if it will not."""
+        """Return the version once it begins to arrive at this host; None if it will not."""
         version = version_of(request)
         versions, alive = self._versions, _SignOfLife()
         while True:

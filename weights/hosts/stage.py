@@ -26,14 +26,14 @@ from paceline.weights.hosts.manifest import HostManifest, version_message, versi
 from paceline.weights.hosts.segment import HostSegment
 
 MEMORY_S = 30.0
-"""Longest wait for memory of the host while its relay is being replaced; normally it takes milliseconds."""
+"""Longest wait in seconds for memory of the host while its relay is being replaced; normally it takes milliseconds."""
 KEPT_SEGMENTS = 4
 
 log = logging.getLogger(__name__)
 
 
 class RankStage:
-    """One rank's side of its host's relay, for one run."""
+    """Stages the versions of one rank of one run through the relay of its host."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class RankStage:
         """Mapped segments by inode."""
         self._buffer: tuple[Version, HostSegment] | None = None
         self._lives = 0
-        """Number of relays that this rank was connected to, and that have the layout."""
+        """Number of relays, one after the other, to which this rank has sent the layout."""
         self._begun_with = -1
-        """The number of the relay that gave the memory of the newest version."""
+        """Number of the relay that gave the memory of the newest version."""
         self._newest: tuple[Version, HostSegment] | None = None
         self._staging = threading.Lock()
         self._event: torch.cuda.Event | None = None
@@ -94,13 +94,13 @@ class RankStage:
         return time.perf_counter() - started_s
 
     def wait_for_copies(self) -> None:
-        """Make the current stream wait for the copies of the newest version. To be called before weights change."""
+        """Make the current stream wait for the copies of the newest version. Call it before weights change."""
         event, self._event = self._event, None
         if event is not None:
             event.wait()
 
     def send(self, request: host_agent_pb2.AgentRequest) -> bool:
-        """Send a request to the relay; return whether there is one."""
+        """Send a request to the relay; return whether there is a relay."""
         try:
             self._client.send(request)
         except Unavailable:
@@ -108,7 +108,7 @@ class RankStage:
         return True
 
     def close(self) -> None:
-        """Leave the run; the client stays."""
+        """Leave the run; the client stays connected."""
         self._closed = True
         self._client.forget()
         with self._changed:
@@ -127,7 +127,7 @@ class RankStage:
                 if self._closed or time.monotonic() > deadline_s:
                     raise Unavailable(
                         f"this host's relay gave no memory for version {version.step} within {MEMORY_S:.0f} s; its log says "
-                        "why (weights.channel: delta does without relays)"
+                        "why (weights.channel: delta needs no relays)"
                     )
                 self._changed.wait(0.1)
             self._begun_with = requested_life
@@ -145,7 +145,7 @@ class RankStage:
         self.send(host_agent_pb2.AgentRequest(layout=self._message))
 
     def _connected(self) -> None:
-        """Use another relay, on the client's thread."""
+        """Stage with a new relay from now on. Called on the client's thread."""
         self._introduce()  # before any thread may ask for memory
         with self._changed:
             self._lives += 1
@@ -190,7 +190,7 @@ class RankStage:
 
     def _segment(self, inode: int, fd: int | None) -> HostSegment:
         if fd is None:
-            raise Unavailable("the relay named memory and sent no descriptor of it")
+            raise Unavailable("the relay named memory but sent no descriptor of it")
         try:
             if inode not in self._segments:
                 self._segments[inode] = HostSegment.attach(fd)

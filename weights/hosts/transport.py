@@ -1,4 +1,4 @@
-"""Connects the relays of two hosts by TCP or TLS, and decides where weights may travel in the clear.
+"""Connects the relays of two hosts by TCP or TLS, and decides where weights may travel unencrypted.
 
 A transport listens and connects; a *channel* carries bytes in order in both directions. The promise of every transport:
 each call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed
@@ -28,7 +28,7 @@ from paceline.tls.folder import tls_folder
 from paceline.tls.peers import PeerTls, check_worker
 
 CHUNK_BYTES = 256 << 10
-"""Bytes that have to be taken within one time-out."""
+"""Number of bytes that a peer must take within one time-out."""
 BACKLOG = 512
 PAUSE_S = 0.1
 """Seconds until a listener that could not accept a connection tries again."""
@@ -44,7 +44,8 @@ class Transport:
     """Transport by TCP, not encrypted: beyond loopback only for processes without certificates (`--insecure`)."""
 
     def listen(self, host: str, port: int, timeout_s: float) -> Listener:
-        """Listen on one address. `port` 0 takes a free one; `timeout_s` is that of the channels. Raises OSError."""
+        """Listen on one address. `port` 0 takes a free one; `timeout_s` is the time-out of the channels. Raises
+        OSError."""
         return Listener(host, port, timeout_s)
 
     def connect(self, address: str, timeout_s: float) -> Channel:
@@ -93,7 +94,7 @@ class Listener:
                 return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
             except (OSError, PacelineError) as error:  # reset by its peer, or the certificates cannot be read
                 connection.close()
-                seldom.warning("channel", "a connection of %s failed: %s", host, error)
+                seldom.warning("channel", "a connection from %s failed: %s", host, error)
         return None
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ def next_connection(
 
 
 class Channel:
-    """A connection to another host. One thread sends, one receives. `peer` names the other side in messages."""
+    """A connection to another host. One thread sends, one receives. `peer` names the other host in messages."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
@@ -128,7 +129,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send all bytes. Raises Unavailable if the other side takes none for the time-out, or is gone."""
+        """Send all bytes. Raises Unavailable if the peer takes none for the time-out, or has disconnected."""
         view = memoryview(data)
         try:
             for begin in range(0, len(view), CHUNK_BYTES):
@@ -137,7 +138,7 @@ class Channel:
             raise Unavailable(f"{self.peer} takes no bytes: {error}") from error
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill `memory`. Raises Unavailable if nothing comes for the time-out, or the other side is gone."""
+        """Fill `memory`. Raises Unavailable if nothing comes for the time-out, or the peer has disconnected."""
         done = 0
         try:
             while done < len(memory):
@@ -194,13 +195,13 @@ class TlsChannel(Channel):
         self._has_shaken_hands = False
 
     def shake_hands(self) -> None:
-        """Verify the other side, once. Raises Unavailable."""
+        """Verify the peer, once. Raises Unavailable."""
         if self._has_shaken_hands:
             return
         try:
             self._socket.do_handshake()
         except (OSError, ValueError) as error:
-            raise Unavailable(f"{self.peer} is refused, TLS: {error}") from error
+            raise Unavailable(f"{self.peer} is refused by TLS: {error}") from error
         try:
             check_worker(self._socket)
         except Unavailable as error:

@@ -13,7 +13,7 @@ from paceline.errors import NotFound
 from paceline.files.storage import is_local, open_url, unavailable
 
 WHOLE_BYTES = 64 << 20
-"""Objects up to this size are written and read in one request; larger ones in pieces of this size."""
+"""Bytes up to which an object is written and read in one request; a larger one is in pieces of this size."""
 
 Buffer = bytes | memoryview
 

@@ -30,7 +30,7 @@ SNAPSHOTS_KEPT = 2
 
 @dataclass(frozen=True)
 class Stored:
-    """A version that is complete in the store, and the newest snapshot before or at it."""
+    """A version that is complete in the store, with the newest snapshot up to it."""
 
     version: Version
     manifest: StoredObject
@@ -40,9 +40,9 @@ class Stored:
     snapshot_bytes: int
     """Size of the snapshot's parts."""
     size_bytes: int
-    """Bytes that a member with the version before has to read."""
+    """Bytes that a member with the previous version has to read."""
     seconds: float
-    """Seconds from `put` to the manifest."""
+    """Seconds from `put` until the manifest was written."""
 
 
 class Chain:
@@ -110,7 +110,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.2
 MAX_SNAPSHOTS = 3
-"""Snapshots in a row that one member may cause; after them it waits for the regular ones."""
+"""Number of snapshots in a row that one member may cause; after these it waits for the regular ones."""
 
 
 @dataclass
@@ -119,15 +119,15 @@ class _Member:
     offered: Stored | None = None
     offered_s: float = 0.0
     next_s: float = 0.0
-    """Monotonic time of the next offer, unless a newer version comes."""
+    """Monotonic time of the next offer; a newer version is offered earlier."""
     failures: int = 0
     damaged: int = 0
-    """Snapshots in a row that did not help it."""
+    """Number of snapshots in a row that did not help the member."""
     attempt: int = 0
 
 
 class StoreOffers:
-    """Offers of one run. `send` and `on_result` are called from the thread."""
+    """Offers of one run. `send` and `on_result` are called from this object's thread."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class RankBoard:
 
 
 def make_board(host: str, reachable: str, broadcast: Callable[[bytes], bytes]) -> RankBoard:
-    """Return the board of all ranks: a collective call. Rank 0 listens on `host`, the others find it at `reachable`.
+    """Return the board of all ranks: a collective call. Rank 0 listens on `host`, the others connect to `reachable`.
 
     `broadcast` returns rank 0's bytes on every rank.
     """

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
 PARTS_AHEAD = 4
-"""Parts that are fetched ahead of the one that is processed."""
+"""Number of parts that are fetched ahead of the one that is processed."""
 PARTS_IN_HAND = 4
-"""Parts whose chunks are decoded at a time."""
+"""Number of parts whose chunks are decoded at a time."""
 MOST_THREADS = 24
 NAMES_SHOWN = 3
 
@@ -57,7 +57,7 @@ Chunk = tuple[ChunkNote, Buffer]
 
 
 class Damaged(WireError):
-    """The store is readable, but its files do not give the version: a snapshot has to be written."""
+    """The store can be read, but its files do not yield the version, so the learner must write a snapshot."""
 
 
 class StoreReader:
@@ -76,7 +76,7 @@ class StoreReader:
 
     @property
     def held(self) -> Version | None:
-        """The version on which a delta can build; None without one."""
+        """Version of the held weights, on which a delta can build; None without any."""
         return self._held.version if self._held is not None else None
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class StoreReader:
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
 
-        Raises NotFound or Unavailable if the store cannot be read, Damaged if it can but a part is damaged.
+        Raises NotFound or Unavailable if the store cannot be read, Damaged if a part in it is damaged.
         """
         target = self._manifest(offer, offer.manifest, offer.version)
         try:
@@ -184,7 +184,7 @@ class StoreReader:
         return held.tensors
 
     def _whole(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
-        """Return an object. Raises NotFound, Unavailable, and WireError for another size or digest."""
+        """Return the bytes of an object. Raises NotFound, Unavailable, and WireError for another size or digest."""
         data = self._store.read(stored.name, stored.size_bytes)
         with self._lock:
             self.read_bytes += len(data)
@@ -201,7 +201,7 @@ class StoreReader:
         A snapshot's layouts are added to `held` as well. Raises as `_whole`.
         """
         if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
-            raise WireError(f"a delta has {len(manifest.parts)} parts, its snapshot {len(held.layouts)}")
+            raise WireError(f"a delta has {len(manifest.parts)} parts, but its snapshot has {len(held.layouts)}")
         waiting: deque[Future[tuple[PartHead, Buffer]]] = deque()
         begun = 0
         try:
@@ -227,7 +227,7 @@ class StoreReader:
         base, algorithm = manifest.base_version, manifest.algorithm
         expected = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
         if actual != expected:
-            raise WireError(f"{stored.name} says that it is {actual}, its manifest {expected}")
+            raise WireError(f"{stored.name} says that it is {actual}, but its manifest says {expected}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)
             held.add_rank(layout, [""] * len(layout.chunks))
@@ -300,7 +300,7 @@ def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
 
 
 class HeldWeights:
-    """All weights of the version that `snapshot` is of."""
+    """All weights of one version: `snapshot`'s at first, later the newest applied delta's."""
 
     def __init__(self, snapshot: StoredVersion) -> None:
         self.version = snapshot.version
@@ -322,12 +322,12 @@ class HeldWeights:
         self.checksums: list[list[str]] = []
 
     def add_rank(self, layout: RankLayout, checksums: list[str]) -> None:
-        """Add the next rank's layout, whose chunks are to be written."""
+        """Add the next rank's layout; its chunks are written afterwards."""
         self.layouts.append(layout)
         self.checksums.append(checksums)
 
     def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
-        """Return ([N] the bits of a chunk, whether they are the held bits themselves, not a copy)."""
+        """Return ([N] the bits of a chunk, true if they are the held memory itself, not a copy)."""
         runs = [self._piece(rank, piece) for piece in self.layouts[rank].chunks[chunk]]
         if len(runs) == 1 and runs[0].flags.c_contiguous:
             return runs[0].reshape(-1), True
@@ -347,8 +347,8 @@ class HeldWeights:
         expected = self.checksums[rank][chunk]
         if digest != expected:
             raise WireError(
-                f"version {tuple(self.version)}: chunk {chunk} of rank {rank}, with {self._names(rank, chunk)}, comes to "
-                f"{self.algorithm} {digest}, the learner has {expected}"
+                f"version {tuple(self.version)}: chunk {chunk} of rank {rank}, with {self._names(rank, chunk)}, has "
+                f"{self.algorithm} {digest}, but the learner has {expected}"
             )
 
     def contents(self) -> tuple[str, ...]:

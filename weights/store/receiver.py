@@ -33,7 +33,7 @@ OnAck = Callable[[Version, bool, str, bool], None]
 
 
 class StoreReceiver:
-    """One member's reading side, for one run.
+    """Reads the stored versions of one run for one member.
 
     `on_weights(version, tensors)` returns when the engine samples with them, or raises; the tensors belong to this object
     again afterwards. `on_ack(version, ok, message, damaged)` sends the answer to the learner. Both are called from the
@@ -57,13 +57,13 @@ class StoreReceiver:
     def offer(self, offer: StoreOffer) -> None:
         """Accept an offer; the newest wins. Return at once. Raises Conflict after `close` or for another run."""
         if offer.run_id != self._run_id:
-            raise Conflict(f"offer is of run {offer.run_id!r}, this member serves {self._run_id!r}")
+            raise Conflict(f"offer is of run {offer.run_id!r}, but this member serves {self._run_id!r}")
         with self._lock:
             if self._closed:
                 raise Conflict("this receiver is closed")
             if self._thread is None or self._thread.is_stuck():
                 if self._thread is not None:
-                    log.warning("reading from %s is stuck; another thread begins again", offer.url)
+                    log.warning("reading from %s is stuck; another thread reads the newest offer", offer.url)
                     self._thread.leave()
                 self._thread = _Reading(self._run_id, self._on_weights, self._on_ack)
             self._thread.put(offer)
@@ -125,7 +125,7 @@ class _Reading:
             return current is not None and busy_s > STUCK_S + slowest_s(current.snapshot_bytes)
 
     def progress(self) -> WeightProgress | None:
-        """Return the progress of the offer that is being read; None between two."""
+        """Return the progress of the offer that is being read; None if there is none."""
         with self._changed:
             current, reader = self._current, self._reader
             if current is None or self._left:
@@ -144,7 +144,7 @@ class _Reading:
             try:
                 self._on_ack(offer.version, ok, message, damaged)
             except Exception as error:  # raised by the listener; this thread has to receive further versions
-                # Without an answer the learner offers again; then this side answers that it has the version.
+                # Without an answer the learner offers again; then this member answers that it has the version.
                 unforeseen.note("acknowledging stored weights", error)
 
     def _next(self) -> StoreOffer | None:
@@ -156,10 +156,10 @@ class _Reading:
             return None if self._left else self._current
 
     def _take(self, offer: StoreOffer) -> tuple[bool, str, bool]:
-        """Return (whether it was loaded, the reason why not, whether a snapshot would help)."""
+        """Return (whether the version was loaded, the reason why not, whether a snapshot would help)."""
         if self._serving is not None and offer.version <= self._serving:
             held = offer.version == self._serving
-            return held, "already held" if held else f"{tuple(self._serving)} is held", False
+            return held, "already held" if held else f"version {tuple(self._serving)} is held", False
         try:
             tensors = self._reader_of(offer).fetch(offer)
             if self._left:

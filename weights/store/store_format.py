@@ -58,9 +58,9 @@ class StoredVersion:
     version: Version
     algorithm: Algorithm
     parts: tuple[StoredObject, ...]
-    """By rank."""
+    """Part files, by rank."""
     contents: tuple[str, ...]
-    """By rank: `RankLayout.contents` in this version."""
+    """`RankLayout.contents` of each rank in this version."""
     tensors: tuple[TensorPlan, ...] = ()
     """Names, dtypes, shapes and ties of the whole model; empty for a delta."""
     base_version: Version | None = None
@@ -70,15 +70,15 @@ class StoredVersion:
     base_contents: tuple[str, ...] = ()
     """`contents` of the previous version; empty for a snapshot."""
     heads: tuple[StoredObject, ...] = ()
-    """By rank: the part's head, which is the first bytes of the file."""
+    """Head of each rank's part file: its first bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Total bytes of the parts."""
         return sum(part.size_bytes for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """Return JSON."""
+        """Return the manifest as JSON."""
         return json.dumps({**asdict(self), "format": FORMAT}, separators=(",", ":")).encode()
 
     @classmethod
@@ -87,7 +87,7 @@ class StoredVersion:
         try:
             document = json.loads(bytes(data))
             if (found := document.pop("format")) != FORMAT:
-                raise ValueError(f"format {found!r}, this side reads {FORMAT}")
+                raise ValueError(f"format {found!r}, this Paceline reads {FORMAT}")
             if document["kind"] not in ("anchor", "delta"):
                 raise ValueError(f"kind {document['kind']!r}")
             algorithm_named(document["algorithm"])
@@ -161,7 +161,7 @@ def _stored(raw: Sequence[Any]) -> StoredObject:
 
 METADATA_KEY = "paceline"
 PREFIX_BYTES = 8
-"""Size of the number before the header, which is the header's length."""
+"""Size in bytes of the number that precedes the header and gives its length."""
 _ALIGNMENT_BYTES = 8
 _SAFETENSORS_NAMES = {
     "float64": "F64",
@@ -180,7 +180,7 @@ _SAFETENSORS_NAMES = {
 
 
 class ChunkNote(NamedTuple):
-    """A chunk in a part."""
+    """Checksum and digest of a chunk in a part file."""
 
     chunk: int
     checksum: str
@@ -201,9 +201,9 @@ class PartHeader:
     rank: int
     algorithm: Algorithm
     notes: tuple[ChunkNote, ...] = ()
-    """All chunks of a snapshot; the changed ones of a delta."""
+    """One note for each chunk of a snapshot, or for each changed chunk of a delta."""
     blocks: tuple[Block, ...] = ()
-    """Only for a snapshot."""
+    """Blocks of the rank in a snapshot; empty for a delta."""
     chunk_elements: int = 0
 
     def layout(self, plans: Mapping[str, TensorPlan]) -> RankLayout:
@@ -220,7 +220,9 @@ class PartHeader:
         notes = self.notes
         chunks = {note.chunk for note in notes}
         if len(chunks) != len(notes) or not chunks <= set(range(len(layout.chunks))):
-            raise WireError(f"part of rank {self.rank} has a chunk twice or one that is not of {len(layout.chunks)}")
+            raise WireError(
+                f"part of rank {self.rank} has a chunk twice, or one beyond the {len(layout.chunks)} of its layout"
+            )
         return notes
 
     def locations_of(self, layout: RankLayout, locations: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
@@ -256,7 +258,8 @@ class PartHead(NamedTuple):
 
 
 def part_chunks(header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]) -> list[Buffer]:
-    """Return the pieces of a safetensors file of (name, dtype as torch names it, shape, bytes), without copies."""
+    """Return the pieces of a safetensors file with these tensors, without copies. Each tensor is given as (name,
+    torch's name of the dtype, shape, bytes)."""
     metadata = {"format": FORMAT, **asdict(header)}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
@@ -281,14 +284,14 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
         (length,) = struct.unpack_from("<Q", view)
         body = PREFIX_BYTES + length
         if body > len(view):
-            raise ValueError(f"a head of {body} bytes, {len(view)} are there")
+            raise ValueError(f"the head has {body} bytes, but only {len(view)} were read")
         document = json.loads(bytes(view[PREFIX_BYTES:body]))
         header = _header(json.loads(document.pop("__metadata__")[METADATA_KEY]))
         locations = {}
         for name, entry in document.items():
             start, end = entry["data_offsets"]
             if not 0 <= start <= end <= size_bytes - body:
-                raise ValueError(f"tensor {name!r} lies at {start} to {end} of {size_bytes - body} bytes")
+                raise ValueError(f"tensor {name!r} is at bytes {start} to {end} of {size_bytes - body}")
             locations[str(name)] = (body + start, body + end)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"not a part of stored weights: {error!r}") from error
@@ -297,10 +300,10 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
 
 def _header(raw: dict[str, Any]) -> PartHeader:
     if raw["format"] != FORMAT:
-        raise ValueError(f"format {raw['format']!r}, this side reads {FORMAT}")
+        raise ValueError(f"format {raw['format']!r}, this Paceline reads {FORMAT}")
     chunk_elements = raw["chunk_elements"]
     if type(chunk_elements) is not int or (raw["blocks"] and chunk_elements < FEWEST_CHUNK_ELEMENTS):
-        raise ValueError(f"chunks of {chunk_elements!r} elements")
+        raise ValueError(f"chunks cannot have {chunk_elements!r} elements")
     return PartHeader(
         kind=raw["kind"],
         run_id=raw["run_id"],
@@ -334,11 +337,11 @@ class StoreOffer:
     manifest: StoredObject
     """Manifest of the version; its digest authenticates everything else."""
     snapshot_version: Version
-    """The newest snapshot before or at the version."""
+    """Version of the newest snapshot up to this version."""
     snapshot: StoredObject
-    """Its manifest."""
+    """Manifest of the snapshot."""
     snapshot_bytes: int
-    """Size of its parts."""
+    """Size of the snapshot's parts in bytes."""
 
     def to_proto(self, max_wait_s: float) -> worker_pb2.WeightOffer:
         """Return the message; `max_wait_s` is the longest silence that the learner allows."""

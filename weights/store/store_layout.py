@@ -1,4 +1,4 @@
-"""Divides the elements of one learner rank in the store into blocks of tensors, and those into chunks.
+"""Divides the elements of one learner rank in the store into blocks of tensors, and the blocks into chunks.
 
 A *block* is a box of a tensor, in row-major order: the rank's shard on a mesh of any dimensions, or some columns of it. A
 *chunk* is coded, checked and read as a whole: rows of consecutive blocks whose elements have one width, together at most
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def row_elements(self) -> int:
-        """Elements in a row."""
+        """Number of elements in a row."""
         return math.prod(self.shape[1:])
 
     def check(self, plan: TensorPlan | None) -> None:
@@ -47,10 +47,12 @@ class Block(NamedTuple):
         if plan is None or plan.same_as is not None or plan.dtype != self.dtype:
             raise ValueError(f"a block of {self.name!r} as {self.dtype}, which the model does not have")
         if len(self.offsets) != len(plan.shape) or len(self.shape) != len(plan.shape):
-            raise ValueError(f"a block of {self.name!r} with shape {self.shape} of {plan.shape}")
+            raise ValueError(f"a block of {self.name!r} with shape {self.shape}, but the tensor has {plan.shape}")
         for offset, length, whole in zip(self.offsets, self.shape, plan.shape, strict=True):
             if offset < 0 or length <= 0 or offset + length > whole:
-                raise ValueError(f"a block of {self.name!r} at {self.offsets} + {self.shape} of {plan.shape}")
+                raise ValueError(
+                    f"a block of {self.name!r} at {self.offsets} + {self.shape}, beyond the tensor's {plan.shape}"
+                )
 
 
 class Rows(NamedTuple):
@@ -105,7 +107,7 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Name of each block in a snapshot's file: its tensor's, with a number from the second block of a tensor on."""
+        """Name of each block in a snapshot's file: its tensor's, and a number from the tensor's second block on."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:
@@ -114,7 +116,7 @@ class RankLayout:
         return tuple(keys)
 
     def contents(self, checksums: Sequence[str]) -> str:
-        """Return a SHA-256 over blocks and the chunks' checksums: equal if and only if all elements are."""
+        """Return a SHA-256 over blocks and the chunks' checksums: equal if and only if all elements are equal."""
         document = [self.chunk_elements, self.blocks, list(checksums)]
         return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
@@ -123,7 +125,7 @@ def block_from(raw: Sequence[Any]) -> Block:
     """Return the block of a parsed document. Raises ValueError; whether its tensor exists is not checked."""
     name, dtype, offsets, shape = raw
     if dtype not in DTYPE_BYTES or len(offsets) != len(shape) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"a block {name!r} of {dtype!r} at {offsets!r} + {shape!r}")
+        raise ValueError(f"a block {name!r} of {dtype!r} at {offsets!r} + {shape!r} is malformed")
     if not all(type(number) is int for number in (*offsets, *shape)):
-        raise ValueError(f"a block {name!r} at {offsets!r} + {shape!r}")
+        raise ValueError(f"a block {name!r} at {offsets!r} + {shape!r} is malformed")
     return Block(str(name), str(dtype), tuple(offsets), tuple(shape))

@@ -24,11 +24,11 @@ Bits = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """A box of a tensor."""
+    """The elements of one block, a box of a tensor."""
 
     block: Block
     bits: npt.NDArray[Any]
-    """[N] unsigned integers of the dtype's width."""
+    """[N] bits of the elements, as unsigned integers of the dtype's width."""
 
     @property
     def data(self) -> memoryview:
@@ -38,7 +38,7 @@ class LocalSlice:
 
 @dataclass(frozen=True)
 class WholeSlices:
-    """All elements, in host memory; they must not change any more."""
+    """All elements of a rank, in host memory; they must not change any more."""
 
     slices: list[LocalSlice]
 

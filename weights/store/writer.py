@@ -66,7 +66,8 @@ CLOSE_WAIT_S = 2.0
 
 
 class StoreWriter:
-    """One rank's side. `on_stored` is called on rank 0, from the thread, for every version and for every snapshot.
+    """Writes the versions of one rank. `on_stored` is called on rank 0, from the thread, for every version and every
+    snapshot.
 
     `any_rank` returns whether a fact is true on any rank, which makes `put` and `put_snapshot` collective calls.
     `oldest_held` returns the slowest member's version, for pruning (None: no member needs an old version).
@@ -318,7 +319,7 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 class CodedChunk(NamedTuple):
-    """A chunk that changed."""
+    """A changed chunk: its note and its coded bytes."""
 
     note: ChunkNote
     payload: bytes
@@ -360,17 +361,17 @@ def coded_chunks(
 
 @dataclass
 class Job:
-    """A version to store; with `wants_snapshot` also as a snapshot."""
+    """A job of the writer: store a version or, with `wants_snapshot`, a snapshot too."""
 
     number: int
     version: Version
     source: VersionSource | None
-    """This rank's elements; None: only a snapshot of the newest version."""
+    """Elements of this rank. None if the job writes only a snapshot of the newest version."""
     wants_snapshot: bool
     staged_s: float
     begun: bool = False
     held: bool = False
-    """True while `put` decides about it, so that it cannot begin."""
+    """True while `put` decides about the job, so that it cannot begin."""
 
 
 class StoreJobs:

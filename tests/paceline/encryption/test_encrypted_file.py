@@ -104,7 +104,7 @@ def test_another_key_and_no_key_are_refused_by_name() -> None:
         decrypt(sealed, other, "file-a")
     with pytest.raises(
         WrongKey,
-        match="no key is given; give the key with which it was written, by PACELINE_STORAGE_KEY_FILE",
+        match="no key is given; give the key with which the file was written, by PACELINE_STORAGE_KEY_FILE",
     ):
         decrypt(sealed, None, "file-a")
     with pytest.raises(WrongKey, match="is not an encrypted file"):

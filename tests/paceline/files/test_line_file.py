@@ -96,7 +96,7 @@ def test_another_key_and_no_key_are_refused_with_the_names(tmp_path: Path, use: 
         WrongKey, match=f"lines is encrypted with the key {KEY.name.hex()}, not with {other.name.hex()}"
     ):
         use(path, other)  # type: ignore[operator]
-    with pytest.raises(WrongKey, match="no key is given; give the key with which it was written"):
+    with pytest.raises(WrongKey, match="no key is given; give the key with which the file was written"):
         use(path, None)  # type: ignore[operator]
     assert path.read_bytes() == before
     path.write_bytes(before[:60])

@@ -41,7 +41,7 @@ def test_a_store_that_refuses_is_an_error_and_an_unreachable_one_is_not(tmp_path
     fsspec.register_implementation("failing", FailingStore, clobber=True)
     assert refusal_of_store(f"memory://{uuid.uuid4().hex}") == refusal_of_store(str(tmp_path / "new")) == ""
     (tmp_path / "file").write_text("")
-    assert "refuses to be written: NotADirectoryError" in refusal_of_store(str(tmp_path / "file" / "below"))
+    assert "cannot be written: NotADirectoryError" in refusal_of_store(str(tmp_path / "file" / "below"))
     for error, words in (
         (PermissionError("Access Denied"), "PermissionError: Access Denied; correct its name"),
         (NoCredentialsError("no keys"), "NoCredentialsError: no keys"),

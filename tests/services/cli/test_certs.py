@@ -40,5 +40,5 @@ def test_an_authority_issues_renews_and_lists(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     said = certs("issue", str(tmp_path), "a", "--role", "worker", status=1)
-    assert said == f"Error: {tmp_path / 'ca.crt'} is not there; `paceline certs init {tmp_path}` makes an authority\n"
+    assert said == f"Error: {tmp_path / 'ca.crt'} does not exist; `paceline certs init {tmp_path}` makes an authority\n"
     assert "'boss' is not one of" in certs("issue", str(tmp_path), "a", "--role", "boss", status=2)

@@ -248,7 +248,7 @@ def test_workers_that_are_not_there(shared_cluster: LocalCluster) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: no rollout worker with an address belongs to {shared_cluster.address}")
     result = paceline("generate", "1+1=", "--temperature", "0", coordinator=shared_cluster.address)
-    assert result.stderr == "Error: n is 1 and temperature 0.0; both have to be above 0\n"
+    assert result.stderr == "Error: n is 1 and temperature 0.0; both must be above 0\n"
 
 
 def test_doctor_reports_what_it_really_found(tmp_path: Path) -> None:

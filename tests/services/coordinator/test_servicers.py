@@ -251,7 +251,7 @@ async def test_an_unforeseen_exception_is_answered_and_counted(plane: Plane, mon
     before = unforeseen.total
     code, details = await refusal(plane.runs.List(run_pb2.ListRequest()))
     assert code is grpc.StatusCode.INTERNAL
-    assert "unforeseen ZeroDivisionError in List" in details
+    assert "unexpected ZeroDivisionError in List" in details
     run = await plane.submit()
     code, details = await refusal(plane.runs.Watch(run_pb2.WatchRequest(run_id=run.run_id)).read())
     assert code is grpc.StatusCode.INTERNAL

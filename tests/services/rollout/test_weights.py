@@ -137,7 +137,7 @@ def stored_offer(run_id: str = "run", **fields: Any) -> worker_pb2.WeightOffer:
 
 BAD_OFFERS = [
     (worker_pb2.WeightOffer(run_id="run"), "checksum algorithm ''"),
-    (stored_offer(run_id="another"), "offer is of run 'another', this member serves 'run'"),
+    (stored_offer(run_id="another"), "offer is of run 'another', but this member serves 'run'"),
     (
         stored_offer(url="s3://elsewhere"),
         "weights are offered in 's3://elsewhere', but the run's weights are in",

@@ -46,7 +46,7 @@ def test_elements_that_have_no_classes_have_no_bounds(bits: np.ndarray) -> None:
 
 @pytest.mark.parametrize("bounds", [(256,), (5, 5), (4, 6), tuple(range(9, 0, -1))])
 def test_bounds_that_nobody_chooses_are_refused(bounds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="classes"):
+    with pytest.raises(ValueError, match="class bounds"):
         check_bounds(bounds, np.zeros(10, np.uint16))
-    with pytest.raises(ValueError, match="classes"):
+    with pytest.raises(ValueError, match="class bounds"):
         check_bounds((1,), np.zeros(10, np.uint32))

@@ -93,7 +93,7 @@ def test_a_manifest_of_any_depth_and_length_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(WireError, match="cannot be read"):
         WeightManifest.from_bytes(b"[" * 1_000_000)
     monkeypatch.setattr("paceline.weights.format.manifest.MAX_MANIFEST_BYTES", 10)
-    with pytest.raises(WireError, match="this side reads up to 10"):
+    with pytest.raises(WireError, match="more than 10"):
         WeightManifest.from_bytes(summed()[0].to_bytes())
 
 
@@ -165,7 +165,7 @@ def repeat_tensor(document: dict[str, Any]) -> None:
     [
         (set_offset, "puts tensor 'wide' at"),
         (set_total, "asks for 1099511627776 bytes, its tensors need"),
-        (set_name, "says layout"),
+        (set_name, "layout hash"),
         (set_dtype, "cannot be read"),
         (set_shape, "cannot be read"),
         (set_format, "has format 9"),

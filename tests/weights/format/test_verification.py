@@ -57,7 +57,7 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype,
     tensor = torch.linspace(-1, 1, 1000).to(dtype)
     tensor[place] = bad
     manifest, flat = version({"fine": torch.ones(3), "weight": tensor}, bucket_bytes=101)
-    message = "weight 'weight' has NaN or infinite elements; the old weights go on"
+    message = "weight 'weight' has NaN or infinite elements; the old weights stay"
     for digests in (True, False):
         with pytest.raises(InvalidInput, match=message):
             compare(flat, manifest, digests, chunk_bytes=136)

@@ -35,7 +35,7 @@ def test_a_request_comes_as_it_was_sent() -> None:
 def test_what_is_no_request_is_refused() -> None:
     with pytest.raises(WireError, match="not a request of a relay"):
         frames.receive_request(Said(frames.LENGTH.pack(2) + b"\xff\xff"))
-    with pytest.raises(WireError, match="a request of 1048577 bytes"):
+    with pytest.raises(WireError, match="a relay's request has 1048577 bytes"):
         frames.receive_request(Said(frames.LENGTH.pack(frames.MAX_MESSAGE_BYTES + 1)))
 
 

@@ -59,7 +59,7 @@ def test_of_two_that_are_read_the_older_one_goes(versions: HeldVersions) -> None
         begin(versions, 3)
     assert first.gone
     assert not second.gone
-    with pytest.raises(Unavailable, match="is gone"), versions.reading(first):
+    with pytest.raises(Unavailable, match="no longer has version"), versions.reading(first):
         pass
 
 

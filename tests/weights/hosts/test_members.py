@@ -68,7 +68,7 @@ def test_a_member_that_says_nothing_is_given_up_however_many_versions_follow(ben
     bench.after(0.5 * MAX_WAIT_S)
     result = bench.result()
     assert (result.ok, result.failure) == (False, "link")
-    assert "nothing within 4.0 s" in result.error
+    assert "no report within 4.0 s" in result.error
 
 
 def test_a_member_that_loads_slowly_and_says_so_is_waited_for(bench: Bench) -> None:

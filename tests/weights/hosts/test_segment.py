@@ -100,7 +100,7 @@ def test_the_writers_own_process_can_read_too() -> None:
 def test_a_reader_that_comes_too_late_is_refused() -> None:
     segment = HostSegment.create(SIZE_BYTES, BUCKET_BYTES)
     old, new = segment.begin(), segment.begin()
-    overwritten = "generation 1 of the segment was overwritten: it has 2 now"
+    overwritten = "generation 1 of the segment was overwritten: the segment has 2 now"
     with pytest.raises(Unavailable, match=overwritten), segment.reading(old):
         pass
     with segment.reading(new):
@@ -222,7 +222,7 @@ def sealed(content: bytes, size_bytes: int) -> int:
     ("footer", "message"),
     [
         (b"", "its last bytes are"),
-        (FOOTER.pack(MAGIC, 1, 1, 1 << 40, 1 << 40, 0, 0), "its footer says 1099511627776 in 1 buckets"),
+        (FOOTER.pack(MAGIC, 1, 1, 1 << 40, 1 << 40, 0, 0), "its footer has 1099511627776 in 1 buckets"),
         (FOOTER.pack(MAGIC, 1, 1 << 31, 1 << 31, 1, 0, 0), "in 2147483648 buckets of 1"),
         (FOOTER.pack(MAGIC, 1, 1, 100, 0, 0, 0), "in 1 buckets of 0"),
     ],
@@ -236,7 +236,7 @@ def test_a_footer_that_lies_is_refused(footer: bytes, message: str) -> None:
 
 def test_a_later_format_is_named() -> None:
     fd = sealed(FOOTER.pack(MAGIC, 2, 1, 100, 100, 0, 0), 2 * mmap.PAGESIZE)
-    with pytest.raises(WireError, match="format 2, this side reads 1"):
+    with pytest.raises(WireError, match="format 2, this Paceline reads 1"):
         HostSegment.attach(fd)
     os.close(fd)
 

@@ -100,7 +100,7 @@ def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> N
     runs = tmp_path / "runs"
     result = paceline("samples", RUN_ID, "--step", "7", "--directory", runs)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: step 7 of run {RUN_ID} has no batch; its batches are of steps 0 to 0\n"
+    assert result.stderr == f"Error: step 7 of run {RUN_ID} has no batch; the run's batches are of steps 0 to 0\n"
     result = paceline("samples", "sums-9", "--step", "0", "--directory", runs)
     assert result.stderr == "Error: no run 'sums-9'; the newest are: sums-1\n"
     result = paceline("samples", RUN_ID, "--step", "0", "--directory", tmp_path)

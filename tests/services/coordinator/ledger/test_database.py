@@ -43,7 +43,7 @@ def test_another_key_and_none_are_refused_and_change_nothing(
     before = encrypted.read_bytes()
     said = f"{encrypted} is encrypted with the key {KEY.name.hex()}, "
     said += "and no key is given" if given is None else f"not with {OTHER.name.hex()}"
-    said += f"; give the key with which it was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
+    said += f"; give the key with which the file was written, by {FILE_VARIABLE} or {KEY_VARIABLE}"
     if given is not None:
         monkeypatch.setenv(KEY_VARIABLE, given)
     for read_only in (False, True):

@@ -127,7 +127,7 @@ async def test_a_store_that_refuses_is_an_error_at_the_submission(plane: Plane) 
     code, details = await refusal(plane.submit())
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "--store" in details
-    assert "refuses to be written: NotADirectoryError" in details
+    assert "cannot be written: NotADirectoryError" in details
     plane.ledger.store = f"memory://{plane.directory.name}"
     assert (await plane.submit()).run_id == "test-1"
 

@@ -267,7 +267,7 @@ async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(
 
         code, details = await refusal(read_on())
     assert code is grpc.StatusCode.INTERNAL
-    assert "unforeseen ZeroDivisionError in Connect" in details
+    assert "unexpected ZeroDivisionError in Connect" in details
     assert unforeseen.total == before + 1
     await heard(plane, other, "rollout-2")
 

@@ -192,7 +192,7 @@ def test_full_groups_are_whole(reader: RecordsReader) -> None:
     assert (group["group_id"], group["step"], group["columns"]) == (0, 0, {"answer": "2"})
     assert [len(each["logprobs"]) for each in group["completions"]] == list(COMPLETION_LENGTHS)
     assert group["completions"][1]["rewards"] == {"exact_match": 0.0, "length": None}
-    with pytest.raises(NotFound, match="step 7 of run sums-1 has no batch; its batches are of steps 0 to 0"):
+    with pytest.raises(NotFound, match="step 7 of run sums-1 has no batch; the run's batches are of steps 0 to 0"):
         list(records(reader).groups(RUN_ID, 7))
     with pytest.raises(NotFound, match="no sample of step 0 of run sums-1 passes"):
         list(records(reader).groups(RUN_ID, 0, min_reward=9.0))

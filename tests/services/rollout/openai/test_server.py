@@ -589,7 +589,7 @@ async def test_an_unforeseen_error_is_answered_and_counted() -> None:
     before, endpoint = unforeseen.total, Endpoint(broken)
     port = await endpoint.start("127.0.0.1", 0)
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.InternalServerError, match="unforeseen KeyError in an HTTP POST") as refused:
+        with pytest.raises(openai.InternalServerError, match="unexpected KeyError in an HTTP POST") as refused:
             await client.completions.create(model=RUN, prompt="abc")
         assert (refused.value.status_code, refused.value.type) == (500, "server_error")
     await endpoint.close()
