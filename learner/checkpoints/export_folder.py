@@ -71,7 +71,8 @@ def _present(folder: Folder, replace: bool) -> set[str]:
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Replace the `present` files by those of `local`, with the signs of a whole export last. Raises Unavailable."""
+    """Replace the `present` files by those of `local`. The files in SIGNS are deleted first and written last. Raises
+    Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:
         for sign in present.intersection(SIGNS):
@@ -132,5 +133,5 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process has this number; this process never calls it during an export."""
+    """Return whether another process has this number. No export of this process is in progress during the call."""
     return pid != os.getpid() and psutil.pid_exists(pid)

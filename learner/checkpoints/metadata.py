@@ -59,7 +59,7 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""Names that objects between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
+"""Names that objects exchanged between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
 
 
 class ListedUnpickler(pickle.Unpickler):
@@ -123,7 +123,8 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Load planner that accepts only objects of torch's restricted loader: numbers, texts, containers, tensors."""
+    """Load planner that accepts only objects that torch's restricted loader accepts: numbers, texts, containers,
+    tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -23,7 +23,7 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
-"""Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
+"""Errors that a rank can find, the gravest last, and the message that the other ranks then raise."""
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 

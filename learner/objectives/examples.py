@@ -31,7 +31,7 @@ class RowPair(NamedTuple):
 
 
 class ExampleSource:
-    """Examples of a run, by step, or with `validation` the held-out ones; `maker` is the run's objective."""
+    """Examples of a run by step, or with `validation` its held-out examples; `maker` is the run's objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the spec samples; it has no examples"
@@ -87,7 +87,7 @@ class ExampleSource:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
 
     def set_reference(self, logprobs: dict[RowPair, list[float]]) -> None:
-        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; later samples carry them."""
+        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; samples that are made afterwards have it."""
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
@@ -108,14 +108,14 @@ class ExampleSource:
 
     @property
     def _count(self) -> int:
-        """Examples of a step, or of a measurement."""
+        """Number of examples in a step, or in a measurement."""
         if self._validation:
             return min(len(self), self._section.max_val_samples)
         return self._section.num_examples_per_step
 
     @property
     def _drawn(self) -> int:
-        """Examples of the whole run, or of a measurement."""
+        """Number of examples in the whole run, or in a measurement."""
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:

@@ -68,7 +68,7 @@ class OfflineGrpo(Objective):
 
 
 def _order_sums(tokens: TokenArrays, packed: PackedBatch) -> dict[str, Tensor]:
-    """Return the pairs of a micro-batch, and how many of them are in the order of their rewards."""
+    """Return the number of pairs in a micro-batch, and how many of them are in the order of their rewards."""
     assert tokens.behaviour_N is not None
     assert tokens.advantages_N is not None
     log_ratio_S = completion_sums((tokens.current_N - tokens.behaviour_N).detach().double(), tokens)

@@ -38,7 +38,7 @@ BLOCK_ROWS = 1024
 
 
 class Reference:
-    """Null reference, for objectives that compare with nothing."""
+    """Base of the references. It gives no log-probabilities, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
         """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
@@ -120,8 +120,8 @@ class PrecomputedReference(Reference):
 
 
 class ComputedBehaviour(Reference):
-    """Computes log μ of traces without log-probabilities with the starting policy, once, before training. They stay in
-    memory, four bytes a token; KL terms are those of `kl_reference`."""
+    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training. They
+    stay in memory, four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
 
     def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature

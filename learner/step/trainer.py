@@ -70,9 +70,9 @@ class Trainer:
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were skipped."""
         self.token_statistics: TokenStatistics | None = None
-        """If set by the caller: receives the token results of the next steps."""
+        """Receives the token results of the next steps, if the caller sets it."""
         self.comparison: SamplerComparison | None = None
-        """If set by the caller: receives log-probabilities by the weights that the next step starts from."""
+        """Receives log-probabilities by the weights that the next step starts from, if the caller sets it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
@@ -347,7 +347,8 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale because of an overflow; return False if it is 1: the cause is another."""
+        """Halve the scale after an overflow. Return False if the scale is 1, because then it did not cause the
+        overflow."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)

@@ -25,7 +25,7 @@ from paceline.models.weight_files import WeightFiles, torch_dtype
 from paceline.weights.format.lora_names import pairs
 
 BLOCK_BYTES = 32 << 20
-"""Largest block, unless a single row is larger."""
+"""Most bytes of a block, unless a single row is larger."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGED_AS: Mapping[str, Sequence[Any]] = {
     "peft_type": ("LORA",),
@@ -48,9 +48,10 @@ WITHOUT_EFFECT = frozenset(
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings that may have any value: they are in the scaling, in the names of the files, or about training."""
+"""Settings of peft that may have any value: they act only in training, or the scaling and the files' names include
+them."""
 OFF: Sequence[Any] = (None, False, "", [], {})
-"""Values that switch any other setting off."""
+"""Values that switch any other setting of peft off."""
 
 
 class ModelWeights:
