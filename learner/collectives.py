@@ -87,7 +87,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) must support CPU tensors."""
+    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) must take CPU tensors."""
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 

@@ -70,7 +70,7 @@ class CoordinatorBackend:
 
 
 Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
-"""Answers the calls."""
+"""A coordinator or a ledger that answers the dashboard's calls."""
 
 
 def _to_bytes(message: Any) -> bytes:
@@ -84,7 +84,7 @@ MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2, registry_pb
 @dataclass(frozen=True)
 class Method:
     path: str
-    """`package.Service/Method`."""
+    """Name of the call, `package.Service/Method`."""
     request: type[Any]
     response: type[Any]
     streams: bool

@@ -44,13 +44,13 @@ class Bounds:
     """Limits that a candidate must meet."""
 
     max_drop: float = 0.0
-    """Accepted drop against the baseline."""
+    """Largest accepted drop of the metric against the baseline."""
     margin: float = 0.05
-    """Further drop that an evaluation must be able to exclude before the candidate passes."""
+    """Further drop that the interval must exclude before the candidate passes."""
     minima: Mapping[str, float] | None = None
-    """Least value of each metric of the candidate's result."""
+    """Least value that the candidate must reach, by metric."""
     maxima: Mapping[str, float] | None = None
-    """Greatest value of each metric, such as a gap between groups."""
+    """Greatest value that the candidate may have, by metric, such as a gap between groups."""
 
 
 def judge(
@@ -113,7 +113,7 @@ def judge(
 
 
 def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
-    """Return the outcome of a difference by its interval, as `judge` says."""
+    """Return the outcome of a difference by its interval, as `judge` describes it."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if below(high, -bounds.max_drop):
@@ -146,7 +146,7 @@ Decision = Literal["promote", "hold", "roll back"]
 DECISIONS: Mapping[str, Decision] = {"passed": "promote", "undecided": "hold", "failed": "roll back"}
 
 Rewards = Mapping[Any, Sequence[float]]
-"""Rewards of the traces of each prompt."""
+"""Rewards of a model's traces, by prompt."""
 
 
 def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0) -> dict[str, Any]:

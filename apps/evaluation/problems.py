@@ -55,8 +55,8 @@ class EvaluatedModel(Protocol):
 
 
 def split(prompt: str, continuation: str) -> tuple[str, str]:
-    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens begin with
-    white space. As in lm-eval's `TemplateLM._encode_pair`."""
+    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens
+    begin with white space. lm-eval's `TemplateLM._encode_pair` does the same."""
     kept = prompt.rstrip()
     return kept, prompt[len(kept) :] + continuation
 
@@ -74,11 +74,11 @@ class Problem:
     columns: Mapping[str, Any]
     completions: tuple[Completion, ...] = ()
     rewards_CL: FloatArray | None = None
-    """[C, L]; None if scoring failed."""
+    """[C, L] rewards. None if scoring failed."""
     totals_C: Rewards | None = None
     failure: str = ""
     scores: tuple[ContinuationScore, ...] = ()
-    """Of each answer, with the method `choose`."""
+    """Log-probability of each answer, with the method `choose`."""
 
     @property
     def texts(self) -> list[str]:
@@ -185,7 +185,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
 
 
 def _wins(chosen: Rewards, rejected: Rewards) -> FloatArray:
-    """Return 1 if the chosen one scores higher, 0 if lower, 0.5 for a tie, NaN if either has no number."""
+    """Return 1 if the chosen completion scores higher, 0 if lower, 0.5 for a tie, NaN if either has no number."""
     return np.asarray((np.sign(chosen - rejected) + 1) / 2, np.float32)
 
 

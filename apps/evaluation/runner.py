@@ -30,7 +30,7 @@ from paceline.spec import RunSpec
 
 Json = dict[str, Any]
 MAX_GROUPS = 200
-"""Most values of a column of evaluation.group_by."""
+"""Most values that a column of evaluation.group_by may have."""
 
 
 def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:

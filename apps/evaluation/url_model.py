@@ -30,10 +30,10 @@ Json = dict[str, Any]
 SEED_BITS = 31
 """Bits of a seed that every service takes."""
 READS_TOKENS = ("length", "soft_overlong")
-"""Built-in reward functions that count tokens; such an endpoint returns none."""
+"""Built-in reward functions that count tokens, which an OpenAI-compatible endpoint does not return."""
 
 NAMES_OF_STOPS = ("stop_reason", "matched_stop")
-"""Fields with the stop string that ended a choice: vLLM's, SGLang's."""
+"""Fields that vLLM and SGLang use for the stop string that ended a choice."""
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class _Echoed(NamedTuple):
 
     tokens: list[str]
     logprobs: list[float]
-    """Of each token; NaN for the first one."""
+    """Log-probability of each token; NaN for the first one."""
     tops: list[float]
-    """Log-probabilities of the likeliest tokens."""
+    """Log-probability of the likeliest token at each position."""
 
 
 class UrlModel:
@@ -110,8 +110,8 @@ class UrlModel:
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     def _completion(self, answer: Json) -> Completion:
-        """Return the completion in an answer, with the text that the same model has in this process. Other services
-        return reasoning and calls in separate fields, and leave out the stop string but name it."""
+        """Return the completion in an answer, with the text that the same model would give in this process. Other
+        services return reasoning and calls in separate fields, and leave out the stop string but name it."""
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")
@@ -136,8 +136,8 @@ class UrlModel:
         return next((each for each in named if each in strings), "")
 
     async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
-        """Return the log-probability after a prompt with these tokens. Raises InvalidInput if the text has other tokens
-        there, because such a service encodes texts only."""
+        """Return the log-probability of the continuation after a prompt with these tokens. Raises InvalidInput if the
+        prompt has other tokens inside the whole text, which is all that such a service encodes."""
         whole = await self._echoed(prompt + continuation)
         start = len(tokens) or 1
         if whole.tokens[: len(tokens)] != tokens:

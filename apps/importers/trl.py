@@ -15,7 +15,7 @@ BUILT_IN = {
     "reasoning_accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
     "think_format_reward": {"function": "format_regex", "kwargs": {"pattern": "(?s)<think>.*?</think>.*"}},
 }
-"""TRL's own reward functions and ours."""
+"""Paceline's reward function, with its arguments, for each of TRL's."""
 FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
 """Settings whose defaults differ: TRL's value is written even if the configuration leaves it out."""
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}

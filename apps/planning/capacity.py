@@ -25,13 +25,13 @@ SEQUENCES_OF_ENGINE = 1_024
 """Most sequences that one vLLM engine runs at a time, also if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
-"""Speed of each GPU of an engine on several, relative to a single one. Unmeasured."""
+"""Speed of each GPU of an engine on several GPUs, relative to that of an engine on one. Unmeasured."""
 
 TOKEN_BYTES = 12
-"""Bytes of a token that passes through the coordinator: id, log-probability, and its text."""
+"""Bytes of a token that passes through the coordinator: its id, log-probability and text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""Measured commits of a coordinator on two cores: groups of 100 kB, and bytes with groups of 400 kB
+"""Measured commits of a coordinator on two cores, in a second: number of groups of 100 kB, and MB in groups of 400 kB
 (docs/operate/performance.md)."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -43,13 +43,13 @@ class Capacity:
 
     processor: Processor
     number: int
-    """GPUs, or cores."""
+    """Number of GPUs, or of cores."""
     ranks: int
     engines: int
-    """0 for a run on examples."""
+    """Number of engines; 0 for a run on examples."""
     gpus_per_engine: int
     is_shared: bool
-    """Learner and engine take turns on the same GPU."""
+    """True if learner and engine take turns on the same GPU."""
     work: Work
     generation_s: float
     training_s: float
@@ -59,7 +59,7 @@ class Capacity:
     sequences_per_engine: float
     memory: Plan
     cost_per_hour: float | None
-    """Of all GPUs; None without a price."""
+    """Cost of all GPUs for an hour; None without a price."""
 
     @property
     def sampled_tokens_per_s(self) -> float:

@@ -45,7 +45,8 @@ class Rates:
 
 
 def active_parameters(shape: ModelShape) -> float:
-    """Return the weights that a token passes through: with the head, without the embedding, which is a look-up."""
+    """Return the number of weights that a token passes through: with the head, without the embedding, which is a
+    look-up."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     return shape.layers * layer + shape.embedding
 
@@ -98,9 +99,9 @@ class Work:
     """The batch of a step, with mean lengths."""
 
     groups: int
-    """B; for a run on examples, the examples of a step."""
+    """Number of groups; for a run on examples, of examples."""
     completions: int
-    """Completions of a group."""
+    """Number of completions of a group."""
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: int
@@ -147,7 +148,7 @@ class Processor:
 
     name: str
     memory_bytes: int | None
-    """None: the host's memory, which is not divided."""
+    """Memory of the GPU in bytes. None for a core, which uses the host's memory undivided."""
     generation: Rates
     training: Rates
     measured: str
@@ -155,7 +156,7 @@ class Processor:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it has separate memory."""
+        """Return whether the processor has separate memory."""
         return self.memory_bytes is not None
 
 

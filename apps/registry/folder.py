@@ -39,7 +39,7 @@ from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
-"""Files that say what a model folder is; each folder has one of them."""
+"""Files that describe a model folder; each folder has one of them."""
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Contents:
     statement: Json
     statement_sha256: str
     evaluations: tuple[Json, ...]
-    """Results, without samples."""
+    """Results of the evaluations, without samples."""
     verdicts: tuple[Json, ...]
 
     @property

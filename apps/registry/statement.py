@@ -36,9 +36,9 @@ class Lineage:
     run_id: str = ""
     session: int = 0
     step: int = 0
-    """Steps trained."""
+    """Number of trained steps."""
     chain: str = ""
-    """Chain of the run's batches until then; empty for a run on examples."""
+    """Hash chain over the run's batches up to this step; empty for a run on examples."""
     spec_sha256: str = ""
     """Digest of the resolved spec's YAML text."""
     data: str = ""
@@ -103,7 +103,8 @@ def subjects(statement: Json) -> dict[str, str]:
 
 
 MISMATCH = re.compile(r"Hash mismatch for \\?'(.+?)\\?':")
-"""The name of a file in model-signing's message, whose quotes depend on the digests beside it."""
+"""Pattern that finds a file's name in model-signing's message. The quotes there depend on the digests in the message.
+"""
 REMEDY = "pip install 'paceline[registry]'"
 
 

@@ -257,7 +257,7 @@ def pairs(
 
 
 def _check(_: object) -> None:
-    """Raise if the trace cannot be used."""
+    """Raise an error if the trace cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _different(
     rules: PairRules,
     report: PairReport,
 ) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return the pairs of one prompt with its indices and its row; equal completions make no pair."""
+    """Return the kept pairs of one prompt: the indices of both traces, and the row. Equal completions make no pair."""
     kept: list[tuple[int, int, dict[str, Any]]] = []
     for (won, high), (lost, low) in pairs:
         if rules.max_pairs_per_prompt is not None and len(kept) >= rules.max_pairs_per_prompt:

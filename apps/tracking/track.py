@@ -173,7 +173,7 @@ def main() -> None:
 
 
 END_S = 8.0
-"""Seconds for senders to end; the process exits without one that hangs."""
+"""Seconds that senders have to end; the process exits without a sender that hangs."""
 MAX_SENDERS = 64
 FOLDER = "trackers"
 """Folder beside the ledger that has the cursors."""
@@ -188,7 +188,7 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Why it failed."""
+        """Why the sender failed; empty while it has not."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 

@@ -79,7 +79,7 @@ def _tied_locations(model: nn.Module) -> list[list[Location]]:
 
 
 class _BaseNames:
-    """Presents the model by its files' names: without the adapter's parameters, and adapted layers by their own names."""
+    """Presents the model by its files' names: no parameters of the adapter, and adapted layers by their own names."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device

@@ -246,7 +246,7 @@ def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
 
 
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
-    """Return whether the parameters go to host memory (policy.cpu_offload). False on a CPU, which has no other memory."""
+    """Return whether parameters go to host memory (policy.cpu_offload). False on a CPU, which has no other memory."""
     return policy.cpu_offload and device.type == "cuda"
 
 

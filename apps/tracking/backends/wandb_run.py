@@ -93,7 +93,7 @@ class WandbRun(Tracker):
         self._exit_code = 1 if state == "failed" else 0
 
     def close(self) -> None:
-        """Finish the W&B run, which goes on under its id if it is opened again."""
+        """Finish the W&B run. Opening it again continues it under its id."""
         self._run.finish(exit_code=self._exit_code)
 
 
