@@ -56,7 +56,7 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
     if error is not None:
         raise error
     if failed:
-        raise FailedElsewhere("another rank failed in its part of the work; its report says why")
+        raise FailedElsewhere("another rank failed in its part of the work; that rank reports why")
 
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:

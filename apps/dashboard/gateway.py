@@ -106,7 +106,7 @@ class Gateway:
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
         if method is None:
-            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists them")
+            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists all calls")
         if not method.only_reads and role < Role.OPERATOR:
             raise Refused("permission_denied", f"{method.path} changes state, and this key is read-only")
         message = await _message(request, method, read)

@@ -90,8 +90,8 @@ class EngineModel:
         if decoded([*begin, *found]) == decoded(begin) + continuation:
             return found
         raise InvalidInput(
-            f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer encodes the "
-            "continuation alone as another text; begin evaluation.continuation with a space"
+            f"a token spans the border between the prompt and the continuation {continuation!r:.60}, and the tokenizer "
+            "encodes the continuation alone as another text; begin evaluation.continuation with a space"
         )
 
     async def _score(self, ids: IntArray, start: int) -> ContinuationScore:

@@ -262,7 +262,9 @@ def _print(whole: dict[str, Any], output: Path) -> None:
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
     for name, number in whole.get("unscored", {}).items():
-        click.echo(f"  {number:,} completions got no number from {name}, and no metric of it counts them", err=True)
+        click.echo(
+            f"  {number:,} completions got no number from {name}; the metrics of {name} do not count them", err=True
+        )
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")
@@ -300,8 +302,8 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
         elif each["questions"]:
             lines.append(
                 f"{each['questions']:,} of {num_questions:,} questions have at least {OVERLAP:.0%} of their 13-word sequences in "
-                f"{each['training']}, which the model was trained on (first: problem {each['first'][0]}); its result says "
-                "little about new questions"
+                f"{each['training']}, which the model was trained on (first: problem {each['first'][0]}); the result "
+                "says little about new questions"
             )
     return lines
 

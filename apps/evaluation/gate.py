@@ -88,11 +88,11 @@ def judge(
     for name, least in (bounds.minima or {}).items():
         value = _value(candidate, name, f"--min {name}={least:g}")
         outcomes.append("failed" if below(value, least) else "passed")
-        reasons.append(f"{name} is {value:.4f}, must be at least {least:g}: {outcomes[-1]}")
+        reasons.append(f"{name} is {value:.4f} and must be at least {least:g}: {outcomes[-1]}")
     for name, most in (bounds.maxima or {}).items():
         value = _value(candidate, name, f"--max {name}={most:g}")
         outcomes.append("failed" if below(most, value) else "passed")
-        reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
+        reasons.append(f"{name} is {value:.4f} and must be at most {most:g}: {outcomes[-1]}")
     outcome: Outcome = "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
     return {
         "outcome": outcome,

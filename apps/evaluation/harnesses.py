@@ -248,7 +248,7 @@ def result_of(
     labels = list(dict.fromkeys(f"{each.task}/{name}" for each in run.samples for name in each.scores))
     if not labels:
         raise InvalidInput(
-            f"{harness} has scored no single sample, which a comparison needs; its own results are in its output"
+            f"{harness} has no scores of single samples, which a comparison needs; its own results are in its output"
         )
     samples = [_sample(each, labels) for each in run.samples]
     means: dict[str, dict[str, list[float]]] = {}

@@ -167,7 +167,9 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
     counts half. Raises InvalidInput for a row in which neither is better."""
     data, preference = spec.data, preference_of(problem.columns, spec.data)
     if preference == 0:
-        raise InvalidInput(f"column {data.preference_key!r} is 0, so neither completion is better")
+        raise InvalidInput(
+            f"column {data.preference_key!r} is 0 (no completion is better), so the row cannot be evaluated; remove it"
+        )
     keys = (data.chosen_key, data.rejected_key)
     texts = [_text(problem.columns, key) for key in (keys if preference < 0 else keys[::-1])]
     nothing = np.empty(0)
@@ -204,7 +206,7 @@ def _text(columns: Mapping[str, Any], key: str) -> str:
         value = value[-1].get("content")
     if not isinstance(value, str) or not value:
         raise InvalidInput(
-            f"column {key!r} is {value!r:.80}, must be the text of a completion; set data.chosen_key and data.rejected_key to "
-            "such columns"
+            f"column {key!r} is {value!r:.80}, but must be the text of a completion; set data.chosen_key and "
+            "data.rejected_key to such columns"
         )
     return value

@@ -74,8 +74,8 @@ class UrlModel:
         """See `EvaluatedModel.score`. The service echoes the text (`echo`) with its log-probabilities."""
         if not isinstance(prompt, str) or self._spec.data.apply_chat_template == "always":
             raise InvalidInput(
-                "a model behind a URL gives log-probabilities of texts, not of chats; set data.apply_chat_template=never and "
-                "no data.system_prompt"
+                "an endpoint returns log-probabilities of plain texts only; set data.apply_chat_template=never, and "
+                "remove data.system_prompt"
             )
         pairs = [split(prompt, each) for each in continuations]
         begin, rest = pairs[0][0], [each for _, each in pairs]
@@ -142,8 +142,9 @@ class UrlModel:
         start = len(tokens) or 1
         if whole.tokens[: len(tokens)] != tokens:
             raise InvalidInput(
-                f"a token of the service spans the end of the prompt and the continuation {continuation!r:.60}, so the continuation "
-                "cannot be scored alone; begin evaluation.continuation with a space, or evaluate the model in this process"
+                "a token of the service spans the border between the prompt and the continuation "
+                f"{continuation!r:.60}, so the continuation cannot be scored alone; begin evaluation.continuation with a "
+                "space, or evaluate the model in this process"
             )
         if not prompt and "".join(whole.tokens).startswith(continuation):
             raise InvalidInput(
@@ -198,7 +199,8 @@ async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator
     for reward in spec.rewards:
         if reward.function in READS_TOKENS and spec.evaluation.method == "sample":
             raise InvalidInput(
-                f"reward function {reward.function!r} counts tokens, but a model behind a URL returns texts only; leave it out"
+                f"reward function {reward.function!r} counts tokens, but an endpoint returns texts only; remove the "
+                "function"
             )
     try:
         async with Endpoint(settings, lambda name, value: None) as endpoint:

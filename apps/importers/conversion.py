@@ -80,7 +80,7 @@ class Conversion:
         if name in keys() and name not in table(self.library):
             if keys()[name].section is None and self.place(name):
                 return self.put(name, value)
-            return self.leave_out(name, f"algorithm {self.algorithm} does not read it")
+            return self.leave_out(name, f"algorithm {self.algorithm} does not read this key")
         entry = self._entry(name)
         if entry is None:
             return self.leave_out(name, "the name is unknown")

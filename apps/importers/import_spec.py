@@ -98,7 +98,7 @@ def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, 
         parse_spec(done.tree, base=path.resolve().parent)
     except SpecError as error:
         raise SpecError(
-            f"{path} gives a spec that does not load; repeat with overrides, such as section.key=value, for\n{error}"
+            f"{path} gives a spec that does not load; correct it with overrides, such as section.key=value:\n{error}"
         ) from None
     return done
 
@@ -141,7 +141,8 @@ def _check_complete(done: Conversion, path: Path) -> None:
     lacking = [key for key in needs if not _value(done.tree, key)]
     if lacking:
         raise SpecError(
-            f"{path} does not say {' and '.join(lacking)}; add {' '.join(REQUIRED[key] for key in lacking)} to the command"
+            f"{path} gives no value for {' and '.join(lacking)}; add {' '.join(REQUIRED[key] for key in lacking)} to "
+            "the command"
         )
 
 

@@ -74,7 +74,7 @@ def _examples(done: Conversion) -> None:
     if names := [name for name in sources if name]:
         done.put("data.train", names[0] if len(names) == 1 else names)
     done.notes.append(
-        "prime-rl reads the column messages, or prompt and completion; set data.messages_key for the first"
+        "prime-rl reads the column messages, or prompt and completion; for messages, set data.messages_key"
     )
 
 

@@ -121,8 +121,8 @@ class TraceLog:
         row = self._read(found) if found is not None else None
         if found is None or row is None:
             raise NotFound(
-                f"no completion {feedback.completion_id!r} with the index {feedback.index} is recorded: it was not answered here, is older "
-                f"than the {MAX_OPEN} newest, or its trace was removed"
+                f"no completion {feedback.completion_id!r} with the index {feedback.index} is recorded: it was never "
+                f"sent, is older than the {MAX_OPEN} newest, or its trace was removed"
             )
         if found.score is not None:
             if found.score == feedback.score:

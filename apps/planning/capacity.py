@@ -94,14 +94,14 @@ class Capacity:
     def limit(self) -> str:
         if self.coordinator_load > 1:
             return (
-                f"the coordinator: {self.groups_per_s:,.0f} groups/s of {self.coordinator_mb_per_s:,.0f} MB are more than one was "
-                "measured to commit; use several runs with a coordinator each"
+                f"the coordinator: {self.groups_per_s:,.0f} groups/s with {self.coordinator_mb_per_s:,.0f} MB/s are "
+                "more than one coordinator was measured to commit; use several runs, each with its own coordinator"
             )
         if not self.engines:
             return "training: a run on examples has no generation"
         if self.is_shared or not self.age:
             longer = "generation" if self.generation_s > self.training_s else "training"
-            return f"{longer}: the two take turns, and it is the longer one"
+            return f"{longer}: generation and training take turns, and {longer} takes longer"
         if self.generation_s > self.training_s:
             return f"generation: the learner waits {1 - self.training_s / self.step_s:.0%} of a step"
         return f"training: the engines are idle for {1 - self.generation_s / self.step_s:.0%} of a step"
@@ -159,8 +159,8 @@ def plan_capacity(
         if best is None or made.step_s < best.step_s * (1 - 1e-9):
             best = made
     if best is None:
-        reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are"
-        raise SpecError(f"no way to divide {number} {processor.name} between learner and engines fits: {reason}")
+        reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are processors"
+        raise SpecError(f"no division of {number} {processor.name} between learner and engines fits: {reason}")
     return best if price is None else replace(best, cost_per_hour=price * number)
 
 

@@ -245,7 +245,7 @@ def _body(
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
             f"- fingerprint of its data: `{lineage.data or 'not recorded'}`",
-            *([] if lineage.named_by_files else ["- named at registration; the files name no run"]),
+            *([] if lineage.named_by_files else ["- the run was named at registration, because the files name none"]),
             "",
         ]
     for each in evaluations:

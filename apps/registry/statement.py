@@ -160,7 +160,7 @@ def verify(folder: Path, public_key: Path) -> None:
     except Exception as error:  # model-signing and cryptography raise errors without a common base
         names = MISMATCH.findall(str(error))
         if names:
-            raise DataError(f"{', '.join(names)} is not as it was signed; register the model again") from None
+            raise DataError(f"changed since signing: {', '.join(names)}; register the model again") from None
         raise DataError(
             f"the signature {SIGNATURE} does not fit ({type(error).__name__}: {error}); it was changed, or was made with another "
             f"key than that of {public_key}"

@@ -75,7 +75,7 @@ def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best
     figures += [_parallel(sweep, ended, names)] if ended else []
     figures += [_courses(sweep, trials)] if any(each.course for each in trials) else []
     importance = [[key, f"{share:.0%}"] for key, share in shares.items()]
-    title = "Importance: share of each key in what sets the best trials apart"
+    title = "Importance: share of each key in the difference between the best trials and the others"
     blocks: list[Block] = [*_head(sweep, trials, best), ["charts", figures]]
     blocks += [["heading", 2, title], ["table", title, ["key", "share"], importance]] if importance else []
     return page(f"Sweep {sweep.name}", [*blocks, ["heading", 2, "Trials"], _table(sweep, trials)])

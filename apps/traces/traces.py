@@ -315,7 +315,7 @@ def pairs_of_traces(
         good = [(index, reward) for index, reward in indices if reward >= rules.chosen]
         bad = [(index, reward) for index, reward in indices if reward < rules.rejected]
         if not good or not bad:
-            report.left_out["prompt with one class only"] += len(indices)
+            report.left_out["prompt with only chosen or only rejected completions"] += len(indices)
             continue
         held_out = int.from_bytes(digest[:8], "big") / 2**64 < rules.held_out
         pairs = sorted(

@@ -90,6 +90,6 @@ class ExampleEncoder:
     def _check_length(self, ids: np.ndarray) -> None:
         if len(ids) > self._limit:
             raise InvalidInput(
-                f"it has {len(ids)} tokens, but policy.max_total_sequence_length is {self._limit}; raise that, or remove the "
-                "row"
+                f"the text has {len(ids)} tokens, but policy.max_total_sequence_length is {self._limit}; raise the "
+                "limit, or remove the row"
             )

@@ -172,7 +172,7 @@ def _of_completion(group: Group, completion: Completion, rewards_F: FloatArray, 
     reference_T = completion.reference_logprobs
     if spec.pool_serves_reference and reference_T is None:
         raise InvalidInput(
-            f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
+            f"group {group.group_id} has no log-probabilities of the reference; the reward pool must serve them"
         )
     return TrainingSample(
         group.group_id,

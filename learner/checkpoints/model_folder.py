@@ -85,7 +85,7 @@ class SafetensorsWriter:
         """Write `values` as the elements of tensor `name` from `first_element` on. Raises OSError (a full disk)."""
         descriptor, start, header = self._at[name]
         if values.dtype != header.dtype:
-            raise ValueError(f"{name!r} is {header.dtype}, these values are {values.dtype}")
+            raise ValueError(f"tensor {name!r} has type {header.dtype}, but the values have type {values.dtype}")
         data = memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         offset = start + first_element * header.dtype.itemsize
         self._left[name] -= len(data)

@@ -71,7 +71,9 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
         copy_other_files(model, folder, left_out | of_tokenizer)
         other = _local_files(tokenizer_name, tokenizer_source(tokenizer_name), "tokenizer_config.json")
         if not any(map(_is_of_tokenizer, other.iterdir())):
-            raise InvalidInput(f"tokenizer_name {tokenizer_name!r}: no tokenizer files in that folder")
+            raise InvalidInput(
+                f"policy.tokenizer_name {tokenizer_name!r}: the folder has no tokenizer files; name a folder with them"
+            )
         copy_other_files(other, folder, {CONFIG, CARD, GENERATION_CONFIG})
     tokenizer = check_tokenizer(tokenizer_name or model_name, folder)
     if generates and tokenizer is not None:

@@ -195,13 +195,14 @@ class UploadQueue:
         self._away_since_s = time.monotonic()
         self._warn(
             f"the store {self._store} cannot be written now ({type(error).__name__}: {error}): training goes on, and checkpoints "
-            f"wait in {self.spool} until it is back"
+            f"wait in {self.spool} until it answers again"
         )
 
     def _note_back(self) -> None:
         if self._away_since_s is not None:
             self._warn(
-                f"the store {self._store} is back after {self.away_s:.0f} s; {len(self.names)} checkpoints are still queued"
+                f"the store {self._store} answers again after {self.away_s:.0f} s; {len(self.names)} checkpoints are "
+                "still queued"
             )
             self._away_since_s = None
 

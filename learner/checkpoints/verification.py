@@ -68,7 +68,7 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
         stored = file.read()
     listed = {file.path: file.sha256 for file in manifest.files}
     if hashlib.sha256(stored).hexdigest() != listed.get(METADATA):
-        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} does not match the manifest")
     with plaintext(io.BytesIO(stored), f"{folder}/{METADATA}") as file:
         data = file.read()
     try:

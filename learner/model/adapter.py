@@ -51,7 +51,7 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
         if type(layer.base_layer) is not nn.Linear:
             raise InvalidInput(
                 f"policy.lora_cfg would adapt {name!r}, a {type(layer.base_layer).__name__}, not a linear layer; "
-                "name others in target_modules"
+                "name only linear layers in target_modules"
             )
     model.base_fingerprint = None
 
@@ -157,5 +157,5 @@ def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Mod
         if name.split(".")[-1] in lora.target_modules and unfit(module):
             raise InvalidInput(
                 f"policy.lora_cfg.target_modules would adapt {name!r}, a {type(module).__name__}; only linear layers "
-                "below the LM head can be"
+                "below the LM head can be adapted"
             )

@@ -39,7 +39,7 @@ def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
         if shape.replicate == 1:
             _meshes[key] = init_device_mesh(device.type, (ranks,))
         else:
-            log.info("%d replicas of the model, each divided by %d ranks", *shape)
+            log.info("%d replicas of the model, each divided among %d ranks", *shape)
             _meshes[key] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return _meshes[key]
 

@@ -193,7 +193,8 @@ def _build(
         )
     if not model._supports_attention_backend:
         raise InvalidInput(
-            f"policy.model_name {name!r}: transformers has no replaceable attention for models of type {config.model_type!r}"
+            f"policy.model_name {name!r}: transformers has no replaceable attention for models of type "
+            f"{config.model_type!r}; name a model of another type"
         )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -373,8 +374,8 @@ def _require_compiler(device: torch.device) -> None:
 
         if not has_triton():
             raise InvalidInput(
-                "policy.compile is true, but Triton, which torch.compile needs on GPUs, does not work here; install "
-                "the triton package that belongs to this torch, or set policy.compile to false"
+                "policy.compile is true, but Triton, which torch.compile needs on GPUs, does not work on this machine; "
+                "install the triton package that belongs to this torch, or set policy.compile to false"
             )
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -384,6 +385,6 @@ def _require_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise InvalidInput(
-            "policy.compile is true, but torch.compile finds no C++ compiler here, which it needs on CPUs; install g++ (or "
+            "policy.compile is true, but torch.compile finds no C++ compiler, which it needs on CPUs; install g++ (or "
             "name one in the environment variable CXX), or set policy.compile to false"
         ) from None

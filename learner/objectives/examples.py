@@ -34,7 +34,7 @@ class ExampleSource:
     """Examples of a run by step, or with `validation` its held-out examples; `maker` is the run's objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
-        assert spec.examples is not None, "the spec samples; it has no examples"
+        assert spec.examples is not None, "the algorithm samples, so the run has no examples"
         self._section = spec.examples
         self._maker = maker
         self._encoder = ExampleEncoder(spec, tokenizer)
@@ -151,7 +151,7 @@ def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())
     if first < len(rows):
         source.of_row(rows[first])
-        raise InvalidInput(f"row {rows[first]} cannot be trained on another rank")
+        raise InvalidInput(f"another rank cannot train row {rows[first]}")
 
 
 def _is_bad(source: ExampleSource, row: int) -> bool:

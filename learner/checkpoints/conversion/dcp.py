@@ -193,7 +193,7 @@ def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder
     if not names:
         keys = sorted({path[0] for path in paths.values()})
         raise InvalidInput(
-            f"{folder} has no weights under {entry!r}; name with --key the entry of the state dict that has them. It has "
+            f"{folder} has no weights under {entry!r}; name the entry that has them with --key. The state dict has "
             f"{', '.join(keys[:KEYS_SHOWN]) or 'no tensors'}{' …' if len(keys) > KEYS_SHOWN else ''}"
         )
     return names

@@ -88,7 +88,7 @@ def to_folder(
                     writer.write(header.name, first, weights.read(header.name, begin, end))
             writer.finish()
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
-        _check_result(partial, f"{source!r} as it is converted")
+        _check_result(partial, f"the conversion of {source!r}")
         write_export_manifest(partial)
 
 

@@ -112,8 +112,8 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value not in MERGED_AS.get(name, OFF):
             raise InvalidInput(
-                f"--adapter {folder}: {name} is {value!r}, which paceline does not merge; load the adapter with peft and write the "
-                "model of merge_and_unload"
+                f"--adapter {folder}: {name} is {value!r}, which paceline does not merge; load the adapter with peft "
+                "and save the result of its merge_and_unload"
             )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     what = f"--adapter {str(folder)!r}"

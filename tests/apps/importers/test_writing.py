@@ -142,7 +142,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
             "trl",
             "a.yaml",
             "learning_rate: 1e-6\n",
-            "does not say policy.model_name and data.train; add policy.model_name=…",
+            "gives no value for policy.model_name and data.train; add policy.model_name=…",
         ),
         ("trl", "a.yaml", "- 1\n", "a spec is a mapping of sections"),
         ("trl", "a.py", "print(1)\n", "has none of GRPOConfig"),

@@ -98,7 +98,7 @@ def test_export_refuses_to_overwrite_and_other_models_weights(trainer: Trainer, 
     with pytest.raises(InvalidInput, match=r"model\.norm\.weight"):
         export_pretrained(tmp_path / "export", weights, model_name=policy_of(trainer))
     weights = gather_weights(trainer.model, None)
-    with pytest.raises(InvalidInput, match="no tokenizer files"):
+    with pytest.raises(InvalidInput, match="has no tokenizer files"):
         export_pretrained(tmp_path / "export", weights, model_name=policy_of(trainer), tokenizer_name=str(tmp_path))
     assert not (tmp_path / "export").exists()
 

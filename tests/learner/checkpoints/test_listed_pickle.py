@@ -45,7 +45,7 @@ def exchanged(thing: Any) -> Any:
 
 
 def test_nothing_runs_that_another_rank_names(tmp_path: Path) -> None:
-    with pytest.raises(Conflict, match=r"it names posix\.mkdir"):
+    with pytest.raises(Conflict, match=r"the pickle names posix\.mkdir"):
         exchanged([Command(tmp_path / "made")])
     assert not (tmp_path / "made").exists()
     with pytest.raises(Conflict, match=r"builtins\.eval"):
