@@ -1,4 +1,5 @@
-"""Small collectives of a training step over the default process group; without a group, the values of the single rank.
+"""Small collectives of a training step over the default process group. Without a group they return the single rank's
+values.
 
 Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
 """

@@ -57,7 +57,7 @@ class Dashboard:
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Accept no more requests, and give those under way two seconds."""
+        """Accept no more requests, and wait at most two seconds for those under way."""
         await self._listener.close()
         self._pieces.close()
 

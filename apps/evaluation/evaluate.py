@@ -248,7 +248,7 @@ def _compare(result: dict[str, Any], sets: list[DataSource], questions: list[str
 
 
 def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
-    """Print a result. Exits with 1 if no problem has one."""
+    """Print a result. Exits with status 1 if no problem has a result."""
     if as_json:
         print_json(whole)
     else:

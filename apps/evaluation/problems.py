@@ -30,9 +30,9 @@ class ContinuationScore(NamedTuple):
     """Log-probability of a text after a prompt."""
 
     logprob: float
-    """Sum over its tokens, in nats, under the model itself (temperature 1)."""
+    """Sum of the log-probabilities of the text's tokens, in nats, under the model itself (temperature 1)."""
     is_greedy: bool
-    """True if each of its tokens is the likeliest one at its position."""
+    """True if each token of the text is the likeliest one at its position."""
 
 
 class EvaluatedModel(Protocol):
@@ -86,7 +86,7 @@ class Problem:
 
 
 def labels_of(spec: RunSpec) -> list[str]:
-    """Return the [L] names of rewards. `choose` adds a name for each reward by the likelihood per character."""
+    """Return the [L] names of rewards. `choose` adds each reward of the answer that is likeliest per character."""
     names = [reward.label for reward in spec.rewards]
     return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
 
@@ -163,8 +163,8 @@ async def _chosen(problem: Problem, model: EvaluatedModel, rewards: RewardRunner
 
 
 async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> Problem:
-    """Return the problem with the chosen text as its completion, and whether it scores above the rejected one; a tie
-    counts half. Raises InvalidInput for a row in which neither is better."""
+    """Return the problem with the chosen text as its completion. Its rewards say whether the chosen text scores above
+    the rejected one; a tie counts half. Raises InvalidInput for a row that prefers neither text."""
     data, preference = spec.data, preference_of(problem.columns, spec.data)
     if preference == 0:
         raise InvalidInput(

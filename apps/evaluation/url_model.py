@@ -1,4 +1,4 @@
-"""Evaluates a model behind an OpenAI-compatible endpoint, ours or another.
+"""Evaluates a model behind an OpenAI-compatible endpoint, Paceline's or another.
 
 Promise: a request ends in an answer or in an error. A request that the service refuses is a failed problem; a service
 that does not answer after all attempts ends the evaluation, because its absence says nothing about the model.

@@ -67,7 +67,7 @@ class Conversion:
                 self._carry_one(name, plain(value))
 
     def close(self) -> None:
-        """Leave out what a spec would refuse: evaluations without data, a name with other letters."""
+        """Leave out what a spec would refuse: evaluations without data, and letters that a name may not have."""
         if not self.tree.get("data", {}).get("validation"):
             section = self.tree.get(self.algorithm if self.algorithm in EXAMPLES else "grpo", {})
             for name in ("val_period", "val_at_start", "val_at_end"):

@@ -63,7 +63,7 @@ class Capacity:
 
     @property
     def sampled_tokens_per_s(self) -> float:
-        """Return the tokens a second that all engines sample without a pause."""
+        """Return the tokens that all engines together sample in a second of generation."""
         return self.work.sampled_tokens / self.generation_s if self.generation_s else 0.0
 
     @property

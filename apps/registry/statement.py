@@ -141,8 +141,8 @@ def sign(folder: Path, private_key: Path) -> None:
 
 
 def verify(folder: Path, public_key: Path) -> None:
-    """Raise DataError unless the folder is as the key's owner has signed it; InvalidInput without the package or for an
-    invalid key, NotFound."""
+    """Verify that the folder is as the key's owner signed it. Raises DataError if it is not, InvalidInput without the
+    package or for an invalid key, NotFound without a key file."""
     _, verifying, hashing = _packages()
     _check_file(public_key, "--public-key")
     if not (folder / SIGNATURE).is_file():

@@ -64,7 +64,7 @@ def _present(folder: Folder, replace: bool) -> set[str]:
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise unavailable(f"{folder} cannot be read", error) from error
     if present and not replace:
-        raise Conflict(f"{folder} exists; an export never overwrites")
+        raise Conflict(f"{folder} exists, and an export never overwrites; name another folder")
     if present and not present.intersection(SIGNS):
         raise Conflict(f"{folder} exists and is not an export; give the export another name")
     return present
@@ -105,7 +105,7 @@ def _check(directory: Path, replace: bool) -> None:
     if not (directory.exists() or directory.is_symlink()):
         return
     if not replace:
-        raise Conflict(f"{directory} exists; an export never overwrites")
+        raise Conflict(f"{directory} exists, and an export never overwrites; name another folder")
     if directory.is_symlink() or not any((directory / sign).is_file() for sign in SIGNS):
         raise Conflict(f"{directory} exists and is not an export; give the export another name")
 

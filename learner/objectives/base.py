@@ -195,7 +195,7 @@ def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
 
 
 def completion_lengths(tokens: TokenArrays) -> Tensor:
-    """Return [S] tokens of each sequence, as float."""
+    """Return [S] number of tokens of each sequence, as float."""
     return completion_sums(torch.ones_like(tokens.current_N), tokens)
 
 

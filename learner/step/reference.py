@@ -86,7 +86,7 @@ class PoolReference(Reference):
 
 
 class PrecomputedReference(Reference):
-    """Holds the precomputed Σ_t log π_ref of every completion of the run; the examples carry them after `prepare`."""
+    """Holds the precomputed Σ_t log π_ref of every completion of the run; the examples have them after `prepare`."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self._policy, self._device = spec.policy, device
@@ -223,8 +223,8 @@ def with_frozen_logprobs(
     current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
     reference: Reference,
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
-    the first update, if the step needs it; log π_ref if each token needs it."""
+    """Return the updates with the frozen log-probabilities that each micro-batch needs: log π_prox, which is `current`
+    before the first update, and log π_ref of each token."""
 
     def with_frozen(micro: MicroBatch) -> MicroBatch:
         proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
@@ -234,7 +234,7 @@ def with_frozen_logprobs(
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
-    """Return the updates with M2PO's limit, computed over the tokens of all of them on all ranks."""
+    """Return the updates with M2PO's limit, computed over the tokens of all updates on all ranks."""
     if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]

@@ -203,7 +203,7 @@ class Trainer:
 
     def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
         """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm
-        before clipping. Loss and norms are the same on every rank, so is the branch taken. Raises NonFiniteLoss."""
+        before clipping. Loss and norms are the same on every rank, and so is the branch taken. Raises NonFiniteLoss."""
         while True:
             results = self._accumulate_gradients(update, watch)
             sums = self._sum_metrics(results)

@@ -54,8 +54,8 @@ def slice_of(block: Block, local: torch.Tensor) -> LocalSlice:
 
 
 def local_boxes(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Block, torch.Tensor]]:
-    """Return this rank's boxes, in the order of `local_slices`, with the live tensors as they are; the blocks name the
-    types that are published. Elements of one width follow each other."""
+    """Return this rank's boxes, in the order of `local_slices`: a block with the published type, and the live tensor in
+    its own type. Tensors of one element width follow each other."""
     return sorted(_boxes(model, dtype), key=lambda box: DTYPE_BYTES[box[0].dtype])
 
 

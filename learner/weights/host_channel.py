@@ -360,7 +360,7 @@ class Rank0HostChannel(HostChannel):
 
 def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
     """Return the learner's hosts; None if a rank has no relay within `timeout_s`. A collective call. Raises
-    InvalidInput, on every rank, if they are in several zones, whose link each step would wait for."""
+    InvalidInput, on every rank, if they are in several zones: each step would wait for the link between the zones."""
     import torch.distributed as dist
 
     agent_id, zone = NO_RELAY, ""
