@@ -21,14 +21,14 @@ def world_size() -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise sum, in place."""
+    """Sum `values` over all ranks elementwise, in place, and return them."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.SUM)
     return values
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise maximum, in place."""
+    """Set `values` to their elementwise maximum over all ranks, and return them."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values

@@ -46,7 +46,7 @@ LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Su
 
 class CoordinatorBackend:
     """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; calls without a caller's
-    `token` use the dashboard's."""
+    `token` use the dashboard's token."""
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))

@@ -34,7 +34,7 @@ from paceline.apps.evaluation.statistics import (
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
-"""Fewest problems for a decision: a bootstrap of fewer misjudges its own width."""
+"""Fewest problems for a decision: with fewer, the bootstrap's interval has a wrong width."""
 
 Outcome = Literal["passed", "failed", "undecided"]
 

@@ -28,7 +28,7 @@ from paceline.spec import RunSpec
 Json = dict[str, Any]
 
 SEED_BITS = 31
-"""Bits of a seed that every service takes."""
+"""Number of bits in a seed that every service accepts."""
 READS_TOKENS = ("length", "soft_overlong")
 """Built-in reward functions that count tokens, which an OpenAI-compatible endpoint does not return."""
 
@@ -194,7 +194,7 @@ class UrlModel:
 
 @contextlib.asynccontextmanager
 async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator[UrlModel]:
-    """Open the model behind an endpoint; an empty `settings.model` means its only one. Raises InvalidInput for a
+    """Open the model behind an endpoint; an empty `settings.model` means its only model. Raises InvalidInput for a
     function that reads tokens, Unavailable if the service does not answer."""
     for reward in spec.rewards:
         if reward.function in READS_TOKENS and spec.evaluation.method == "sample":

@@ -94,8 +94,8 @@ class Capacity:
     def limit(self) -> str:
         if self.coordinator_load > 1:
             return (
-                f"the coordinator: {self.groups_per_s:,.0f} groups/s with {self.coordinator_mb_per_s:,.0f} MB/s are "
-                "more than one coordinator was measured to commit; use several runs, each with its own coordinator"
+                f"the coordinator: {self.groups_per_s:,.0f} groups/s with {self.coordinator_mb_per_s:,.0f} MB/s exceed "
+                "what one coordinator was measured to commit; use several runs, each with its own coordinator"
             )
         if not self.engines:
             return "training: a run on examples has no generation"
@@ -227,7 +227,7 @@ def _capacity(
 
 
 def _sequences(spec: RunSpec, memory: Plan, work: Work, processor: Processor) -> float:
-    """Return the sequences of mean length that one engine has room for."""
+    """Return the number of sequences of mean length that one engine has room for."""
     if memory.cached_tokens is None:
         return float(spec.policy.generation.batch_size(on_gpu=processor.is_gpu))
     return min(memory.cached_tokens / (work.prompt_tokens + work.completion_tokens), SEQUENCES_OF_ENGINE)

@@ -115,12 +115,12 @@ class Work:
 
     @property
     def sampled_tokens(self) -> float:
-        """Return the completion tokens of the batch; all of them train."""
+        """Return the number of completion tokens in the batch; all of them train."""
         return self.sequences * self.completion_tokens
 
     @property
     def tokens(self) -> float:
-        """Return the tokens that pass through the learner."""
+        """Return the number of tokens that pass through the learner."""
         return self.sequences * (self.prompt_tokens + self.completion_tokens)
 
 
@@ -203,7 +203,7 @@ MOST = 1 << 20
 
 
 def read_gpus(text: str) -> tuple[Processor, int]:
-    """Return processor and number of NAME:NUMBER. Raises InvalidInput with the known names."""
+    """Return the processor and the number in NAME:NUMBER. Raises InvalidInput with the known names."""
     match = re.fullmatch(r"([A-Za-z0-9-]+)(?::(\d{1,7}))?", text)
     processor = PROCESSORS.get(match[1].lower()) if match else None
     number = int(match[2] or 1) if match else 0

@@ -127,7 +127,8 @@ def make_key(path: Path) -> Path:
 
 
 def sign(folder: Path, private_key: Path) -> None:
-    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound."""
+    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound without
+    the key file."""
     signing, _, hashing = _packages()
     _check_file(private_key, "--signing-key")
     try:
@@ -163,7 +164,7 @@ def verify(folder: Path, public_key: Path) -> None:
             raise DataError(f"changed since signing: {', '.join(names)}; register the model again") from None
         raise DataError(
             f"the signature {SIGNATURE} does not fit ({type(error).__name__}: {error}); it was changed, or was made with another "
-            f"key than that of {public_key}"
+            f"key than the one that {public_key} belongs to"
         ) from None
 
 

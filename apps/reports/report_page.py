@@ -1,5 +1,5 @@
-"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. It loads
-nothing.
+"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. The file
+loads nothing.
 
 Promise: text from models and strangers stays text. It is data of the page (JSON), becomes text nodes only, and the
 content security policy runs no script but the page's, identified by its digest.

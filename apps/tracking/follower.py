@@ -75,7 +75,7 @@ def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
 class Target(NamedTuple):
     run_id: str
     name: str
-    """Name of the cursor: the kind of a tracker; of a webhook also its address."""
+    """Name of the cursor: the tracker's kind, and for a webhook also the address."""
     setting: Setting
     folder: Path
     """Folder of the run's cursors and of trackers' files."""

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """Step, sequence number and time of an entry."""
 
     number: int
-    """Step of the run; for an evaluation, of the version."""
+    """Step of the run, or of the evaluated version."""
     sequence: int
     """Sequence number of the event; grows from entry to entry."""
     time_s: float

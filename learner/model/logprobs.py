@@ -195,7 +195,7 @@ def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None
 
 
 def _logits(hidden_MH: Tensor, head_WH: Tensor, float32_head: bool, inverse_temperature: float) -> Tensor:
-    """Return [M, W] float32 logits over the temperature."""
+    """Return [M, W] float32 logits, divided by the temperature."""
     if float32_head:
         return _float32_product(_operand(hidden_MH, True), head_WH.T).mul_(inverse_temperature)
     return (hidden_MH @ head_WH.T).float().mul_(inverse_temperature)

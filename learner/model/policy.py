@@ -269,7 +269,7 @@ def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class _OneDnnProduct(torch.autograd.Function):
-    """y = x·Wᵀ; ∂x = g·W, ∂W = gᵀ·x, each by the same kernel."""
+    """Product y = x·Wᵀ with ∂x = g·W and ∂W = gᵀ·x, each by the same kernel."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_OI: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class PairLogRatios:
 def preference_loss(
     pairs: PairLogRatios, kind: PairLoss, *, beta: float, label_smoothing: float = 0.0, average: bool = False
 ) -> Tensor:
-    """Return Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
+    """Return Σ weight · loss(d), d = chosen - rejected log-ratio; `average` divides each log-ratio by its length first.
 
     - `sigmoid`: -log σ(βd) (DPO, Rafailov et al. 2023).
     - `conservative`: -(1-ε)·log σ(βd) - ε·log σ(-βd), ε the chance of a flipped label (Mitchell 2023).

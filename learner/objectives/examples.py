@@ -51,7 +51,7 @@ class ExampleSource:
         return len(self._rows)
 
     def of_step(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
+        """Return this rank's examples of a step. Raises InvalidInput for an example longer than the model allows."""
         first = step * self._count
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 

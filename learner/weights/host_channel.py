@@ -140,7 +140,7 @@ class Rank0HostChannel(HostChannel):
         self._staged: list[tuple[Version, list[bytes]]] = []
         """Versions that this host has staged and whose manifests are to be completed."""
         self._newest: tuple[HostManifest, worker_pb2.HostVersion] | None = None
-        """The newest version with its manifest."""
+        """Manifest of the newest version that has one, and the message about it."""
         self._here: tuple[Version, int, HostSegment] | None = None
         """The newest complete version of this host, with the generation and the host segment."""
         self._needs_store = False

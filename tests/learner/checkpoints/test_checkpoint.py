@@ -149,7 +149,7 @@ def garble_manifest(path: Path) -> None:
         (flip, "file '__0_0.distcp' has SHA-256"),
         (remove, "file '__0_0.distcp' is missing"),
         (add, "file '__1_0.distcp' is not in its manifest"),
-        (edit_manifest, "its manifest has SHA-256 .* expected was"),
+        (edit_manifest, "its manifest has SHA-256 .* not the expected"),
         (garble_manifest, "its manifest cannot be read"),
     ],
 )
