@@ -143,8 +143,8 @@ class UrlModel:
         if whole.tokens[: len(tokens)] != tokens:
             raise InvalidInput(
                 "a token of the service spans the border between the prompt and the continuation "
-                f"{continuation!r:.60}, so the continuation cannot be scored alone; begin evaluation.continuation with a "
-                "space, or evaluate the model in this process"
+                f"{continuation!r:.60}, so it cannot be scored alone; begin evaluation.continuation with a space, or "
+                "evaluate the model in this process"
             )
         if not prompt and "".join(whole.tokens).startswith(continuation):
             raise InvalidInput(

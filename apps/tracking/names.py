@@ -13,7 +13,7 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """One metric under its names; `<x>` is the same text in all of them. An empty name means that the library lacks it."""
+    """One metric under its names; `<x>` is the same text in all of them. With an empty name the library lacks it."""
 
     kind: str
     ours: str

@@ -61,7 +61,8 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
     manifest, manifest_sha256 = read_manifest(folder)
     if manifest_sha256 != expected_sha256:
         raise Conflict(
-            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, not the expected {expected_sha256}"
+            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, "
+            f"not the expected {expected_sha256}"
         )
     check_files(folder, manifest, part=rank, parts=ranks)
     with folder.open(METADATA) as file:  # on every rank, so that each decodes the bytes that it has checked

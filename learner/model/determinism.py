@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Environment variable and its value. cuBLAS repeats its sums only with this separate workspace for each stream, and
-reads the variable at its first product."""
+"""cuBLAS repeats its sums only with this separate workspace for each stream. It reads the variable at its first
+product."""
 
 
 def reserve_workspace() -> None:

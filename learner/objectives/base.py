@@ -45,14 +45,13 @@ class TokenArrays:
     """[N] log-probabilities before the step (log π_prox). None if the step has only this update: π_prox is then π,
     detached."""
     reference_N: Tensor | None = None
-    """[N] log-probabilities by the reference (log π_ref). None if the loss compares with no reference or with
-    precomputed sums."""
+    """[N] log-probabilities by the reference (log π_ref). None if not needed."""
     advantages_N: Tensor | None = None
     """[N] advantages. None for supervised data."""
     ages_N: Tensor | None = None
     """[N] steps between the version that sampled the token and this step; only the log-linear π_prox reads them."""
     m2_limit: float | None = None
-    """Largest (log ρ)² of a token that is kept (`m2_limit_of`). None keeps all."""
+    """Largest (log ρ)² that is kept (`m2_limit_of`). None keeps all."""
     batch_kl: float | None = None
     """KTO's KL, measured over the global batch before its first update."""
     sample_lengths_N: Tensor | None = None

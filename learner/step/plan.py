@@ -75,7 +75,7 @@ class Update:
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
     m2_limit: float | None = None
-    """Largest (log ρ)² of a token that is kept (`TokenArrays.m2_limit`). None keeps all."""
+    """Largest (log ρ)² that is kept (`TokenArrays.m2_limit`). None keeps all."""
     batch_kl: float | None = None
     """KTO's KL over the global batch (`TokenArrays.batch_kl`). None for other algorithms."""
     num_scored_tokens: float = 0.0

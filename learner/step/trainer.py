@@ -347,8 +347,7 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale after an overflow. Return False if the scale is 1, because then it did not cause the
-        overflow."""
+        """Halve the scale after an overflow. Return False if it is 1, and so not the cause."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)

@@ -21,7 +21,7 @@ class WeightChannel:
     @property
     def wants_snapshot(self) -> bool:
         """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error
-        of the channel's thread, if it failed."""
+        of a thread that failed."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:

@@ -123,7 +123,7 @@ class DeviceSnapshot:
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if free < SPARE * self.size_bytes:
             log.info(
-                "weights are compared on the CPU: the GPU has %.1f GB free, but the copy needs %.1f GB",
+                "weights are compared on the CPU: the GPU has %.1f GB free, too little for a copy of %.1f GB",
                 free / 1e9,
                 self.size_bytes / 1e9,
             )

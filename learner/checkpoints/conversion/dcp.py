@@ -48,7 +48,7 @@ KEY = "model"
 """Name that trainers give to the state dict's entry with the weights."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
-"""Function that takes a part of a tensor: the tensor's name, the part's offset along each axis, and its values."""
+"""Function that takes the tensor's name, the offset along each axis, and the values of a part."""
 
 
 def write_dcp(folder: Path, weights: ModelWeights) -> None:
