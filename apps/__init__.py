@@ -1,2 +1,2 @@
-"""Apps around the core, each in a folder with its commands and tests. `COMMANDS` of an app lists them by heading of
-`paceline --help`; entry points find them. Nothing else imports apps."""
+"""Apps around the core, each a folder with its commands. An app's `COMMANDS` has them by heading of `paceline --help`;
+entry points find the apps. Nothing else imports apps."""

@@ -1,5 +1,5 @@
-"""Advantages of a whole batch from its rewards, relative to the group or to the batch, minus the KL to the reference;
-and PPO's mathematics: generalised advantage estimation and the clipped value loss.
+"""Advantages of a whole batch from its rewards, relative to the group or to the batch, with the KL to the reference
+subtracted if the spec says so. Also PPO's mathematics: generalised advantage estimation and the clipped value loss.
 
 Promise: the result depends only on the global batch, not on how ranks, updates or micro-batches split it; sequences
 without a reward stay outside every statistic and get 0.
@@ -32,14 +32,14 @@ class ScoredBatch:
 
     group_ids_S: npt.NDArray[np.int64]
     rewards_SF: Float64Array
-    """NaN if the function returned None."""
+    """[S, F] rewards; NaN if the function returned None."""
     penalties_S: Float64Array
-    """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
+    """[S] β · the sum of the sequence's KL estimates, in units of the reward. 0 if the reward has no KL."""
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float64Array:
-    """Return [S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN if
-    there is no reward. Gates act on the rewards first; the weights are those of `step`.
+    """Return [S] advantages before clipping. For REINFORCE++ return the bases that `whitened_token_advantages` takes,
+    NaN without a reward. Gates act on the rewards first; the functions have their weights of step `step`.
 
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,

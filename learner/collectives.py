@@ -1,4 +1,5 @@
-"""Small collectives of a training step over the default process group; without a group, the values of the single rank.
+"""Small collectives of a training step over the default process group. Without a group they return the single rank's
+values.
 
 Promise: only tensors travel (object collectives pickle), and every rank returns the same values.
 """
@@ -20,14 +21,14 @@ def world_size() -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise sum, in place."""
+    """Sum `values` over all ranks elementwise, in place, and return them."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.SUM)
     return values
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise maximum, in place."""
+    """Set `values` to their elementwise maximum over all ranks, and return them."""
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
@@ -56,7 +57,7 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
     if error is not None:
         raise error
     if failed:
-        raise FailedElsewhere("another rank failed in its part of the work; its report says why")
+        raise FailedElsewhere("another rank failed in its part of the work; that rank reports why")
 
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -66,7 +67,8 @@ def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
 
 
 def rows_of_all_ranks(local_RK: Tensor) -> tuple[Tensor, int]:
-    """Return (the rows of all ranks in order of rank, index of this rank's first); ranks may have any number of rows."""
+    """Return the rows of all ranks, in order of rank, and the index of this rank's first row. Ranks may have any number
+    of rows."""
     parts = _parts_of_all_ranks(local_RK)
     return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
@@ -86,7 +88,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) may have CPU tensors."""
+    """Return every rank's `data` on every rank, in order of rank. `group` (None: the default) must take CPU tensors."""
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [part.numpy().tobytes() for part in _parts_of_all_ranks(local, group)]
 

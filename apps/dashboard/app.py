@@ -53,11 +53,11 @@ class Dashboard:
         self.app.router.add_post("/{service}/{method}", self._call)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port; 0 takes a free one. Raises Conflict if the port is taken."""
+        """Listen, and return the port. Port 0 takes a free one. Raises Conflict if the port is taken."""
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Accept no more requests, and give those under way two seconds."""
+        """Accept no more requests, and wait at most two seconds for those under way."""
         await self._listener.close()
         self._pieces.close()
 

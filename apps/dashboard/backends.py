@@ -46,7 +46,7 @@ LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Su
 
 class CoordinatorBackend:
     """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; calls without a caller's
-    `token` use the dashboard's."""
+    `token` use the dashboard's token."""
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
@@ -70,7 +70,7 @@ class CoordinatorBackend:
 
 
 Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
-"""Answers the calls."""
+"""A coordinator or a ledger that answers the dashboard's calls."""
 
 
 def _to_bytes(message: Any) -> bytes:
@@ -84,7 +84,7 @@ MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2, registry_pb
 @dataclass(frozen=True)
 class Method:
     path: str
-    """`package.Service/Method`."""
+    """Name of the call, `package.Service/Method`."""
     request: type[Any]
     response: type[Any]
     streams: bool

@@ -83,8 +83,8 @@ class Gateway:
         self._streams = 0
 
     async def role(self, request: web.Request) -> Role:
-        """Return the role of a request; for tokens that the coordinator has made, it names the role. Raises Refused
-        without a valid key, grpc.aio.AioRpcError."""
+        """Return the role of a request. For a token that the coordinator has made, the coordinator names the role.
+        Raises Refused without a valid key, grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
         if role is Role.NOBODY and (token := _named_token(request)):
             query = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
@@ -106,7 +106,7 @@ class Gateway:
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
         if method is None:
-            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists them")
+            raise Refused("not_found", f"no call {path[:120]!r}; /openapi.json lists all calls")
         if not method.only_reads and role < Role.OPERATOR:
             raise Refused("permission_denied", f"{method.path} changes state, and this key is read-only")
         message = await _message(request, method, read)

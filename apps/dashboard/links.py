@@ -25,7 +25,7 @@ def main(address: str) -> None:
     path: Path = token_path(DEFAULT_PATH)
     if not read_token(path):
         raise click.ClickException(
-            str(NotFound(f"no token in {path}; give --token-file, the file of the dashboard's coordinator"))
+            str(NotFound(f"no token in {path}; name the token file of the dashboard's coordinator with --token-file"))
         )
     say_links(address, Access(path))
 

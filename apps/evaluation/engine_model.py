@@ -81,7 +81,7 @@ class EngineModel:
         return np.concatenate([[eos if bos is None else bos], ids]).astype(np.int32), 1
 
     def _in_place(self, begin: IntArray, continuation: str) -> IntArray:
-        """Return the tokens of a text that follows others. Raises InvalidInput if they do not decode to the text."""
+        """Return the tokens of a text after other tokens. Raises InvalidInput if they do not decode to the text."""
 
         def decoded(ids: Any) -> str:
             return str(self._served.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -90,8 +90,8 @@ class EngineModel:
         if decoded([*begin, *found]) == decoded(begin) + continuation:
             return found
         raise InvalidInput(
-            f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer encodes the "
-            "continuation alone as another text; begin evaluation.continuation with a space"
+            f"a token spans the border between the prompt and the continuation {continuation!r:.60}, and the tokenizer "
+            "encodes the continuation alone as another text; begin evaluation.continuation with a space"
         )
 
     async def _score(self, ids: IntArray, start: int) -> ContinuationScore:

@@ -248,7 +248,7 @@ def _compare(result: dict[str, Any], sets: list[DataSource], questions: list[str
 
 
 def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
-    """Print a result. Exits with 1 if no problem has one."""
+    """Print a result. Exits with status 1 if no problem has a result."""
     if as_json:
         print_json(whole)
     else:
@@ -262,7 +262,9 @@ def _print(whole: dict[str, Any], output: Path) -> None:
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
     for name, number in whole.get("unscored", {}).items():
-        click.echo(f"  {number:,} completions got no number from {name}, and no metric of it counts them", err=True)
+        click.echo(
+            f"  {number:,} completions got no number from {name}; the metrics of {name} do not count them", err=True
+        )
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")
@@ -272,7 +274,8 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return for each training set the number of questions in it and the first indices, or why it was not compared."""
+    """Return, for each training set, the number of questions in it and the indices of the first ones, or why it was not
+    compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -299,18 +302,18 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
         elif each["questions"]:
             lines.append(
                 f"{each['questions']:,} of {num_questions:,} questions have at least {OVERLAP:.0%} of their 13-word sequences in "
-                f"{each['training']}, which the model was trained on (first: problem {each['first'][0]}); its result says "
-                "little about new questions"
+                f"{each['training']}, which the model was trained on (first: problem {each['first'][0]}); the result "
+                "says little about new questions"
             )
     return lines
 
 
 LONGEST = 4096
-"""Most tokens of prompt and completion together, for a model whose files are not here."""
+"""Most tokens of prompt and completion together, for a model whose files are not on this machine."""
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model behind a URL. Nothing else of it is given."""
+    """Return the settings of a model behind a URL, which gives no settings itself."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
@@ -321,7 +324,8 @@ def spec_of_endpoint(url: str) -> RunSpec:
 
 
 def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file` with the model of `model`. Raises SpecError, InvalidInput without validation data."""
+    """Return the spec in `file`, with its model replaced by that of `model`. Raises SpecError, InvalidInput without
+    validation data."""
     from paceline.spec.reading import apply_override, parse_spec, read_tree
 
     tree = read_tree(file)
@@ -361,7 +365,7 @@ def reads_model(tree: dict[str, Any]) -> bool:
 
 
 def _measure(tree: dict[str, Any], model: str) -> None:
-    """Let reward functions that name no model use `model`, the one being measured."""
+    """Set `model`, the one being measured, as the model of each reward function that names none."""
     for reward in tree.get("rewards") or ():
         argument = _path_argument(reward)
         if argument is not None:
@@ -375,7 +379,7 @@ def _path_argument(reward: Any) -> str | None:
 
 
 def _from_here(name: str) -> str:
-    """Return a path in this directory as an absolute path, and any other name unchanged."""
+    """Return an existing path as an absolute path, and any other name unchanged."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 

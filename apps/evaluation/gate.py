@@ -34,7 +34,7 @@ from paceline.apps.evaluation.statistics import (
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
-"""Fewest problems for a decision: a bootstrap of fewer misjudges its own width."""
+"""Fewest problems for a decision: with fewer, the bootstrap's interval has a wrong width."""
 
 Outcome = Literal["passed", "failed", "undecided"]
 
@@ -44,13 +44,13 @@ class Bounds:
     """Limits that a candidate must meet."""
 
     max_drop: float = 0.0
-    """Accepted drop against the baseline."""
+    """Largest accepted drop of the metric against the baseline."""
     margin: float = 0.05
-    """Further drop that an evaluation must be able to exclude before the candidate passes."""
+    """Further drop that the interval must exclude before the candidate passes."""
     minima: Mapping[str, float] | None = None
-    """Least value of each metric of the candidate's result."""
+    """Least value that the candidate must reach, by metric."""
     maxima: Mapping[str, float] | None = None
-    """Greatest value of each metric, such as a gap between groups."""
+    """Greatest value that the candidate may have, by metric, such as a gap between groups."""
 
 
 def judge(
@@ -88,11 +88,11 @@ def judge(
     for name, least in (bounds.minima or {}).items():
         value = _value(candidate, name, f"--min {name}={least:g}")
         outcomes.append("failed" if below(value, least) else "passed")
-        reasons.append(f"{name} is {value:.4f}, must be at least {least:g}: {outcomes[-1]}")
+        reasons.append(f"{name} is {value:.4f} and must be at least {least:g}: {outcomes[-1]}")
     for name, most in (bounds.maxima or {}).items():
         value = _value(candidate, name, f"--max {name}={most:g}")
         outcomes.append("failed" if below(most, value) else "passed")
-        reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
+        reasons.append(f"{name} is {value:.4f} and must be at most {most:g}: {outcomes[-1]}")
     outcome: Outcome = "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
     return {
         "outcome": outcome,
@@ -113,7 +113,7 @@ def judge(
 
 
 def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
-    """Return the outcome of a difference by its interval, as `judge` says."""
+    """Return the outcome of a difference by its interval, as `judge` describes it."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if below(high, -bounds.max_drop):
@@ -146,7 +146,7 @@ Decision = Literal["promote", "hold", "roll back"]
 DECISIONS: Mapping[str, Decision] = {"passed": "promote", "undecided": "hold", "failed": "roll back"}
 
 Rewards = Mapping[Any, Sequence[float]]
-"""Rewards of the traces of each prompt."""
+"""Rewards of a model's traces, by prompt."""
 
 
 def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0) -> dict[str, Any]:

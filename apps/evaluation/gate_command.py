@@ -82,7 +82,7 @@ def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, 
     type=click.Path(path_type=Path, exists=True),
     help="Result of the model in use.",
 )
-@click.option("--metric", default="reward", show_default=True, help="reward, or reward/FUNCTION.")
+@click.option("--metric", default="reward", show_default=True, help="Metric to compare: reward, or reward/FUNCTION.")
 @click.option(
     "--min",
     "minima",

@@ -36,13 +36,13 @@ class ScoredSample:
     index: int
     """Number of the problem in its task."""
     sample: int
-    """Number of the sample of its problem."""
+    """Number of the sample among those of its problem."""
     prompt: Any
     completion: str
     scores: Mapping[str, float]
-    """By name; the first one counts as the reward."""
+    """Scores by name; the first one counts as the reward."""
     choices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    """Log-probability and greediness of each answer, for a task that chooses among answers."""
+    """Log-probability of each answer and whether it is greedy, for a task that chooses among answers."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ class HarnessRun:
 
 MODEL, CHAT = "local-completions", "local-chat-completions"
 CONCURRENT = 8
-"""Requests at one time."""
+"""Most requests that a harness sends at one time."""
 
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the user's arguments and the endpoint's. `tokenizer` is a folder: log-probabilities are requested by token
-    ids. With `--model local-chat-completions` among the user's arguments the harness sends chats."""
+    """Return lm-eval's arguments: the user's, and those for the endpoint. `tokenizer` is a folder: log-probabilities
+    are requested by token ids. With `--model local-chat-completions` among the user's arguments the harness sends
+    chats."""
     given = list(arguments)
     kind = given[given.index("--model") + 1 :][:1] if "--model" in given else []
     if kind and kind[0] not in (MODEL, CHAT):
@@ -78,7 +79,7 @@ def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, argument
 
 
 def read_lm_eval(folder: Path) -> HarnessRun:
-    """Return the results in its output folder. Raises InvalidInput if there are none."""
+    """Return the results in lm-eval's output folder. Raises InvalidInput if there are none."""
     files = sorted(folder.rglob("results_*.json"))
     if not files:
         raise InvalidInput("lm-eval has written no results; see its output for the reason")
@@ -115,7 +116,7 @@ def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
 
 
 def _choices(responses: Any) -> list[dict[str, Any]]:
-    """Return log-probability and greediness of each answer; empty for a task that generates."""
+    """Return the log-probability of each answer and whether it is greedy; empty for a task that generates."""
     if not all(isinstance(each, list) and len(each) == 2 for each in responses):
         return []
     return [{"logprob": float(logprob), "is_greedy": str(greedy) == "True"} for logprob, greedy in responses]
@@ -128,7 +129,7 @@ LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
 
 def inspect_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the user's arguments and the endpoint's; `variables` has the URL."""
+    """Return Inspect's arguments: the user's, and those for the endpoint; `variables` has the URL."""
     own = ["--model", f"openai-api/{SERVICE}/{model}", "--log-dir", str(folder), "--log-format", "json"]
     return ["eval", *arguments, *own, "--display", "plain"]
 
@@ -139,7 +140,7 @@ def inspect_variables(url: str) -> dict[str, str]:
 
 
 def read_inspect(folder: Path) -> HarnessRun:
-    """Return the results in its logs. Raises InvalidInput if there is none, or one of a failed run."""
+    """Return the results in Inspect's logs. Raises InvalidInput without a log, or for a log of a failed run."""
     logs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not logs:
         raise InvalidInput("inspect has written no log; see its output for the reason")
@@ -177,11 +178,11 @@ def _values(scorer: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 FOLDER = Path(".venv-harnesses/bin")
-"""Folder of the programs below the working directory; `make harnesses` installs them there."""
+"""Folder of the harnesses' programs, below the working directory; `make harnesses` installs them there."""
 STDERR = 2
 """File descriptor to which all of a harness' output goes."""
 END_S = 10.0
-"""Longest wait for a harness to end after its signal."""
+"""Longest wait in seconds for a harness to end after its signal."""
 
 
 HARNESSES = {
@@ -247,7 +248,7 @@ def result_of(
     labels = list(dict.fromkeys(f"{each.task}/{name}" for each in run.samples for name in each.scores))
     if not labels:
         raise InvalidInput(
-            f"{harness} has scored no single sample, which a comparison needs; its own results are in its output"
+            f"{harness} has no scores of single samples, which a comparison needs; its own results are in its output"
         )
     samples = [_sample(each, labels) for each in run.samples]
     means: dict[str, dict[str, list[float]]] = {}

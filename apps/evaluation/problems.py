@@ -30,9 +30,9 @@ class ContinuationScore(NamedTuple):
     """Log-probability of a text after a prompt."""
 
     logprob: float
-    """Sum over its tokens, in nats, under the model itself (temperature 1)."""
+    """Sum of the log-probabilities of the text's tokens, in nats, under the model itself (temperature 1)."""
     is_greedy: bool
-    """True if each of its tokens is the likeliest one at its position."""
+    """True if each token of the text is the likeliest one at its position."""
 
 
 class EvaluatedModel(Protocol):
@@ -55,8 +55,8 @@ class EvaluatedModel(Protocol):
 
 
 def split(prompt: str, continuation: str) -> tuple[str, str]:
-    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens begin with
-    white space. As in lm-eval's `TemplateLM._encode_pair`."""
+    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens
+    begin with white space. lm-eval's `TemplateLM._encode_pair` does the same."""
     kept = prompt.rstrip()
     return kept, prompt[len(kept) :] + continuation
 
@@ -74,11 +74,11 @@ class Problem:
     columns: Mapping[str, Any]
     completions: tuple[Completion, ...] = ()
     rewards_CL: FloatArray | None = None
-    """[C, L]; None if scoring failed."""
+    """[C, L] rewards. None if scoring failed."""
     totals_C: Rewards | None = None
     failure: str = ""
     scores: tuple[ContinuationScore, ...] = ()
-    """Of each answer, with the method `choose`."""
+    """Log-probability of each answer, with the method `choose`."""
 
     @property
     def texts(self) -> list[str]:
@@ -86,7 +86,7 @@ class Problem:
 
 
 def labels_of(spec: RunSpec) -> list[str]:
-    """Return the [L] names of rewards. `choose` adds a name for each reward by the likelihood per character."""
+    """Return the [L] names of rewards. `choose` adds each reward of the answer that is likeliest per character."""
     names = [reward.label for reward in spec.rewards]
     return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
 
@@ -163,11 +163,13 @@ async def _chosen(problem: Problem, model: EvaluatedModel, rewards: RewardRunner
 
 
 async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> Problem:
-    """Return the problem with the chosen text as its completion, and whether it scores above the rejected one; a tie
-    counts half. Raises InvalidInput for a row in which neither is better."""
+    """Return the problem with the chosen text as its completion. Its rewards say whether the chosen text scores above
+    the rejected one; a tie counts half. Raises InvalidInput for a row that prefers neither text."""
     data, preference = spec.data, preference_of(problem.columns, spec.data)
     if preference == 0:
-        raise InvalidInput(f"column {data.preference_key!r} is 0, so neither completion is better")
+        raise InvalidInput(
+            f"column {data.preference_key!r} is 0 (no completion is better), so the row cannot be evaluated; remove it"
+        )
     keys = (data.chosen_key, data.rejected_key)
     texts = [_text(problem.columns, key) for key in (keys if preference < 0 else keys[::-1])]
     nothing = np.empty(0)
@@ -185,7 +187,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
 
 
 def _wins(chosen: Rewards, rejected: Rewards) -> FloatArray:
-    """Return 1 if the chosen one scores higher, 0 if lower, 0.5 for a tie, NaN if either has no number."""
+    """Return 1 if the chosen completion scores higher, 0 if lower, 0.5 for a tie, NaN if either has no number."""
     return np.asarray((np.sign(chosen - rejected) + 1) / 2, np.float32)
 
 
@@ -204,7 +206,7 @@ def _text(columns: Mapping[str, Any], key: str) -> str:
         value = value[-1].get("content")
     if not isinstance(value, str) or not value:
         raise InvalidInput(
-            f"column {key!r} is {value!r:.80}, must be the text of a completion; set data.chosen_key and data.rejected_key to "
-            "such columns"
+            f"column {key!r} is {value!r:.80}, but must be the text of a completion; set data.chosen_key and "
+            "data.rejected_key to such columns"
         )
     return value

@@ -30,7 +30,7 @@ from paceline.spec import RunSpec
 
 Json = dict[str, Any]
 MAX_GROUPS = 200
-"""Most values of a column of evaluation.group_by."""
+"""Most values that a column of evaluation.group_by may have."""
 
 
 def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:
@@ -123,8 +123,8 @@ def _of_groups(column: str, scored: Sequence[Problem], means: Sequence[Mapping[s
         groups.setdefault(str(problem.columns.get(column)), []).append(found)
     if len(groups) > MAX_GROUPS:
         raise InvalidInput(
-            f"column {column!r} of evaluation.group_by or data.source_key has {len(groups)} values, at most {MAX_GROUPS} make groups; "
-            "name another column"
+            f"column {column!r} of evaluation.group_by or data.source_key has {len(groups)} values, but at most "
+            f"{MAX_GROUPS} are allowed; name another column"
         )
     metrics: Json = {}
     for name in dict.fromkeys(name for each in means for name in each):

@@ -23,7 +23,7 @@ ROUNDING = 1e-6
 """Relative difference up to which numbers count as equal: rewards, whose means are compared, are in float32."""
 
 CHUNK = 1 << 22
-"""Indices drawn at a time."""
+"""Most indices drawn at a time."""
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
 
 def below(value: float, bound: float) -> bool:
-    """Return whether a number is below a bound by more than ROUNDING of it."""
+    """Return whether a number is below a bound by more than ROUNDING times the larger magnitude of the two."""
     return value < bound and not math.isclose(value, bound, rel_tol=ROUNDING)
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a model behind an OpenAI-compatible endpoint, ours or another.
+"""Evaluates a model behind an OpenAI-compatible endpoint, Paceline's or another.
 
 Promise: a request ends in an answer or in an error. A request that the service refuses is a failed problem; a service
 that does not answer after all attempts ends the evaluation, because its absence says nothing about the model.
@@ -28,12 +28,12 @@ from paceline.spec import RunSpec
 Json = dict[str, Any]
 
 SEED_BITS = 31
-"""Bits of a seed that every service takes."""
+"""Number of bits in a seed that every service accepts."""
 READS_TOKENS = ("length", "soft_overlong")
-"""Built-in reward functions that count tokens; such an endpoint returns none."""
+"""Built-in reward functions that count tokens, which an OpenAI-compatible endpoint does not return."""
 
 NAMES_OF_STOPS = ("stop_reason", "matched_stop")
-"""Fields with the stop string that ended a choice: vLLM's, SGLang's."""
+"""Fields that vLLM and SGLang use for the stop string that ended a choice."""
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class _Echoed(NamedTuple):
 
     tokens: list[str]
     logprobs: list[float]
-    """Of each token; NaN for the first one."""
+    """Log-probability of each token; NaN for the first one."""
     tops: list[float]
-    """Log-probabilities of the likeliest tokens."""
+    """Log-probability of the likeliest token at each position."""
 
 
 class UrlModel:
@@ -74,8 +74,8 @@ class UrlModel:
         """See `EvaluatedModel.score`. The service echoes the text (`echo`) with its log-probabilities."""
         if not isinstance(prompt, str) or self._spec.data.apply_chat_template == "always":
             raise InvalidInput(
-                "a model behind a URL gives log-probabilities of texts, not of chats; set data.apply_chat_template=never and "
-                "no data.system_prompt"
+                "an endpoint returns log-probabilities of plain texts only; set data.apply_chat_template=never, and "
+                "remove data.system_prompt"
             )
         pairs = [split(prompt, each) for each in continuations]
         begin, rest = pairs[0][0], [each for _, each in pairs]
@@ -110,8 +110,8 @@ class UrlModel:
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     def _completion(self, answer: Json) -> Completion:
-        """Return the completion in an answer, with the text that the same model has in this process. Other services
-        return reasoning and calls in separate fields, and leave out the stop string but name it."""
+        """Return the completion in an answer, with the text that the same model would give in this process. Other
+        services return reasoning and calls in separate fields, and leave out the stop string but name it."""
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")
@@ -136,14 +136,15 @@ class UrlModel:
         return next((each for each in named if each in strings), "")
 
     async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
-        """Return the log-probability after a prompt with these tokens. Raises InvalidInput if the text has other tokens
-        there, because such a service encodes texts only."""
+        """Return the log-probability of the continuation after a prompt with these tokens. Raises InvalidInput if the
+        prompt has other tokens inside the whole text, which is all that such a service encodes."""
         whole = await self._echoed(prompt + continuation)
         start = len(tokens) or 1
         if whole.tokens[: len(tokens)] != tokens:
             raise InvalidInput(
-                f"a token of the service spans the end of the prompt and the continuation {continuation!r:.60}, so the continuation "
-                "cannot be scored alone; begin evaluation.continuation with a space, or evaluate the model in this process"
+                "a token of the service spans the border between the prompt and the continuation "
+                f"{continuation!r:.60}, so it cannot be scored alone; begin evaluation.continuation with a space, or "
+                "evaluate the model in this process"
             )
         if not prompt and "".join(whole.tokens).startswith(continuation):
             raise InvalidInput(
@@ -193,12 +194,13 @@ class UrlModel:
 
 @contextlib.asynccontextmanager
 async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator[UrlModel]:
-    """Open the model behind an endpoint; an empty `settings.model` means its only one. Raises InvalidInput for a
+    """Open the model behind an endpoint; an empty `settings.model` means its only model. Raises InvalidInput for a
     function that reads tokens, Unavailable if the service does not answer."""
     for reward in spec.rewards:
         if reward.function in READS_TOKENS and spec.evaluation.method == "sample":
             raise InvalidInput(
-                f"reward function {reward.function!r} counts tokens, but a model behind a URL returns texts only; leave it out"
+                f"reward function {reward.function!r} counts tokens, but an endpoint returns texts only; remove the "
+                "function"
             )
     try:
         async with Endpoint(settings, lambda name, value: None) as endpoint:

@@ -19,7 +19,7 @@ from paceline.spec.keys import keys
 @dataclass
 class Conversion:
     library: str
-    """One of `paceline.spec.foreign.TABLES`."""
+    """Table of the other library's names: one of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
     """The other library's settings by dotted name."""
     algorithm: str = "grpo"
@@ -30,9 +30,9 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     """Sentences about differences and about what to check by hand."""
     used: set[str] = field(default_factory=set)
-    """Names of settings that are dealt with."""
+    """Names of settings that were read or left out; `carry` skips them."""
     files: dict[str, str] = field(default_factory=dict)
-    """Files to write beside the spec, by name."""
+    """Contents of the files to write beside the spec, by name."""
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a setting, or the library's default, and mark it as used."""
@@ -41,7 +41,7 @@ class Conversion:
         return default if value is None else value
 
     def put(self, key: str, value: Any) -> None:
-        """Set our dotted key, in the algorithm's section if it begins with `grpo` or `loss_fn`."""
+        """Set a dotted key of the spec, in the algorithm's section if the key begins with `grpo` or `loss_fn`."""
         key = self.place(key)
         if key:
             *sections, last = key.split(".")
@@ -51,7 +51,7 @@ class Conversion:
             node[last] = _home(value)
 
     def place(self, key: str) -> str:
-        """Return our key for the algorithm; empty if the algorithm has none."""
+        """Return the spec's key for the algorithm; empty if the algorithm has none."""
         return key_for(key, self.algorithm)
 
     def leave_out(self, name: str, reason: str) -> None:
@@ -67,7 +67,7 @@ class Conversion:
                 self._carry_one(name, plain(value))
 
     def close(self) -> None:
-        """Leave out what a spec would refuse: evaluations without data, a name with other letters."""
+        """Leave out what a spec would refuse: evaluations without data, and letters that a name may not have."""
         if not self.tree.get("data", {}).get("validation"):
             section = self.tree.get(self.algorithm if self.algorithm in EXAMPLES else "grpo", {})
             for name in ("val_period", "val_at_start", "val_at_end"):
@@ -80,7 +80,7 @@ class Conversion:
         if name in keys() and name not in table(self.library):
             if keys()[name].section is None and self.place(name):
                 return self.put(name, value)
-            return self.leave_out(name, f"algorithm {self.algorithm} does not read it")
+            return self.leave_out(name, f"algorithm {self.algorithm} does not read this key")
         entry = self._entry(name)
         if entry is None:
             return self.leave_out(name, "the name is unknown")
@@ -97,7 +97,7 @@ class Conversion:
         return self.leave_out(name, f"{entry.key} has no such value")
 
     def _entry(self, name: str) -> ForeignName | None:
-        """Return the table's entry for the name, or for the longest section above it: this library's first, then
+        """Return the entry for the name, or for the longest section above it: from this library's table, else from the
         others'."""
         names = table(self.library)
         parts = name.split(".")

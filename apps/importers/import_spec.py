@@ -72,17 +72,18 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Most characters of a comment."""
+"""Most characters of a comment's line."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
     "rewards": "'rewards=[{function: …}]'",
 }
-"""Keys that a configuration may lack, and overrides that set them."""
+"""Keys that a configuration may lack, and the overrides that set them."""
 
 
 def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1) -> Conversion:
-    """Return the conversion of the file at `path`, one of LIBRARIES, with overrides of our keys on top; it loads.
+    """Return the conversion of the file at `path` from `library`, one of LIBRARIES, with Paceline's overrides applied.
+    The resulting spec loads.
 
     Raises SpecError if the file cannot be read, lacks a key that every spec needs, or has contradictory values.
     """
@@ -97,7 +98,7 @@ def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, 
         parse_spec(done.tree, base=path.resolve().parent)
     except SpecError as error:
         raise SpecError(
-            f"{path} gives a spec that does not load; repeat with overrides, such as section.key=value, for\n{error}"
+            f"{path} gives a spec that does not load; correct it with overrides, such as section.key=value:\n{error}"
         ) from None
     return done
 
@@ -140,7 +141,8 @@ def _check_complete(done: Conversion, path: Path) -> None:
     lacking = [key for key in needs if not _value(done.tree, key)]
     if lacking:
         raise SpecError(
-            f"{path} does not say {' and '.join(lacking)}; add {' '.join(REQUIRED[key] for key in lacking)} to the command"
+            f"{path} gives no value for {' and '.join(lacking)}; add {' '.join(REQUIRED[key] for key in lacking)} to "
+            "the command"
         )
 
 
@@ -157,7 +159,7 @@ def _one_line(text: str) -> str:
 
 
 MAX_DEFAULTS = 8
-"""Longest chain of `defaults`."""
+"""Most files in a chain of `defaults` or `toml_files`."""
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{([A-Za-z_.][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")

@@ -15,11 +15,11 @@ DATA = {
     "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
     "gsm8k": ("openai/gsm8k", "question", "answer"),
 }
-"""Data sets that NeMo RL has names for: the name on the hub, the columns of the prompt and of the answer."""
+"""Data sets by NeMo RL's names: the name on the hub, the columns of the prompt and of the answer."""
 CONFIGS = {"openai/gsm8k": "main"}
-"""Configuration to choose of data sets with several."""
+"""Configuration to use, by data set, for data sets that have several."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
-"""(normalize_rewards, use_leave_one_out_baseline) and our advantage."""
+"""`grpo.advantage` by NeMo RL's (normalize_rewards, use_leave_one_out_baseline)."""
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:

@@ -40,7 +40,7 @@ def convert(settings: dict[str, Any]) -> Conversion:
         _batch(done)
         _environments(done)
         done.put("policy.generation.backend", "vllm")
-        done.notes.append("prime-rl samples with vLLM; policy.generation.backend: native needs no further package")
+        done.notes.append("prime-rl samples with vLLM; policy.generation.backend=native needs no further package")
     _lengths(done)
     _optimizer(done)
     _model(done)
@@ -74,7 +74,7 @@ def _examples(done: Conversion) -> None:
     if names := [name for name in sources if name]:
         done.put("data.train", names[0] if len(names) == 1 else names)
     done.notes.append(
-        "prime-rl reads the column messages, or prompt and completion; set data.messages_key for the first"
+        "prime-rl reads the column messages, or prompt and completion; for messages, set data.messages_key"
     )
 
 
@@ -185,7 +185,7 @@ def _model(done: Conversion) -> None:
 
 
 def _gpus(done: Conversion) -> None:
-    """Carry over the GPUs of one host, by index or by number; the learner's come first."""
+    """Carry over the GPUs of one host, by index or by number; the learner's GPUs come first."""
     trains, samples = done.take("deployment.num_train_gpus", 0), done.take("deployment.num_infer_gpus", 0)
     learner = listed(done.take("trainer_gpu_ids")) or list(range(trains))
     rollout = listed(done.take("inference_gpu_ids")) or list(range(trains, trains + samples))

@@ -27,7 +27,7 @@ CONFIGS = {
     "ORPOConfig": "orpo",
     "RewardConfig": "rm",
 }
-"""TRL's configuration classes and our algorithms."""
+"""Paceline's algorithm for each of TRL's configuration classes."""
 MAX_BYTES = 1 << 20
 
 
@@ -171,7 +171,7 @@ class _Reader:
         return {self._rewards_file: text}
 
     def _assigned(self) -> dict[str, Any]:
-        """Return the literals of the names that the whole script assigns once."""
+        """Return the literal value of each name that the whole script assigns exactly once."""
         found: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

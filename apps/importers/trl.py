@@ -15,7 +15,7 @@ BUILT_IN = {
     "reasoning_accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
     "think_format_reward": {"function": "format_regex", "kwargs": {"pattern": "(?s)<think>.*?</think>.*"}},
 }
-"""TRL's own reward functions and ours."""
+"""Paceline's reward function, with its arguments, for each of TRL's."""
 FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
 """Settings whose defaults differ: TRL's value is written even if the configuration leaves it out."""
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
@@ -64,7 +64,9 @@ def _batch(done: Conversion, processes: int) -> None:
     completions = done.take("generation_batch_size", each * processes * per_generation)
     group = done.take("num_generations", 8)
     if completions % group:
-        done.notes.append(f"{completions} completions are no multiple of {group} per prompt; prompts were rounded up")
+        done.notes.append(
+            f"{completions} completions are no multiple of {group} per prompt; the number of prompts was rounded up"
+        )
     prompts = whole(completions, group)
     updates = min(prompts, whole(completions, each * processes * accumulated))
     done.put("grpo.num_generations_per_prompt", group)
@@ -72,7 +74,7 @@ def _batch(done: Conversion, processes: int) -> None:
     done.put("policy.num_updates_per_step", updates)
     repeats = done.take("num_iterations", 1)
     if repeats > 1:
-        done.leave_out("num_iterations", "every sample trains once; more updates are policy.num_updates_per_step")
+        done.leave_out("num_iterations", "every sample trains once; set policy.num_updates_per_step for more updates")
     _steps(done, updates * repeats)
 
 

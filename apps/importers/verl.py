@@ -129,7 +129,7 @@ def _rewards(done: Conversion) -> None:
         if path
         else "the rule of verl's data_source (here: the right final answer)"
     )
-    done.notes.append(f"{ADAPTER} calls {what} with our signature; it reads verl's column reward_model")
+    done.notes.append(f"{ADAPTER} calls {what} with Paceline's signature; it reads verl's column reward_model")
 
 
 def _adapter(done: Conversion) -> None:

@@ -38,11 +38,11 @@ from paceline.services.rollout.openai.server import FeedbackAsk
 REQUESTS, RATED = "requests", "rated"
 NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
 PARTS = 16
-"""Files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
+"""Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
-"""Bytes for the score in a row."""
+"""Bytes reserved for the score in a row."""
 MAX_OPEN = 100_000
-"""Newest choices that can get feedback."""
+"""Number of newest choices that can get feedback."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, int]
@@ -121,8 +121,8 @@ class TraceLog:
         row = self._read(found) if found is not None else None
         if found is None or row is None:
             raise NotFound(
-                f"no completion {feedback.completion_id!r} with the index {feedback.index} is recorded: it was not answered here, is older "
-                f"than the {MAX_OPEN} newest, or its trace was removed"
+                f"no completion {feedback.completion_id!r} with the index {feedback.index} is recorded: it was never "
+                f"sent, is older than the {MAX_OPEN} newest, or its trace was removed"
             )
         if found.score is not None:
             if found.score == feedback.score:

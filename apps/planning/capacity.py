@@ -25,13 +25,13 @@ SEQUENCES_OF_ENGINE = 1_024
 """Most sequences that one vLLM engine runs at a time, also if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
-"""Speed of each GPU of an engine on several, relative to a single one. Unmeasured."""
+"""Speed of each GPU of an engine on several GPUs, relative to that of an engine on one. Unmeasured."""
 
 TOKEN_BYTES = 12
-"""Bytes of a token that passes through the coordinator: id, log-probability, and its text."""
+"""Bytes of a token that passes through the coordinator: its id, log-probability and text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
-"""Measured commits of a coordinator on two cores: groups of 100 kB, and bytes with groups of 400 kB
+"""Measured commits of a coordinator on two cores, in a second: number of groups of 100 kB, and MB in groups of 400 kB
 (docs/operate/performance.md)."""
 
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -43,13 +43,13 @@ class Capacity:
 
     processor: Processor
     number: int
-    """GPUs, or cores."""
+    """Number of GPUs, or of cores."""
     ranks: int
     engines: int
-    """0 for a run on examples."""
+    """Number of engines; 0 for a run on examples."""
     gpus_per_engine: int
     is_shared: bool
-    """Learner and engine take turns on the same GPU."""
+    """True if learner and engine take turns on the same GPU."""
     work: Work
     generation_s: float
     training_s: float
@@ -59,11 +59,11 @@ class Capacity:
     sequences_per_engine: float
     memory: Plan
     cost_per_hour: float | None
-    """Of all GPUs; None without a price."""
+    """Cost of all GPUs for an hour; None without a price."""
 
     @property
     def sampled_tokens_per_s(self) -> float:
-        """Return the tokens a second that all engines sample without a pause."""
+        """Return the tokens that all engines together sample in a second of generation."""
         return self.work.sampled_tokens / self.generation_s if self.generation_s else 0.0
 
     @property
@@ -94,14 +94,14 @@ class Capacity:
     def limit(self) -> str:
         if self.coordinator_load > 1:
             return (
-                f"the coordinator: {self.groups_per_s:,.0f} groups/s of {self.coordinator_mb_per_s:,.0f} MB are more than one was "
-                "measured to commit; use several runs with a coordinator each"
+                f"the coordinator: {self.groups_per_s:,.0f} groups/s with {self.coordinator_mb_per_s:,.0f} MB/s exceed "
+                "what one coordinator was measured to commit; use several runs, each with its own coordinator"
             )
         if not self.engines:
             return "training: a run on examples has no generation"
         if self.is_shared or not self.age:
             longer = "generation" if self.generation_s > self.training_s else "training"
-            return f"{longer}: the two take turns, and it is the longer one"
+            return f"{longer}: generation and training take turns, and {longer} takes longer"
         if self.generation_s > self.training_s:
             return f"generation: the learner waits {1 - self.training_s / self.step_s:.0%} of a step"
         return f"training: the engines are idle for {1 - self.generation_s / self.step_s:.0%} of a step"
@@ -159,8 +159,8 @@ def plan_capacity(
         if best is None or made.step_s < best.step_s * (1 - 1e-9):
             best = made
     if best is None:
-        reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are"
-        raise SpecError(f"no way to divide {number} {processor.name} between learner and engines fits: {reason}")
+        reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are processors"
+        raise SpecError(f"no division of {number} {processor.name} between learner and engines fits: {reason}")
     return best if price is None else replace(best, cost_per_hour=price * number)
 
 
@@ -227,7 +227,7 @@ def _capacity(
 
 
 def _sequences(spec: RunSpec, memory: Plan, work: Work, processor: Processor) -> float:
-    """Return the sequences of mean length that one engine has room for."""
+    """Return the number of sequences of mean length that one engine has room for."""
     if memory.cached_tokens is None:
         return float(spec.policy.generation.batch_size(on_gpu=processor.is_gpu))
     return min(memory.cached_tokens / (work.prompt_tokens + work.completion_tokens), SEQUENCES_OF_ENGINE)

@@ -170,7 +170,7 @@ def _plan_for(
     if made.engines:
         lines.append(
             f"coordinator {made.groups_per_s:,.2f} groups/s, {made.coordinator_mb_per_s:,.2f} MB/s: {made.coordinator_load:.1%} of "
-            "what one was measured to commit"
+            "what one coordinator was measured to commit"
         )
     if made.cost_per_million_tokens is not None:
         lines.append(

@@ -45,7 +45,8 @@ class Rates:
 
 
 def active_parameters(shape: ModelShape) -> float:
-    """Return the weights that a token passes through: with the head, without the embedding, which is a look-up."""
+    """Return the number of weights that a token passes through: with the head, without the embedding, which is a
+    look-up."""
     layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
     return shape.layers * layer + shape.embedding
 
@@ -98,9 +99,9 @@ class Work:
     """The batch of a step, with mean lengths."""
 
     groups: int
-    """B; for a run on examples, the examples of a step."""
+    """Number of groups; for a run on examples, of examples."""
     completions: int
-    """Completions of a group."""
+    """Number of completions of a group."""
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: int
@@ -114,12 +115,12 @@ class Work:
 
     @property
     def sampled_tokens(self) -> float:
-        """Return the completion tokens of the batch; all of them train."""
+        """Return the number of completion tokens in the batch; all of them train."""
         return self.sequences * self.completion_tokens
 
     @property
     def tokens(self) -> float:
-        """Return the tokens that pass through the learner."""
+        """Return the number of tokens that pass through the learner."""
         return self.sequences * (self.prompt_tokens + self.completion_tokens)
 
 
@@ -147,7 +148,7 @@ class Processor:
 
     name: str
     memory_bytes: int | None
-    """None: the host's memory, which is not divided."""
+    """Memory of the GPU in bytes. None for a core, which uses the host's memory undivided."""
     generation: Rates
     training: Rates
     measured: str
@@ -155,7 +156,7 @@ class Processor:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it has separate memory."""
+        """Return whether the processor has separate memory."""
         return self.memory_bytes is not None
 
 
@@ -202,7 +203,7 @@ MOST = 1 << 20
 
 
 def read_gpus(text: str) -> tuple[Processor, int]:
-    """Return processor and number of NAME:NUMBER. Raises InvalidInput with the known names."""
+    """Return the processor and the number in NAME:NUMBER. Raises InvalidInput with the known names."""
     match = re.fullmatch(r"([A-Za-z0-9-]+)(?::(\d{1,7}))?", text)
     processor = PROCESSORS.get(match[1].lower()) if match else None
     number = int(match[2] or 1) if match else 0

@@ -55,7 +55,7 @@ def model_lines(model: RegisteredModel) -> list[str]:
 
 
 def change_line(change: ModelChange) -> str:
-    """Return a change of an alias for people, with its time (UTC)."""
+    """Return a line about a change of an alias, with its time (UTC)."""
     why = f": {change.reason}" if change.reason else ""
     by = f" by {change.caller}" if change.caller else ""
     former = f"from {change.previous} " if change.previous else ""

@@ -39,7 +39,7 @@ from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, outcome_of, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
-"""Files that say what a model folder is; each folder has one of them."""
+"""Files that describe a model folder; each folder has one of them."""
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Contents:
     statement: Json
     statement_sha256: str
     evaluations: tuple[Json, ...]
-    """Results, without samples."""
+    """Results of the evaluations, without samples."""
     verdicts: tuple[Json, ...]
 
     @property
@@ -245,7 +245,7 @@ def _body(
             f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
             f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
             f"- fingerprint of its data: `{lineage.data or 'not recorded'}`",
-            *([] if lineage.named_by_files else ["- named at registration; the files name no run"]),
+            *([] if lineage.named_by_files else ["- the run was named at registration, because the files name none"]),
             "",
         ]
     for each in evaluations:

@@ -87,7 +87,7 @@ def promote(model: str, alias: str, override: str, directory: Path, coordinator:
 @source_options
 @json_option
 def rollback(name: str, alias: str, reason: str, directory: Path, coordinator: str | None, as_json: bool) -> None:
-    """Point an alias to its previous version again. Its current version becomes rolled_back."""
+    """Point an alias to its previous version again. The version that it leaves becomes rolled_back."""
     reference = Reference(read_reference(name).name, alias=alias)
     with changing_models_of(directory, coordinator) as source:
         holder = source.show(reference).model
@@ -111,4 +111,4 @@ def key(file: Path) -> None:
 
     if not file.parent.is_dir():
         raise Conflict(f"the folder {file.parent} does not exist; make it first")
-    click.echo(f"{file} signs (keep it secret), {make_key(file)} verifies")
+    click.echo(f"{file} signs (keep it secret), and {make_key(file)} verifies")

@@ -176,7 +176,7 @@ def _message(name: str, version: int, lineage: Lineage, parent: str, path: str, 
 
 
 EXPORT_OF_STEP = re.compile(r"step-(\d{1,9})")
-"""Folder name that `paceline export` uses."""
+"""Name that `paceline export` gives the folder of a step."""
 
 
 def lineage_of(

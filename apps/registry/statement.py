@@ -36,9 +36,9 @@ class Lineage:
     run_id: str = ""
     session: int = 0
     step: int = 0
-    """Steps trained."""
+    """Number of trained steps."""
     chain: str = ""
-    """Chain of the run's batches until then; empty for a run on examples."""
+    """Hash chain over the run's batches up to this step; empty for a run on examples."""
     spec_sha256: str = ""
     """Digest of the resolved spec's YAML text."""
     data: str = ""
@@ -103,7 +103,8 @@ def subjects(statement: Json) -> dict[str, str]:
 
 
 MISMATCH = re.compile(r"Hash mismatch for \\?'(.+?)\\?':")
-"""The name of a file in model-signing's message, whose quotes depend on the digests beside it."""
+"""Pattern that finds a file's name in model-signing's message. The quotes there depend on the digests in the message.
+"""
 REMEDY = "pip install 'paceline[registry]'"
 
 
@@ -126,7 +127,8 @@ def make_key(path: Path) -> Path:
 
 
 def sign(folder: Path, private_key: Path) -> None:
-    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound."""
+    """Sign all files of a folder. Raises InvalidInput without the package or for an invalid key, NotFound without
+    the key file."""
     signing, _, hashing = _packages()
     _check_file(private_key, "--signing-key")
     try:
@@ -140,8 +142,8 @@ def sign(folder: Path, private_key: Path) -> None:
 
 
 def verify(folder: Path, public_key: Path) -> None:
-    """Raise DataError unless the folder is as the key's owner has signed it; InvalidInput without the package or for an
-    invalid key, NotFound."""
+    """Verify that the folder is as the key's owner signed it. Raises DataError if it is not, InvalidInput without the
+    package or for an invalid key, NotFound without a key file."""
     _, verifying, hashing = _packages()
     _check_file(public_key, "--public-key")
     if not (folder / SIGNATURE).is_file():
@@ -159,10 +161,10 @@ def verify(folder: Path, public_key: Path) -> None:
     except Exception as error:  # model-signing and cryptography raise errors without a common base
         names = MISMATCH.findall(str(error))
         if names:
-            raise DataError(f"{', '.join(names)} is not as it was signed; register the model again") from None
+            raise DataError(f"changed since signing: {', '.join(names)}; register the model again") from None
         raise DataError(
             f"the signature {SIGNATURE} does not fit ({type(error).__name__}: {error}); it was changed, or was made with another "
-            f"key than that of {public_key}"
+            f"key than the one that {public_key} belongs to"
         ) from None
 
 

@@ -91,7 +91,7 @@ SHOWN = 6
 """Number of best and of worst completions shown of the last step."""
 
 MAX_TEXT = 20_000
-"""Characters shown of a completion."""
+"""Most characters shown of a completion."""
 WARNINGS = 200
 
 

@@ -1,5 +1,5 @@
-"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. It loads
-nothing.
+"""Writes one HTML file that draws blocks of text, tables and charts with the dashboard's modules and uPlot. The file
+loads nothing.
 
 Promise: text from models and strangers stays text. It is data of the page (JSON), becomes text nodes only, and the
 content security policy runs no script but the page's, identified by its digest.
@@ -21,7 +21,7 @@ from paceline.services.common.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
 MAX_POINTS = 300
-"""Most points of a curve; of more, neighbours are averaged."""
+"""Most points of a curve. If a run has more, neighbours are averaged."""
 STYLES = ("vendor/uPlot.min.css", "style.css")
 MODULES = ("dom.js", "charts.js")
 
@@ -74,7 +74,7 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
 
 
 def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
-    """Return charts for each part of the table of metrics that the runs have metrics of; a run has one colour."""
+    """Return a chart for each metric that the runs have, by the parts of the table of metrics; a run has one colour."""
     blocks: list[Block] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 GREY = 7
 """Index of the page's grey colour."""
 FADED = 0.85
-"""Paleness of the worst trial."""
+"""Paleness of the worst trial's line, from 0 to 1."""
 Figure = dict[str, Any]
 
 
 class Ended(NamedTuple):
     number: int
     state: str
-    """`COMPLETE`, `PRUNED`, `FAIL` or `RUNNING`."""
+    """Optuna's state of the trial: `COMPLETE`, `PRUNED`, `FAIL` or `RUNNING`."""
     values: dict[str, Value]
     run_id: str
     message: str
     value: float | None
-    """Measured value; None for a pruned trial."""
+    """Measured value; None unless the trial is `COMPLETE`."""
     course: Sequence[tuple[int, float]]
-    """Intermediate (step, value)."""
+    """Intermediate values as (step, value)."""
 
 
 def trials_of(study: optuna.Study) -> list[Ended]:
-    """Return the trials of a study that have a value for each key."""
+    """Return the trials of a study, except those that wait for their start."""
     return [
         Ended(
             each.number, each.state.name, dict(each.params), str(each.user_attrs.get("run_id", "")),
@@ -75,7 +75,7 @@ def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best
     figures += [_parallel(sweep, ended, names)] if ended else []
     figures += [_courses(sweep, trials)] if any(each.course for each in trials) else []
     importance = [[key, f"{share:.0%}"] for key, share in shares.items()]
-    title = "Importance: share of each key in what sets the best trials apart"
+    title = "Importance: share of each key in the difference between the best trials and the others"
     blocks: list[Block] = [*_head(sweep, trials, best), ["charts", figures]]
     blocks += [["heading", 2, title], ["table", title, ["key", "share"], importance]] if importance else []
     return page(f"Sweep {sweep.name}", [*blocks, ["heading", 2, "Trials"], _table(sweep, trials)])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 JOURNAL = "journal.log"
 TOKEN, SPACE, RUN, MESSAGE = "token", "space", "run_id", "message"
-"""Attributes of a study, and of a trial."""
+"""Names of the attributes of a study, and of a trial."""
 ENDED = ("COMPLETE", "PRUNED", "FAIL")
 
 
@@ -141,7 +141,7 @@ class Trial:
 
     @property
     def number(self) -> int:
-        """From 0."""
+        """Number of the trial, from 0."""
         return self._trial.number
 
     @property
@@ -170,7 +170,7 @@ class Trial:
         self._study.study.tell(self.number, state=optuna.trial.TrialState.PRUNED)
 
     def fail(self, message: str) -> None:
-        """Record that it has no value, and why."""
+        """Record that the trial has no value, and why."""
         import optuna
 
         self._trial.set_user_attr(MESSAGE, message[:500])

@@ -165,7 +165,7 @@ class Trials:
         self._sweep = study.sweep
 
     def run(self) -> None:
-        """Resume open trials, then begin others. Raises Unavailable if the coordinator is lost for good."""
+        """Resume open trials, then begin others. Raises Unavailable if the coordinator stays unreachable."""
         for trial in self._study.open_trials():
             self._run(trial)
         while self._study.num_ended() < self._sweep.trials:
@@ -187,7 +187,7 @@ class Trials:
         self._say(f"trial {trial.number}: {self._follow(trial, run_id)}")
 
     def _found(self, trial: Trial) -> str:
-        """Return the run of a trial whose process was killed after submitting it and before recording that."""
+        """Return the run of a trial whose process was killed between submitting the run and recording it."""
         named = re.compile(re.escape(self._study.run_name(trial.number)) + r"-\d+")  # an id is the name and a number
         return next((str(run.run_id) for run in self._coordinator.runs() if named.fullmatch(run.run_id)), "")
 

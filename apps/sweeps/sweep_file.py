@@ -119,7 +119,7 @@ def overrides_of(values: dict[str, Value]) -> tuple[str, ...]:
 
 
 def check_sweep(sweep: Sweep, spec: str, overrides: tuple[str, ...]) -> RunSpec:
-    """Load the spec at the ends of each key and with each start; return it without those values. Raises SpecError."""
+    """Load the spec at the ends of each key and with each start; return the unchanged spec. Raises SpecError."""
     loaded = load_spec(spec, overrides)
     for key, part in sweep.search.items():
         for value in part.ends():

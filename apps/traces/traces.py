@@ -257,7 +257,7 @@ def pairs(
 
 
 def _check(_: object) -> None:
-    """Raise if the trace cannot be used."""
+    """Raise an error if the trace cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def pairs_of_traces(
         good = [(index, reward) for index, reward in indices if reward >= rules.chosen]
         bad = [(index, reward) for index, reward in indices if reward < rules.rejected]
         if not good or not bad:
-            report.left_out["prompt with one class only"] += len(indices)
+            report.left_out["prompt with only chosen or only rejected completions"] += len(indices)
             continue
         held_out = int.from_bytes(digest[:8], "big") / 2**64 < rules.held_out
         pairs = sorted(
@@ -340,7 +340,7 @@ def _different(
     rules: PairRules,
     report: PairReport,
 ) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return the pairs of one prompt with its indices and its row; equal completions make no pair."""
+    """Return the kept pairs of one prompt: the indices of both traces, and the row. Equal completions make no pair."""
     kept: list[tuple[int, int, dict[str, Any]]] = []
     for (won, high), (lost, low) in pairs:
         if rules.max_pairs_per_prompt is not None and len(kept) >= rules.max_pairs_per_prompt:

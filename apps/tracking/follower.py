@@ -75,13 +75,13 @@ def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
 class Target(NamedTuple):
     run_id: str
     name: str
-    """Name of the cursor: the kind of a tracker; of a webhook also its address."""
+    """Name of the cursor: the tracker's kind, and for a webhook also the address."""
     setting: Setting
     folder: Path
     """Folder of the run's cursors and of trackers' files."""
     links: dict[str, str]
     only_now: bool = False
-    """Ends once everything recorded is sent, even if the run goes on."""
+    """True to end once everything recorded is sent, even if the run goes on."""
 
 
 class Follower:
@@ -251,14 +251,14 @@ class Cursor:
         self.sequence = int(content.get("sequence", 0))
         """Sequence number of the newest entry sent."""
         self.time_s = float(content.get("time_s", 0.0))
-        """Time of that entry; entries without a time get it."""
+        """Time of the newest entry sent, in seconds since 1970; entries without a time get it."""
         self.ended = str(content.get("ended", ""))
-        """State of the run if it had ended by that entry."""
+        """State in which the run had ended by the newest entry sent; empty if it had not."""
         self.done = bool(content.get("done"))
-        """Everything about an ended run is sent, and the tracker knows its end."""
+        """True if everything about an ended run is sent and the tracker knows its end."""
         self.url = str(content.get("url", ""))
         self.refused = int(content.get("refused", 0))
-        """Entries that the tracker refused."""
+        """Number of entries that the tracker refused."""
         self.save()
 
     def save(self) -> None:

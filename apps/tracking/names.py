@@ -13,7 +13,7 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """One metric under its names; `<x>` is the same text in all of them. An empty name: the library lacks it."""
+    """One metric under its names; `<x>` is the same text in all of them. With an empty name the library lacks it."""
 
     kind: str
     ours: str
@@ -24,7 +24,7 @@ class Name(NamedTuple):
 
 NAMES = (
     Name("step", "reward", "train/reward", "train/reward"),
-    Name("step", "reward_group_std", "train/reward_std", "", "TRL's is the mean over groups too"),
+    Name("step", "reward_group_std", "train/reward_std", "", "TRL's value is also the mean over groups"),
     Name("step", "reward/<function>", "train/rewards/<function>/mean", ""),
     Name("step", "reward_std/<function>", "train/rewards/<function>/std", ""),
     Name("step", "zero_variance_fraction", "train/frac_reward_zero_std", ""),
@@ -35,17 +35,19 @@ NAMES = (
     Name("step", "loss", "train/loss", "train/loss"),
     Name("step", "grad_norm", "train/grad_norm", "train/grad_norm"),
     Name("step", "lr", "train/learning_rate", "train/lr"),
-    Name("step", "entropy", "train/entropy", "train/approx_entropy", "NeMo RL's is an estimate from the sampled tokens"),
-    Name("step", "kl_reference", "train/kl", "train/kl_penalty", "NeMo RL's is multiplied by its coefficient"),
+    Name("step", "entropy", "train/entropy", "train/approx_entropy",
+         "NeMo RL's value is an estimate from the sampled tokens"),
+    Name("step", "kl_reference", "train/kl", "train/kl_penalty",
+         "NeMo RL's value is multiplied by the KL's coefficient"),
     Name("step", "kl_behaviour", "", "train/gen_kl_error"),
     Name("step", "ratio_behaviour", "train/sampling/importance_sampling_ratio/mean", "train/sampling_importance_ratio",
-         "theirs compare the learner before the step with the sampler"),
+         "TRL and NeMo RL compare the learner before the step with the sampler"),
     Name("step", "clip_fraction", "train/clip_ratio/region_mean", ""),
     Name("step", "step_s", "train/step_time", "timing/train/total_step_time", "the learner's step, without waiting"),
     Name("step", "learner_wait_s", "", "timing/train/exposed_generation"),
     Name("step", "learner/tokens_per_s", "", "performance/tokens_per_sec_per_gpu", "sum over ranks"),
     Name("step", "epochs", "train/epoch", ""),
-    Name("evaluation", "reward", "eval/reward", "validation/accuracy", "equal where rewards are 0 or 1"),
+    Name("evaluation", "reward", "eval/reward", "validation/accuracy", "equal if all rewards are 0 or 1"),
     Name("evaluation", "reward/<function>", "eval/rewards/<function>/mean", ""),
     Name("evaluation", "completion_length", "eval/completions/mean_length", "validation/avg_length"),
 )  # fmt: skip

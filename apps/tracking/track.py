@@ -81,7 +81,7 @@ def track(
     _end_with_signals(stop)
     if run is None:
         if kinds or changes or only_now:
-            raise click.UsageError("without RUN the trackers are those of the specs; name a RUN with these options")
+            raise click.UsageError("without RUN the trackers are those of the specs; name a RUN to use these options")
         with records_of(directory, coordinator) as source:
             where = _SourceOpener(source)
         Tracking(where.opened, directory, where.links(page), stop).run()
@@ -127,8 +127,8 @@ class _SourceOpener:
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
 ) -> dict[str, Setting]:
-    """Return the trackers and webhooks by name: the named trackers, with the spec's settings of their kind, else those
-    of the spec with its webhooks. Raises NotFound, InvalidInput."""
+    """Return trackers and webhooks by name: the trackers that the command names, with the spec's settings of their
+    kind; without such names the spec's trackers and webhooks. Raises NotFound, InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
     in_spec = named(spec.logger)
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
@@ -173,7 +173,7 @@ def main() -> None:
 
 
 END_S = 8.0
-"""Seconds for senders to end; the process exits without one that hangs."""
+"""Seconds that senders have to end; the process exits without a sender that hangs."""
 MAX_SENDERS = 64
 FOLDER = "trackers"
 """Folder beside the ledger that has the cursors."""
@@ -188,7 +188,7 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Why it failed."""
+        """Why the sender failed; empty while it has not."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -231,7 +231,7 @@ class Tracking:
         end(list(self._senders.values()))
 
     def _look(self, source: Source) -> None:
-        """Start a sender for each run and tracker that may lack something."""
+        """Start a sender for each run and tracker that may have unsent entries."""
         for run in source.runs():
             has_ended = state_name(run) in ENDED_STATES
             for name, setting in self._trackers(source, run.run_id).items():

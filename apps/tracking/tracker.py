@@ -1,5 +1,5 @@
-"""Defines the seam between the records of a run and a tracker: the entries of its recorded events, and the tracker's
-methods.
+"""Defines the interface between the records of a run and a tracker: the entries made from recorded events, and the
+tracker's methods.
 
 A tracker gets the entries of a run in order, each with the sequence number of the run's event. The number identifies repetitions:
 `position` returns the last one that the tracker has, and a repeated `log` or `alert` of the same entry changes nothing.
@@ -20,7 +20,7 @@ from paceline.records import RecordedEvent, Records
 from paceline.services.common.reporting.terminal import visible
 
 Row = dict[str, Any]
-"""One completion: the row of a samples table."""
+"""One completion, as a row of a samples table."""
 
 
 AlertKind = Literal["rule", "stalled", "warning"]
@@ -33,10 +33,10 @@ class Refused(InvalidInput):
 
 
 class Step(NamedTuple):
-    """Time of an entry."""
+    """Step, sequence number and time of an entry."""
 
     number: int
-    """Step of the run; for an evaluation, of the version."""
+    """Step of the run, or of the evaluated version."""
     sequence: int
     """Sequence number of the event; grows from entry to entry."""
     time_s: float
@@ -48,7 +48,7 @@ class TrackedRun(NamedTuple):
 
     run_id: str
     identity: str
-    """Unique name, kept beside the cursor, which identifies the run at the tracker."""
+    """Unique name that identifies the run at the tracker, from the cursor's file."""
     config: dict[str, Any]
     """The resolved spec."""
     links: dict[str, str]
@@ -113,7 +113,7 @@ class Entry(NamedTuple):
     """A warning, or the reason of a change of state."""
     alert: AlertKind | None = None
     state: str = ""
-    """New state of the run, if it changed."""
+    """New state of the run, if it changed; else empty."""
 
 
 def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:

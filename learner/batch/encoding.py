@@ -33,7 +33,8 @@ class ExampleEncoder:
         self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder of a row's texts: the chat template gets its tools, and a truncated completion has no end."""
+        """Return the encoder for a row's texts. The chat template gets the row's tools; a truncated completion gets no
+        end token."""
         tools = tools_of(row)
         if tools is None and is_whole(row):
             return self
@@ -49,7 +50,7 @@ class ExampleEncoder:
     def completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
-        """Return the completion after its prompt; all of its tokens train."""
+        """Return the sample of a completion after its prompt; all tokens of the completion train."""
         prompt_ids, ids = encode_exchange(
             self._tokenizer, prompt, completion, *self._template, self._tools, ends=self._ends
         )
@@ -57,12 +58,12 @@ class ExampleEncoder:
         return TrainingSample(number, prompt_ids, ids, label=label)
 
     def recorded(self, number: int, tokens: TraceTokens) -> TrainingSample:
-        """Return recorded tokens with the log-probabilities of the policy that sampled them."""
+        """Return the sample of recorded tokens, with the log-probabilities of the policy that sampled them."""
         self._check_length(np.concatenate((tokens.prompt_ids, tokens.token_ids)))
         return TrainingSample(number, tokens.prompt_ids, tokens.token_ids, tokens.logprobs)
 
     def cut_completion(self, number: int, prompt: Any, completion: Any, label: PreferenceLabel) -> TrainingSample:
-        """Return the completion after the prompt, truncated if it would not fit."""
+        """Return the sample of a completion after its prompt, truncated to the limit on tokens."""
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
@@ -74,14 +75,14 @@ class ExampleEncoder:
         return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
 
     def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
-        """Return the whole conversation; the tokens of the assistant's messages train."""
+        """Return the sample of a whole conversation; the tokens of the assistant's messages train."""
         ids, mask = encode_conversation(self._tokenizer, messages, self._template[1], self._tools)
         first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
         self._check_length(ids)
         return TrainingSample(number, ids[:first], ids[first:], trained_T=mask[first:])
 
     def text(self, number: int, text: str) -> TrainingSample:
-        """Return a whole text; all tokens after the first one train, the end of sequence included."""
+        """Return the sample of a whole text; all tokens after the first one train, the end of sequence included."""
         ids = encode_text(self._tokenizer, text)
         self._check_length(ids)
         return TrainingSample(number, ids[:1], ids[1:])
@@ -89,6 +90,6 @@ class ExampleEncoder:
     def _check_length(self, ids: np.ndarray) -> None:
         if len(ids) > self._limit:
             raise InvalidInput(
-                f"it has {len(ids)} tokens, but policy.max_total_sequence_length is {self._limit}; raise that, or remove the "
-                "row"
+                f"the text has {len(ids)} tokens, but policy.max_total_sequence_length is {self._limit}; raise the "
+                "limit, or remove the row"
             )

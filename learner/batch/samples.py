@@ -26,15 +26,15 @@ from paceline.spec import RunSpec
 
 @dataclass(eq=False)
 class SequenceLayout:
-    """Boundaries of the sequences in one packed row [1, T]. Nobody changes one. It is not `frozen`, because torch
-    2.11's torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
+    """Boundaries of the sequences in one packed row [1, T]; never changed. It is not `frozen`, because torch 2.11's
+    torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
 
     runs: tuple[tuple[int, int], ...]
     """(count, length) of each run of neighbouring sequences with equal length, in order."""
     starts: Tensor
     """[S + 1] int32 on the row's device: start of each sequence, then T (`cu_seqlens` in flash attention)."""
     max_length: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceLayout:
@@ -50,11 +50,11 @@ class PreferenceLabel(NamedTuple):
     good: bool
     """True for chosen or desirable, False for rejected or undesirable."""
     margin: float = 0.0
-    """Least difference of the scores of the chosen and the rejected completion (`rm`)."""
+    """Difference by which the chosen completion's score should exceed the rejected one's (`rm`)."""
     mismatched: bool = False
-    """True for a completion of another prompt, which does not train; KTO measures its KL on it."""
+    """True if the completion belongs to another prompt: it does not train, and KTO measures its KL on it."""
     reference_logprob: float | None = None
-    """Σ_t log π_ref, precomputed; None: the step computes it."""
+    """Σ_t log π_ref of the completion in nats, if precomputed. None if the step computes it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SampleTranscript:
     sample: int
     """Index of the sample in its group."""
     sample_tokens: int
-    """Tokens that train in all transcripts of the sample."""
+    """Number of tokens that train, over all transcripts of the sample."""
     is_first: bool
     """True for the sample's first transcript, the only one that counts as a sample."""
     turns: tuple[Turn, ...]
@@ -79,27 +79,30 @@ class TrainingSample:
 
     group_id: int
     prompt_ids: IntArray
-    """[P], P > 0: the prompt's last token predicts the first completion token."""
+    """[P] tokens of the prompt, P > 0: the last one predicts the first completion token."""
     completion_ids: IntArray
-    """[T]; T = 0 trains nothing but counts as a sequence."""
+    """[T] tokens of the completion. T = 0 trains nothing, but counts as a sequence."""
     behaviour_logprobs_T: FloatArray | None = None
-    """[T] log μ in nats; None for supervised data."""
+    """[T] log-probabilities by the sampler (log μ), in nats. None for supervised data."""
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
-    """[F] rewards as given, NaN for None; `paceline.learner.step.assign_advantages` computes advantages from them."""
+    """[F] rewards as the functions returned them, NaN for None. `paceline.learner.step.assign_advantages` computes
+    advantages from them."""
     trained_T: np.ndarray | None = None
-    """[T] bool: True for completion tokens that train; None: all. The others are only context."""
+    """[T] True for completion tokens that train; the others are only context. None if all train."""
     label: PreferenceLabel | None = None
-    """Label of the completion in the data set; None if it has none (`grpo`, `sft`)."""
+    """Label of the completion in the data set. None if the data set has none (`grpo`, `sft`)."""
     reference_logprobs_T: FloatArray | None = None
-    """[T] log π_ref (of a teacher, or of the policy before training), if the reward pool serves it."""
+    """[T] log-probabilities by a teacher or by the policy before training (log π_ref), if the reward pool serves them.
+    """
     truncated: bool = False
-    """True if truncated at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
+    """True if the completion reached its token limit: `gae` takes the value of its last state for the missing rewards.
+    """
     advantage: float | None = None
-    """Advantage of its tokens, if the data set decides it (`offline_grpo`)."""
+    """Advantage of every completion token, if the data set determines it (`offline_grpo`); else None."""
     transcript: SampleTranscript | None = None
-    """Its location in an episode; None if the completion is the whole sample."""
+    """Location of the completion in an episode. None if it is the whole sample."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -114,27 +117,27 @@ class TrainingSample:
 
     @property
     def is_mismatched(self) -> bool:
-        """True for a completion of another prompt, which does not train (`PreferenceLabel.mismatched`)."""
+        """True if the completion belongs to another prompt and does not train (`PreferenceLabel.mismatched`)."""
         return self.label is not None and self.label.mismatched
 
     @property
     def num_trained_tokens(self) -> int:
-        """Completion tokens that train."""
+        """Number of completion tokens that train."""
         return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())
 
     @property
     def num_sample_tokens(self) -> int:
-        """Tokens that train in the whole sample."""
+        """Number of tokens that train in the whole sample."""
         return self.num_trained_tokens if self.transcript is None else self.transcript.sample_tokens
 
     @property
     def counts(self) -> bool:
-        """Return whether it counts as a sample; further transcripts of an episode do not."""
+        """Return whether this transcript counts as a sample: of an episode's transcripts, only the first does."""
         return self.transcript is None or self.transcript.is_first
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens that the sequence takes in a packed row; 0 if it has nothing to train."""
+        """Number of tokens that the sequence takes in a packed row; 0 if it has nothing to train."""
         return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
@@ -169,7 +172,7 @@ def _of_completion(group: Group, completion: Completion, rewards_F: FloatArray, 
     reference_T = completion.reference_logprobs
     if spec.pool_serves_reference and reference_T is None:
         raise InvalidInput(
-            f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
+            f"group {group.group_id} has no log-probabilities of the reference; the reward pool must serve them"
         )
     return TrainingSample(
         group.group_id,
@@ -229,32 +232,32 @@ class PackedBatch:
     """Sequences of one micro-batch end to end, on the training device."""
 
     input_ids: Tensor
-    """[1, R] int64."""
+    """[1, R] int64 tokens of all sequences, one sequence after another."""
     position_ids: Tensor
-    """[1, R] int64, from 0 in each sequence."""
+    """[1, R] int64 positions, counted from 0 in each sequence."""
     layout: SequenceLayout
     predictors_N: Tensor
-    """Index in the row of the token whose hidden state predicts completion token n."""
+    """[N] index in the row of the token whose hidden state predicts completion token n."""
     targets_N: Tensor
-    """The completion tokens, int64."""
+    """[N] int64 completion tokens."""
     lengths_N: Tensor
-    """float32: completion tokens of the token's sequence."""
+    """[N] float32 number of completion tokens in the token's sequence."""
     sample_lengths_N: Tensor
-    """float32: completion tokens of the token's sample, which in an episode may have several sequences."""
+    """[N] float32 number of completion tokens in the token's sample, which in an episode may have several sequences."""
     sequence_N: Tensor
-    """Index in [0, S) of the token's sequence."""
+    """[N] index in [0, S) of the token's sequence."""
     behaviour_N: Tensor | None
     group_ids_S: tuple[int, ...]
     versions_N: Tensor | None = None
-    """int64: step of the version that sampled the token; None for supervised data."""
+    """[N] int64 step of the version that sampled the token. None for supervised data."""
     reference_N: Tensor | None = None
-    """log π_ref if it came with the batch; None if the step computes it or does not need it."""
+    """[N] log π_ref if it came with the batch. None if the step computes it or does not need it."""
     labels_S: tuple[PreferenceLabel, ...] = ()
     """Label of each sequence in the data set; empty if it has none."""
 
 
 def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> PackedBatch:
-    """Lay sequences (each with at least one completion token that trains) end to end, in the given order."""
+    """Pack sequences end to end in the given order. Each has at least one completion token that trains."""
     row_lengths_S = np.array([s.num_row_tokens for s in sequences])
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
     ends_S = np.cumsum(row_lengths_S)

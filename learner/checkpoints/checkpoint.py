@@ -1,4 +1,5 @@
-"""Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
+"""Checkpoints of the learner: model, optimizer, generators and position. All ranks write one together, and no reader
+accepts an incomplete one.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
 of every other file; a folder without it is torn, and no reader accepts it. Each rank lists the files that it wrote, and
@@ -74,11 +75,11 @@ class Misfit(Conflict):
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint, as its folder shows it without reading the state."""
+    """A complete checkpoint: its folder and its manifest, without the state."""
 
     path: Folder
     manifest_sha256: str
-    """The hash that the ledger registers and that `load` requires."""
+    """SHA-256 of the manifest: the ledger registers it, and `load` requires it."""
     manifest: CheckpointManifest
 
 
@@ -110,7 +111,8 @@ def save(
 
 
 def prepare(directory: Location, session: int, step: int) -> Folder:
-    """Create a new checkpoint's empty folder, on rank 0, and return it. Raises Conflict if it exists and is complete."""
+    """Return the folder of a new checkpoint, which rank 0 makes and empties. Raises Conflict if it has a complete
+    checkpoint."""
     folder = Folder(directory) / f"{session}-{step}"
     if _rank() == 0:
         if folder.exists(CHECKPOINT_MANIFEST):
@@ -126,7 +128,7 @@ def whole_state(
     critic: Critic | None = None,
     reference: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint; its tensors are those that training goes on with."""
+    """Return this rank's part of a checkpoint. The tensors are live: later steps change them."""
     return _whole_state(model, optimizer, critic, reference) | {"rng": {str(_rank()): _generators(model)}}
 
 
@@ -214,8 +216,8 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and in neither `keep` nor
-    `spared`; return their paths (as `str(checkpoint.path)`, like `keep`). Newer ones may be in progress."""
+    """Delete all checkpoints, complete or torn, that are older than the newest of `keep`, except those in `keep` and
+    `spared`. Return their paths (as `str(checkpoint.path)`, like `keep`). Newer checkpoints may be in progress."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -328,8 +330,8 @@ def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None, *, shared: bool = True
 ) -> tuple[CheckpointFile, ...]:
     """Return every rank's files as that rank wrote them. A collective call; only rank 0 gets the result and the errors.
-    Raises Unavailable if a rank could not read its files, if the metadata name other files, or if rank 0 does not
-    see all; with `shared` false it need not see them."""
+    Raises Unavailable if a rank could not read its files, if the metadata name other files, or if `shared` is true
+    and rank 0 does not see all files."""
     listings = [json.loads(part) for part in gather_bytes(_listing(folder, rank).encode(), group)]
     if rank != 0:
         return ()

@@ -1,5 +1,5 @@
-"""Export of the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a
-checkpoint; or of its adapter alone, as a folder that PEFT reads.
+"""Exports the policy as a Hugging Face folder: from tensors, from the shards of a model in training, or from a
+checkpoint. Also exports its adapter alone, as a folder that PEFT reads.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the requested
 type, with tied embeddings still tied; the folder appears whole or not at all; no whole copy of the model is made.
@@ -193,7 +193,8 @@ def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySec
 
 
 def compare_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[list[str], float]:
-    """Return the names of tensors with different bits (or on only one side), and the largest absolute difference."""
+    """Return the names of tensors that differ in bits or are only in one of the two, and the largest absolute
+    difference."""
     names = sorted(first.keys() ^ second.keys())
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):

@@ -64,14 +64,15 @@ def _present(folder: Folder, replace: bool) -> set[str]:
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise unavailable(f"{folder} cannot be read", error) from error
     if present and not replace:
-        raise Conflict(f"{folder} exists; an export never overwrites")
+        raise Conflict(f"{folder} exists, and an export never overwrites; name another folder")
     if present and not present.intersection(SIGNS):
         raise Conflict(f"{folder} exists and is not an export; give the export another name")
     return present
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Replace the `present` files by those of `local`, with the signs of a whole export last. Raises Unavailable."""
+    """Replace the `present` files by those of `local`. The files in SIGNS are deleted first and written last. Raises
+    Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:
         for sign in present.intersection(SIGNS):
@@ -104,7 +105,7 @@ def _check(directory: Path, replace: bool) -> None:
     if not (directory.exists() or directory.is_symlink()):
         return
     if not replace:
-        raise Conflict(f"{directory} exists; an export never overwrites")
+        raise Conflict(f"{directory} exists, and an export never overwrites; name another folder")
     if directory.is_symlink() or not any((directory / sign).is_file() for sign in SIGNS):
         raise Conflict(f"{directory} exists and is not an export; give the export another name")
 
@@ -132,5 +133,5 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process has this number; this process never calls it during an export."""
+    """Return whether another process has this number. No export of this process is in progress during the call."""
     return pid != os.getpid() and psutil.pid_exists(pid)

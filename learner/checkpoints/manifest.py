@@ -42,15 +42,15 @@ class CheckpointManifest(BaseModel):
     format: Literal[1] = 1
     session: NonNegative
     step: NonNegative
-    """Steps trained, which is the first step to train after loading."""
+    """Number of trained steps, which is also the first step to train after loading."""
     chain_hash: str
-    """Position in the ledger's hash chain."""
+    """Hash at this step in the ledger's hash chain."""
     world_size: Annotated[int, Field(ge=1)]
     num_threads: Annotated[int, Field(ge=1)]
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Facts that callers add: `audit` is the newest record of the coordinator's audit log."""
+    """Facts that callers add, by name: `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 
@@ -77,7 +77,7 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        torn = "it has no manifest, so writing it was never finished"
+        torn = "the folder has no manifest, so writing it was never finished"
         reason = torn if folder.exists() else "no such folder"
         raise NotFound(f"no checkpoint at {folder}: {reason}") from error
     try:
@@ -88,8 +88,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
 
 
 def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1) -> None:
-    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes. Each
-    of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
+    """Raise Conflict unless the folder has exactly the files that the manifest lists, with their sizes and, in this
+    part, their hashes. Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
     for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):

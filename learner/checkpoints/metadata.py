@@ -59,7 +59,7 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""Names that objects between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
+"""Names that objects exchanged between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
 
 
 class ListedUnpickler(pickle.Unpickler):
@@ -73,14 +73,14 @@ class ListedUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in self.allowed.get(module, ()) or is_dtype:
             return super().find_class(module, name)
-        raise Conflict(f"it names {module}.{name}, which is no part of a checkpoint")
+        raise Conflict(f"the pickle names {module}.{name}, which is no part of a checkpoint")
 
 
 def _enum_member(kind: Any, name: str) -> Any:
     """Return a member of a listed enum, for pickles that name it as an attribute. Raises Conflict for anything else."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
-    raise Conflict("it reads an attribute of something that is no enum, which is no part of a checkpoint")
+    raise Conflict("the pickle reads an attribute of an object that is no enum, which is no part of a checkpoint")
 
 
 class _PlanUnpickler(ListedUnpickler):
@@ -110,11 +110,11 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
     except Conflict:
         raise
     except Exception as error:  # decoding other bytes may raise any error
-        raise Conflict(f"it cannot be decoded: {type(error).__name__}: {error}") from error
+        raise Conflict(f"the pickle cannot be decoded: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise Conflict(f"it is a {type(metadata).__name__}, not a Metadata")
+        raise Conflict(f"the pickle has a {type(metadata).__name__}, not a Metadata")
     if foreign := sorted(named - set(files)):
-        raise Conflict(f"it refers to {foreign[0]!r}, which is no file of this checkpoint")
+        raise Conflict(f"the pickle refers to {foreign[0]!r}, which is no file of this checkpoint")
     return metadata
 
 
@@ -123,7 +123,8 @@ def files_of(metadata: Metadata) -> set[str]:
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """Load planner that accepts only objects of torch's restricted loader: numbers, texts, containers, tensors."""
+    """Load planner that accepts only objects that torch's restricted loader accepts: numbers, texts, containers,
+    tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)

@@ -85,7 +85,7 @@ class SafetensorsWriter:
         """Write `values` as the elements of tensor `name` from `first_element` on. Raises OSError (a full disk)."""
         descriptor, start, header = self._at[name]
         if values.dtype != header.dtype:
-            raise ValueError(f"{name!r} is {header.dtype}, these values are {values.dtype}")
+            raise ValueError(f"tensor {name!r} has type {header.dtype}, but the values have type {values.dtype}")
         data = memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         offset = start + first_element * header.dtype.itemsize
         self._left[name] -= len(data)
@@ -94,7 +94,7 @@ class SafetensorsWriter:
             data, offset = data[count:], offset + count
 
     def finish(self) -> None:
-        """Write the index, if there are several files. Raises ValueError for a tensor that was not written once."""
+        """Write the index, if there are several files. Raises ValueError for a tensor with missing bytes."""
         for name, left in self._left.items():
             if left:
                 raise ValueError(f"{left} bytes of tensor {name!r} were not written")
@@ -166,7 +166,7 @@ class ModelFolder:
         self._folder, self._policy = folder, policy
         self._model = empty_model(policy.model_name, scoring)
         self.names = _checked(self._model, weights, policy.model_name)
-        """The tensors to add: tied ones under one name."""
+        """Names of the tensors to add; tied tensors have one name."""
         stored = {
             name: torch.empty(tensor.tensor.shape, dtype=tensor.dtype(dtype), device="meta")
             for name, tensor in ((name, weights[name]) for name in self.names)
@@ -249,7 +249,7 @@ def own_names(model: PreTrainedModel) -> list[str]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of the model's files, on the meta device, by their names and in their layouts there."""
+    """Return the tensors of the model's files, on the meta device, with the names and layouts that the files have."""
     state = model.state_dict()
     return _outputs(model, tuple(own_names(model)), state)
 
@@ -265,7 +265,7 @@ def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: 
 
 
 def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str:
-    """Return a text that lists the shapes that are not as `expected`; empty if all fit."""
+    """Return a text that lists missing and foreign names and wrong shapes; empty if all are as `expected`."""
     wrong = [f"{name} is missing" for name in expected if name not in given]
     wrong += [f"{name} is not in the model" for name in foreign]
     wrong += [

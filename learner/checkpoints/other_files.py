@@ -1,4 +1,4 @@
-"""The files of a model folder that are not weights: copied byte for byte, and the resulting tokenizer compared.
+"""Copies the files of a model folder that are not weights byte for byte, and compares the resulting tokenizer.
 
 Promise: a folder that is written here reads and writes text as its source does, or is not written.
 """
@@ -30,7 +30,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ABOUT_WEIGHTS = frozenset(
     {CHECKPOINT_MANIFEST, EXPORT_MANIFEST, METADATA, EVALUATIONS, SPEC, VERDICTS, SIGNATURE, STATEMENT}
 )
-"""Files and folders that describe the source's weights and are not true of others."""
+"""Files and folders that describe the source's weights, and would be false beside other weights."""
 OF_TOKENIZERS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates", "*.model", "tekken.json"),
@@ -43,8 +43,8 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder except weights and `left_out`. Of its folders copy only a tokenizer's: others
-    may be a run's."""
+    """Copy all files of a model folder except weights and `left_out`. Of the folders inside it copy only a tokenizer's,
+    because others may belong to a run."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue
@@ -71,7 +71,9 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
         copy_other_files(model, folder, left_out | of_tokenizer)
         other = _local_files(tokenizer_name, tokenizer_source(tokenizer_name), "tokenizer_config.json")
         if not any(map(_is_of_tokenizer, other.iterdir())):
-            raise InvalidInput(f"tokenizer_name {tokenizer_name!r}: no tokenizer files in that folder")
+            raise InvalidInput(
+                f"policy.tokenizer_name {tokenizer_name!r}: the folder has no tokenizer files; name a folder with them"
+            )
         copy_other_files(other, folder, {CONFIG, CARD, GENERATION_CONFIG})
     tokenizer = check_tokenizer(tokenizer_name or model_name, folder)
     if generates and tokenizer is not None:
@@ -98,7 +100,7 @@ def _is_of_tokenizer(path: Path) -> bool:
 
 
 def _local_files(name: str, source: str, file: str) -> Path:
-    """Return the folder with a model's files. For a model on the hub it is the cache's, which may lack some of them."""
+    """Return the folder with a model's files. A model on the hub has it in the cache, where files may be missing."""
     if Path(source).is_dir():
         return Path(source)
     from transformers import AutoTokenizer

@@ -1,5 +1,5 @@
-"""One rank's checkpoints on this machine's disk that wait for upload to the object store, and their thread, oldest
-first.
+"""One rank's checkpoints on this machine's disk that wait for upload to the object store, oldest first, and the thread
+that uploads them.
 
 Promise: a checkpoint is complete in the store once its manifest is there, which rank 0 writes after the files of all
 ranks. A store that does not answer delays only the queue. The training thread adds and drops; the upload thread takes
@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
-"""Longest wait, at the end, for an upload in progress."""
+"""Longest wait in seconds, when the queue is closed, for an upload in progress."""
 log = logging.getLogger(__name__)
 
 
@@ -43,21 +43,21 @@ class Queued:
     """A checkpoint in the spool."""
 
     folder: Folder
-    """Its files on this machine."""
+    """Folder on this machine with the checkpoint's files."""
     size_bytes: int
     whole: Checkpoint | None
-    """On rank 0: the checkpoint with the files of all ranks."""
+    """The checkpoint with the files of all ranks, on rank 0; None on the others."""
     dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
     def name(self) -> str:
-        """Session and step."""
+        """Name of the checkpoint, `<session>-<step>`."""
         return self.folder.name
 
 
 class UploadQueue:
     """The queue of one session's rank. `on_stored` gets each checkpoint that is whole in the store, on rank 0; `warn`
-    gets a sentence when the store stops and when it resumes answering. The upload thread calls both."""
+    gets a sentence when the store stops answering and when it resumes. The upload thread calls both."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest fit into `quota_bytes` with this rank's files; the newest always counts."""
+        """Return how many of the newest checkpoints fit into `quota_bytes` with this rank's files; the newest always
+        counts."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1
@@ -128,7 +129,7 @@ class UploadQueue:
             return self._changed.wait_for(lambda: not self._queue, timeout_s)
 
     def close(self) -> None:
-        """End the thread; files that are still queued are removed."""
+        """End the thread, and remove the files that are still queued."""
         with self._changed:
             self._closed = True
             for queued in self._queue:
@@ -194,13 +195,14 @@ class UploadQueue:
         self._away_since_s = time.monotonic()
         self._warn(
             f"the store {self._store} cannot be written now ({type(error).__name__}: {error}): training goes on, and checkpoints "
-            f"wait in {self.spool} until it is back"
+            f"wait in {self.spool} until it answers again"
         )
 
     def _note_back(self) -> None:
         if self._away_since_s is not None:
             self._warn(
-                f"the store {self._store} is back after {self.away_s:.0f} s; {len(self.names)} checkpoints are still queued"
+                f"the store {self._store} answers again after {self.away_s:.0f} s; {len(self.names)} checkpoints are "
+                "still queued"
             )
             self._away_since_s = None
 

@@ -23,7 +23,7 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
-"""Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
+"""Errors that a rank can find, the gravest last, and the message that the other ranks then raise."""
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 
@@ -61,14 +61,15 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
     manifest, manifest_sha256 = read_manifest(folder)
     if manifest_sha256 != expected_sha256:
         raise Conflict(
-            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, expected was {expected_sha256}"
+            f"checkpoint {folder} refused: its manifest has SHA-256 {manifest_sha256}, "
+            f"not the expected {expected_sha256}"
         )
     check_files(folder, manifest, part=rank, parts=ranks)
     with folder.open(METADATA) as file:  # on every rank, so that each decodes the bytes that it has checked
         stored = file.read()
     listed = {file.path: file.sha256 for file in manifest.files}
     if hashlib.sha256(stored).hexdigest() != listed.get(METADATA):
-        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
+        raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} does not match the manifest")
     with plaintext(io.BytesIO(stored), f"{folder}/{METADATA}") as file:
         data = file.read()
     try:

@@ -33,7 +33,7 @@ from paceline.learner.checkpoints.verification import Location
 from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
-"""Memory that must stay free on the host beside the copy of a state."""
+"""Bytes of memory that must stay free on the host beside the copy of a state."""
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +43,7 @@ class CheckpointWriter:
     def __init__(
         self, directory: Location, session: int, *, shared: bool = True, available: Callable[[], int] = available_bytes
     ):
-        """`shared`: all ranks have one `directory`."""
+        """`shared` is true if all ranks see the same `directory`."""
         self._directory, self._shared, self._available = directory, shared, available
         self._session = session
         self._group: dist.ProcessGroup | None = None
@@ -53,11 +53,11 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """For the manifests of checkpoints that begin later."""
+        """Facts by name for the manifests of checkpoints that begin later."""
         self.step = -1
         """Step of the checkpoint that began last."""
         self.seconds = 0.0
-        """Seconds from `begin` to the manifest in the checkpoint that finished last."""
+        """Seconds that the newest finished checkpoint took from `begin` to its manifest."""
 
     def begin(
         self,
@@ -71,8 +71,8 @@ class CheckpointWriter:
         unchanged: bool = False,
     ) -> None:
         """Copy the state after `step` steps, and start to write it. A collective call, after `finish`. `unchanged`
-        promises that the state does not change before `finish`: no copy is made. Raises Conflict if it exists and is
-        complete."""
+        promises that the state does not change before `finish`: no copy is made. Raises Conflict if this checkpoint
+        exists and is complete."""
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()

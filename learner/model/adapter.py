@@ -24,8 +24,8 @@ BASE = ".base_layer."
 
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
-    """Freeze `model` and add an adapter to the layers that `lora` names: A random by `seed`, B zero. Raises
-    InvalidInput if no layer is named, or one that is not a plain linear layer inside the model."""
+    """Freeze `model`, and add an adapter to the layers that `lora` names: A is drawn at random from `seed`, B is zero.
+    Raises InvalidInput if no layer is named, or one that is not a plain linear layer inside the model."""
     from peft import LoraConfig, inject_adapter_in_model
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -51,7 +51,7 @@ def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
         if type(layer.base_layer) is not nn.Linear:
             raise InvalidInput(
                 f"policy.lora_cfg would adapt {name!r}, a {type(layer.base_layer).__name__}, not a linear layer; "
-                "name others in target_modules"
+                "name only linear layers in target_modules"
             )
     model.base_fingerprint = None
 
@@ -128,7 +128,8 @@ def adapted_parts(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the architecture's own state dict from a whole one of the adapted `model`; tied names stay one tensor."""
+    """Return the architecture's own state dict, computed from the whole state dict of the adapted `model`. Tied names
+    stay one tensor."""
     merged_by_name: dict[str, Tensor] = {}
     for name, tensor in state.items():
         layer_name = name.removesuffix(f"{BASE}weight")
@@ -156,5 +157,5 @@ def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Mod
         if name.split(".")[-1] in lora.target_modules and unfit(module):
             raise InvalidInput(
                 f"policy.lora_cfg.target_modules would adapt {name!r}, a {type(module).__name__}; only linear layers "
-                "below the LM head can be"
+                "below the LM head can be adapted"
             )

@@ -154,9 +154,9 @@ def _by_runs(
 
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
-    """Return [1, H, L, L + 1], to add to scores whose last key is zero: the sinks in the last column, elsewhere 0 if
-    the token attends and -inf if not. A key of zeros has the score 0, so the sum there is the sink's logit; its
-    value is zero too. The scores exist in memory, L · L of each head."""
+    """Return a bias [1, H, L, L + 1] for scores whose last key is all zeros: the sinks in the last column, elsewhere 0
+    if the token attends and -inf if not. A zero key has the score 0, so its biased score is the sink's logit; its
+    value is zero too. The scores are in memory, L · L for each head."""
     if mask_LL is None:
         mask_LL = _band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)

@@ -1,4 +1,4 @@
-"""Deterministic operations of torch, if it has them (`policy.deterministic`)."""
+"""Makes torch use deterministic operations, where it has them (`policy.deterministic`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""cuBLAS repeats its sums only with a separate workspace for each stream; it reads the variable at its first product.
-"""
+"""cuBLAS repeats its sums only with this separate workspace for each stream. It reads the variable at its first
+product."""
 
 
 def reserve_workspace() -> None:
@@ -18,7 +18,8 @@ def reserve_workspace() -> None:
 
 
 def use_deterministic_operations(enabled: bool) -> None:
-    """Set this process's choice. An operation without a deterministic version runs anyway, with a warning."""
+    """Set whether this process uses deterministic operations. An operation without a deterministic version runs anyway,
+    with a warning."""
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = enabled

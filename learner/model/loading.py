@@ -1,4 +1,4 @@
-"""Loading a model's weights into modules that are already sharded, so that each rank reads only its rows.
+"""Loads a model's weights into modules that are already sharded, so that each rank reads only its rows.
 
 The modules start on the meta device, without memory; FSDP2 then decides which rows each rank has, and `fill` reads
 those. transformers maps the names and layouts of the files to the modules' (experts that files store one by one, for
@@ -26,7 +26,7 @@ from paceline.models.pretrained import SCORE, check_finite, read_state
 from paceline.models.weight_files import WeightFiles
 
 BASE = re.compile(r"\.base_layer(?=\.)")
-"""The part that an adapter inserts in the names of the layer below it."""
+"""Part that an adapter inserts in the names of the layer that it wraps."""
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def _tied_locations(model: nn.Module) -> list[list[Location]]:
 
 
 class _BaseNames:
-    """The model under its files' names: without the adapter's parameters, adapted layers under their own names."""
+    """Presents the model by its files' names: no parameters of the adapter, and adapted layers by their own names."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -101,8 +101,8 @@ class _BaseNames:
 
 
 class _Placing:
-    """A module whose new parameters go to `device`. `DTensor.from_local` puts a sharded one on the device of its mesh,
-    a GPU, even if it belongs on the host (policy.cpu_offload)."""
+    """A module whose new parameters go to `device`. `DTensor.from_local` puts a sharded parameter on the device of its
+    mesh, a GPU, even if it belongs on the host (policy.cpu_offload)."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         vars(self).update(_module=module, _device=device)

@@ -158,8 +158,8 @@ class _OnlineSoftmax:
         return (self._target_logits_N - self._max_N) - log_sum_N, self._max_N + log_sum_N, entropy_N
 
     def set(self, chunk: slice, vocabulary: slice, logits_MW: Tensor) -> None:
-        """Set the results of a chunk whose only tile is the whole vocabulary, and overwrite its logits. These sums are
-        those of recorded runs, which therefore train again bit for bit."""
+        """Set the results of a chunk whose only tile is the whole vocabulary, and overwrite its logits. The sums are
+        computed as in recorded runs, which therefore train again bit for bit."""
         if self._whole is None:
             self._whole = (self._target_logits_N, self._max_N, self._weighted_N)
         logprobs_N, log_z_N, entropy_N = self._whole
@@ -171,8 +171,8 @@ class _OnlineSoftmax:
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the loss's gradient by the logits without the part at the targets; `logp_MW` is overwritten. `entropy_M`
-    are the entropies and their gradients, or None if they have none."""
+    """Return the loss's gradient with respect to the logits, without the part at the targets; `logp_MW` is overwritten.
+    `entropy_M` are the entropies and their gradients, or None if they have none."""
     if entropy_M is None:
         return logp_MW.exp_().mul_(-grad_M[:, None])
     values_M, slopes_M = entropy_M
@@ -195,7 +195,7 @@ def _add_at_targets(slope_MW: Tensor, columns_M: Tensor, grad_M: Tensor) -> None
 
 
 def _logits(hidden_MH: Tensor, head_WH: Tensor, float32_head: bool, inverse_temperature: float) -> Tensor:
-    """Return [M, W] float32 logits over the temperature."""
+    """Return [M, W] float32 logits, divided by the temperature."""
     if float32_head:
         return _float32_product(_operand(hidden_MH, True), head_WH.T).mul_(inverse_temperature)
     return (hidden_MH @ head_WH.T).float().mul_(inverse_temperature)

@@ -26,7 +26,7 @@ _meshes: dict[tuple[Any, str, MeshShape], DeviceMesh] = {}
 
 def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
     """Return the mesh of all ranks; it has one dimension if there are no replicas. Without a process group, one of a
-    single rank is made. The first call for these sizes is a collective one. Raises InvalidInput."""
+    single rank is made first. The first call for the same sizes is a collective call. Raises InvalidInput."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
         if shape.replicate == 1:
             _meshes[key] = init_device_mesh(device.type, (ranks,))
         else:
-            log.info("%d replicas of the model, each divided by %d ranks", *shape)
+            log.info("%d replicas of the model, each divided among %d ranks", *shape)
             _meshes[key] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     return _meshes[key]
 
@@ -77,6 +77,6 @@ def _fits_host(policy: PolicySection, device: torch.device, ranks: int) -> bool:
         return False
     needed = STATE_BYTES * shape.parameters
     room = state_room(ranks, torch.cuda.get_device_properties(device).total_memory)
-    text = "policy.parallel: the state of the model takes %s, the GPUs of a host have room for %s"
+    text = "policy.parallel: the state of the model takes %s, and the GPUs of a host have room for %s"
     log.info(text, gigabytes(needed), gigabytes(room))
     return needed <= room

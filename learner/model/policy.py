@@ -108,7 +108,7 @@ def packed_logprobs(
 
 
 def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """Return the type of forward and backward, from policy.precision."""
+    """Return the type of the forward and backward passes, by policy.precision."""
     dtype: torch.dtype = getattr(torch, resolved_dtype(policy.precision, device.type))
     return dtype
 
@@ -134,7 +134,7 @@ def _forward(
 
 
 def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) -> tuple[Tensor, Tensor]:
-    """Return the scores at the positions where a policy predicts."""
+    """Return the score at each position where a policy would predict a token."""
     # Cloned, because FSDP's hooks on a view are lost with the first operation in place.
     scores_N = model.score(_predicting_states(model, packed, policy)).float()[:, 0].clone()
     return scores_N, torch.zeros_like(scores_N)
@@ -193,7 +193,8 @@ def _build(
         )
     if not model._supports_attention_backend:
         raise InvalidInput(
-            f"policy.model_name {name!r}: transformers has no replaceable attention for models of type {config.model_type!r}"
+            f"policy.model_name {name!r}: transformers has no replaceable attention for models of type "
+            f"{config.model_type!r}; name a model of another type"
         )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -246,7 +247,7 @@ def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
 
 
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
-    """Return whether to offload: on a CPU the parameters are in host memory anyway."""
+    """Return whether parameters go to host memory (policy.cpu_offload). False on a CPU, which has no other memory."""
     return policy.cpu_offload and device.type == "cuda"
 
 
@@ -268,7 +269,7 @@ def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class _OneDnnProduct(torch.autograd.Function):
-    """y = x·Wᵀ; ∂x = g·W, ∂W = gᵀ·x, each by the same kernel."""
+    """Product y = x·Wᵀ with ∂x = g·W and ∂W = gᵀ·x, each by the same kernel."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_OI: Tensor) -> Tensor:
@@ -287,7 +288,8 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """Return [O, I] leftᵀ·right. The narrower operand goes first: the kernel copies a transposed one only there."""
+    """Return [O, I] leftᵀ·right. The narrower operand goes first, because the kernel copies a transposed operand only
+    there."""
     if left_NO.shape[1] > right_NI.shape[1]:
         return product(right_NI.T, left_NO.T).T
     return product(left_NO.T, right_NI.T)
@@ -304,7 +306,7 @@ KEPT_OPERATIONS = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-"""Operations whose results `selective` keeps, by their names in the dispatcher."""
+"""Operations whose results `selective` checkpointing keeps, by their names in the dispatcher."""
 
 
 def recompute_activations(layers: Iterable[torch.nn.Module], how: str) -> None:
@@ -331,8 +333,8 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 ROW_MULTIPLE = 128
 """Rows are padded to multiples of this many tokens."""
 COMPILED_VARIANTS = 64
-"""Variants of one layer's code that are compiled before torch falls back to eager mode: kinds of attention, with and
-without gradients, and lengths of rows that are not dynamic."""
+"""Most variants of one layer's code that are compiled before torch falls back to eager mode: kinds of attention, with
+and without gradients, and lengths of rows that are not dynamic."""
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -372,8 +374,8 @@ def _require_compiler(device: torch.device) -> None:
 
         if not has_triton():
             raise InvalidInput(
-                "policy.compile is true, but Triton, which torch.compile needs on GPUs, does not work here; install "
-                "the triton package that belongs to this torch, or set policy.compile to false"
+                "policy.compile is true, but Triton, which torch.compile needs on GPUs, does not work on this machine; "
+                "install the triton package that belongs to this torch, or set policy.compile to false"
             )
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -383,6 +385,6 @@ def _require_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise InvalidInput(
-            "policy.compile is true, but torch.compile finds no C++ compiler here, which it needs on CPUs; install g++ (or "
+            "policy.compile is true, but torch.compile finds no C++ compiler, which it needs on CPUs; install g++ (or "
             "name one in the environment variable CXX), or set policy.compile to false"
         ) from None

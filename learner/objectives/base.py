@@ -30,35 +30,36 @@ class TokenArrays:
     """Inputs of a loss. Log-probabilities are in nats, at the sampler's temperature."""
 
     current_N: Tensor
-    """log π, with gradient."""
+    """[N] log-probabilities by the policy now (log π), with gradient."""
     entropy_N: Tensor
-    """Entropy of π at each token in nats; with gradient if an entropy bonus is on."""
+    """[N] entropy of π at each token in nats; with gradient if an entropy bonus is on."""
     lengths_N: Tensor
-    """Active tokens of the sequence that the token belongs to, as float."""
+    """[N] number of active tokens in the token's sequence, as float."""
     sequence_N: Tensor
-    """Index in [0, S) of that sequence."""
+    """[N] index in [0, S) of the token's sequence."""
     num_sequences: int
-    """S."""
+    """Number of sequences, S."""
     behaviour_N: Tensor | None = None
-    """log μ; None for supervised data."""
+    """[N] log-probabilities by the sampler (log μ). None for supervised data."""
     proximal_N: Tensor | None = None
-    """log π_prox; None: this is the only update of the step, so π_prox is π, detached."""
+    """[N] log-probabilities before the step (log π_prox). None if the step has only this update: π_prox is then π,
+    detached."""
     reference_N: Tensor | None = None
-    """log π_ref; None unless the KL penalty is on."""
+    """[N] log-probabilities by the reference (log π_ref). None if not needed."""
     advantages_N: Tensor | None = None
-    """Advantage of the token; None for supervised data."""
+    """[N] advantages. None for supervised data."""
     ages_N: Tensor | None = None
-    """Steps between the version that sampled the token and this step; only the log-linear π_prox reads it."""
+    """[N] steps between the version that sampled the token and this step; only the log-linear π_prox reads them."""
     m2_limit: float | None = None
-    """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
+    """Largest (log ρ)² that is kept (`m2_limit_of`). None keeps all."""
     batch_kl: float | None = None
     """KTO's KL, measured over the global batch before its first update."""
     sample_lengths_N: Tensor | None = None
-    """Active tokens of the sample that the token belongs to; None if each sequence is a sample."""
+    """[N] number of active tokens in the token's sample. None if each sequence is a sample."""
 
     @property
     def weight_lengths_N(self) -> Tensor:
-        """Lengths by which a mean over samples divides."""
+        """[N] lengths by which a mean over samples divides."""
         return self.lengths_N if self.sample_lengths_N is None else self.sample_lengths_N
 
 
@@ -67,15 +68,15 @@ class Denominators:
     """Counts over the whole batch of one update: all micro-batches, all ranks."""
 
     tokens: int
-    """Active tokens."""
+    """Number of active tokens."""
     sequences: int
-    """Sequences, those without active tokens included."""
+    """Number of sequences, those without active tokens included."""
     max_completion_tokens: int
     """The longest completion that sampling allows, in tokens (`dr_grpo`)."""
     micro_batches: int
-    """Micro-batches that have tokens (`bnpo`)."""
+    """Number of micro-batches that have tokens (`bnpo`)."""
     prompts: int = 0
-    """Prompts (preference pairs): sequences that share a group id count once."""
+    """Number of prompts, for objectives on pairs: sequences that share a group id count once."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class LossResult:
     sums: dict[str, Tensor]
     """Scalars that add up over micro-batches and ranks; `metrics_from_sums` reads them."""
     token_losses_N: Tensor
-    """Detached losses before the reduction, which show the sequence that is not finite."""
+    """[N] detached losses before the reduction, by which a sequence that is not finite is found."""
 
 
 class Objective(ABC):
@@ -116,7 +117,7 @@ class Objective(ABC):
     def mismatched_sample(
         self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
-        """Return the prompt of `row` with the completion of `other`, if `measures_mismatched`."""
+        """Return the sample of the prompt of `row` with the completion of `other`, if `measures_mismatched`."""
         raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")
 
     @abstractmethod
@@ -128,12 +129,12 @@ class Objective(ABC):
         """Return the micro-batch's share of the loss."""
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics of a batch, from the sums of its micro-batches and ranks over this many updates."""
+        """Return the metrics of a batch, from the sums of its micro-batches and ranks over `num_updates` updates."""
         return metrics_from_sums(sums)
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """Return a completion of one token, as from a data set."""
+    """Return the sample of a completion of one token, as a data set would have it."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 
@@ -193,7 +194,7 @@ def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
 
 
 def completion_lengths(tokens: TokenArrays) -> Tensor:
-    """Return [S] tokens of each sequence, as float."""
+    """Return [S] number of tokens of each sequence, as float."""
     return completion_sums(torch.ones_like(tokens.current_N), tokens)
 
 
@@ -208,7 +209,7 @@ def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
 
 
 def completion_result(loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor) -> LossResult:
-    """Return the result of a loss with one number for each sequence, which shows the sequence that is not finite."""
+    """Return the result of a loss that has one number for each sequence; every token gets its sequence's number."""
     losses_N = per_sequence_S.detach()[tokens.sequence_N]
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)
 

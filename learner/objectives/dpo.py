@@ -73,22 +73,22 @@ class Dpo(PairObjective):
 
 @dataclass(frozen=True)
 class PairLogRatios:
-    """P pairs; a prompt with K rejected completions is K pairs of weight 1/K."""
+    """Log-ratios of P pairs. A prompt with K rejected completions has K pairs, each of weight 1/K."""
 
     chosen_P: Tensor
-    """log π - log π_ref of the chosen completion, summed over its tokens; with gradient."""
+    """[P] log π - log π_ref of the chosen completion, summed over its tokens; with gradient."""
     rejected_P: Tensor
     chosen_lengths_P: Tensor
-    """Tokens, as float; only `ipo` and `average` read it."""
+    """[P] number of tokens, as float; only `ipo` and `average` read it."""
     rejected_lengths_P: Tensor
     weights_P: Tensor
-    """Share of each pair in the batch's mean; they add up to 1 over the global batch."""
+    """[P] share of each pair in the batch's mean; the shares add up to 1 over the global batch."""
 
 
 def preference_loss(
     pairs: PairLogRatios, kind: PairLoss, *, beta: float, label_smoothing: float = 0.0, average: bool = False
 ) -> Tensor:
-    """Return Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
+    """Return Σ weight · loss(d), d = chosen - rejected log-ratio; `average` divides each log-ratio by its length first.
 
     - `sigmoid`: -log σ(βd) (DPO, Rafailov et al. 2023).
     - `conservative`: -(1-ε)·log σ(βd) - ε·log σ(-βd), ε the chance of a flipped label (Mitchell 2023).

@@ -31,10 +31,10 @@ class RowPair(NamedTuple):
 
 
 class ExampleSource:
-    """Examples of a run, by step, or with `validation` the held-out ones; `maker` is the run's objective."""
+    """Examples of a run by step, or with `validation` its held-out examples; `maker` is the run's objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
-        assert spec.examples is not None, "the spec samples; it has no examples"
+        assert spec.examples is not None, "the algorithm samples, so the run has no examples"
         self._section = spec.examples
         self._maker = maker
         self._encoder = ExampleEncoder(spec, tokenizer)
@@ -51,7 +51,7 @@ class ExampleSource:
         return len(self._rows)
 
     def of_step(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's examples of a step. Raises InvalidInput for one that is longer than the model allows."""
+        """Return this rank's examples of a step. Raises InvalidInput for an example longer than the model allows."""
         first = step * self._count
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
@@ -87,7 +87,7 @@ class ExampleSource:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
 
     def set_reference(self, logprobs: dict[RowPair, list[float]]) -> None:
-        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; later samples carry them."""
+        """Set Σ_t log π_ref of each completion, in the order of `of_pair`; samples that are made afterwards have it."""
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
@@ -108,14 +108,14 @@ class ExampleSource:
 
     @property
     def _count(self) -> int:
-        """Examples of a step, or of a measurement."""
+        """Number of examples in a step, or in a measurement."""
         if self._validation:
             return min(len(self), self._section.max_val_samples)
         return self._section.num_examples_per_step
 
     @property
     def _drawn(self) -> int:
-        """Examples of the whole run, or of a measurement."""
+        """Number of examples in the whole run, or in a measurement."""
         return self._count * (1 if self._validation else self._section.max_num_steps)
 
     def _other(self, cursor: int) -> int:
@@ -151,7 +151,7 @@ def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())
     if first < len(rows):
         source.of_row(rows[first])
-        raise InvalidInput(f"row {rows[first]} cannot be trained on another rank")
+        raise InvalidInput(f"another rank cannot train row {rows[first]}")
 
 
 def _is_bad(source: ExampleSource, row: int) -> bool:

@@ -61,14 +61,14 @@ class OfflineGrpo(Objective):
         return replace(result, sums={**result.sums, **_order_sums(tokens, packed)})
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics with `accuracy`: the share of pairs of completions of a prompt with different rewards in
-        which the better one has the larger Σ_t log π - log μ (equal ones count half)."""
+        """Return the metrics with `accuracy`: among pairs of a prompt's completions with different rewards, the
+        share whose better completion has the larger Σ_t log π - log μ (equal sums count half)."""
         metrics = super().metrics(sums, num_updates)
         return metrics | ({"accuracy": sums["pairs_won"] / sums["pairs"]} if sums["pairs"] else {})
 
 
 def _order_sums(tokens: TokenArrays, packed: PackedBatch) -> dict[str, Tensor]:
-    """Return the pairs of a micro-batch, and how many of them are in the order of their rewards."""
+    """Return the number of pairs in a micro-batch, and how many of them are in the order of their rewards."""
     assert tokens.behaviour_N is not None
     assert tokens.advantages_N is not None
     log_ratio_S = completion_sums((tokens.current_N - tokens.behaviour_N).detach().double(), tokens)

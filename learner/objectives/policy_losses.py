@@ -21,21 +21,21 @@ VESPO_MAX_LOG = 20.0
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """The N active tokens of a micro-batch; log-probabilities in nats."""
+    """Values of the N active tokens of a micro-batch; log-probabilities in nats."""
 
     current_N: Tensor
-    """log π, with gradient."""
+    """[N] log-probabilities by the policy now (log π), with gradient."""
     anchor_N: Tensor
-    """log π_prox or log μ: the denominator of the ratio."""
+    """[N] log π_prox or log μ: the denominator of the ratio."""
     log_ratio_N: Tensor
-    """log r with gradient, of the token or of its sequence (loss_fn.ratio_level)."""
+    """[N] log r with gradient, of the token or of its sequence (loss_fn.ratio_level)."""
     advantages_N: Tensor
     weight_N: Tensor
-    """Importance weight of each token, detached; `vespo` includes it in its own weight."""
+    """[N] importance weights, detached; `vespo` includes them in its own weight."""
     sequence_N: Tensor
-    """Index in [0, S) of the token's sequence."""
+    """[N] index in [0, S) of the token's sequence."""
     num_sequences: int
-    """S."""
+    """Number of sequences, S."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The phase of a step that assigns the advantages that come from rewards or a value model.
+"""Phase of a step that computes advantages from the rewards or from a value model.
 
 There are two sources, by grpo.advantage: the rewards of the whole batch, relative to the group or to the batch, or a
 value model. A distillation's advantages depend on the policy that is training, so its objective computes them and this
@@ -231,7 +231,8 @@ def _real(updates: Sequence[Update]) -> list[MicroBatch]:
 
 
 def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Update]:
-    """Return the updates with the micro-batches `real` instead of `_real(updates)`, and 0 for the tokens of dummies."""
+    """Return the updates with the micro-batches `real` instead of `_real(updates)`. Tokens of dummies get the advantage
+    0."""
     rest = iter(real)
 
     def replacement(micro: MicroBatch) -> MicroBatch:

@@ -97,7 +97,8 @@ class Critic:
         return self._norm
 
     def step(self, factor: float) -> None:
-        """Step the optimizer at this fraction of the peak rate, with the last measured norm."""
+        """Step the optimizer at `factor` times the peak learning rate. Clip the gradients by the norm that was measured
+        last."""
         clip_gradients(self.model, self._spec.value.max_grad_norm, self._norm)
         set_learning_rate(self.optimizer, self._spec.value.optimizer.lr * factor)
         self.optimizer.step()

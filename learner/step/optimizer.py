@@ -94,7 +94,7 @@ def _half_cosine(x: float) -> float:
 
 
 PART_NUMEL = 1 << 22
-"""Elements of a parameter that are updated at the same time."""
+"""Most elements of a parameter that are updated at the same time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -31,9 +31,9 @@ class FrozenLogprobs:
     """Log-probabilities by the policies that do not change during a step, in nats; None if they are not needed."""
 
     proximal_N: Tensor | None = None
-    """log π_prox."""
+    """[N] log-probabilities by the learner before the step (log π_prox)."""
     reference_N: Tensor | None = None
-    """log π_ref, of the policy before training or of a teacher."""
+    """[N] log-probabilities by the policy before training or by a teacher (log π_ref)."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class States:
 
     packed: PackedBatch
     before_token_M: Tensor
-    """True for the states before a token, False for the one after a sequence's last."""
+    """[M] True for the states before a token, False for the one after a sequence's last token."""
     values_M: Tensor
-    """Values at the start of the step."""
+    """[M] values at the start of the step."""
     returns_N: Tensor | None = None
-    """Targets of the value model; None for a dummy."""
+    """[N] targets of the value model. None for a dummy."""
     scored_N: Tensor | None = None
-    """False for tokens of sequences without a reward, which train nothing. None for a dummy."""
+    """[N] False for tokens of sequences without a reward, which train nothing. None for a dummy."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class MicroBatch:
     """Index in this rank's batch of each sequence in `packed`."""
     is_dummy: bool = False
     ages_N: Tensor | None = None
-    """Steps between the version that sampled the token and this step; None for supervised data."""
+    """[N] steps between the version that sampled the token and this step. None for supervised data."""
     frozen: FrozenLogprobs = FrozenLogprobs()
     advantages_N: Tensor | None = None
-    """None before `with_advantages`, and for supervised data."""
+    """[N] advantages. None before `with_advantages`, and for supervised data."""
     states: States | None = None
-    """None without a value model."""
+    """States of the micro-batch for the value model. None without one."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ class Update:
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
     m2_limit: float | None = None
-    """`TokenArrays.m2_limit`."""
+    """Largest (log ρ)² that is kept (`TokenArrays.m2_limit`). None keeps all."""
     batch_kl: float | None = None
-    """`TokenArrays.batch_kl`."""
+    """KTO's KL over the global batch (`TokenArrays.batch_kl`). None for other algorithms."""
     num_scored_tokens: float = 0.0
-    """Tokens of sequences with a reward, on all ranks: the value loss is their mean. 0 without a value model."""
+    """Number of tokens of sequences with a reward, on all ranks: the value loss is their mean. 0 without a value model.
+    """
 
 
 def given(values_N: Tensor | None) -> Tensor:
@@ -90,10 +91,10 @@ def given(values_N: Tensor | None) -> Tensor:
 
 
 EVEN_COST_TOKENS = 32_768
-"""Length from which sequences are also packed by cost; attention is about two fifths of the cost there (8B parameters).
-"""
+"""Length in tokens from which sequences are also packed by cost. At this length attention is about two fifths of the
+cost (8B parameters)."""
 ROOM_FOR_EVEN_COST = 1.5
-"""Ratio of a micro-batch's budget to the longest sequence from which packing by cost beats first fit
+"""Least ratio of a micro-batch's budget to the longest sequence at which packing by cost beats first fit
 (docs/operate/performance.md)."""
 
 

@@ -38,7 +38,7 @@ BLOCK_ROWS = 1024
 
 
 class Reference:
-    """Null reference, for objectives that compare with nothing."""
+    """Base of the references. It gives no log-probabilities, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
         """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
@@ -86,7 +86,7 @@ class PoolReference(Reference):
 
 
 class PrecomputedReference(Reference):
-    """Holds the precomputed Σ_t log π_ref of every completion of the run; the examples carry them after `prepare`."""
+    """Holds the precomputed Σ_t log π_ref of every completion of the run; the examples have them after `prepare`."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self._policy, self._device = spec.policy, device
@@ -120,8 +120,8 @@ class PrecomputedReference(Reference):
 
 
 class ComputedBehaviour(Reference):
-    """Computes log μ of traces without log-probabilities with the starting policy, once, before training. They stay in
-    memory, four bytes a token; KL terms are those of `kl_reference`."""
+    """Computes the starting policy's log-probabilities (log μ) of traces that have none, once, before training. They
+    stay in memory, four bytes a token. KL terms use the log-probabilities of `kl_reference`."""
 
     def __init__(self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float) -> None:
         self._policy, self._device, self._temperature = spec.policy, device, temperature
@@ -223,8 +223,8 @@ def with_frozen_logprobs(
     current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
     reference: Reference,
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
-    the first update, if the step needs it; log π_ref if each token needs it."""
+    """Return the updates with the frozen log-probabilities that each micro-batch needs: log π_prox, which is `current`
+    before the first update, and log π_ref of each token."""
 
     def with_frozen(micro: MicroBatch) -> MicroBatch:
         proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
@@ -234,7 +234,7 @@ def with_frozen_logprobs(
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
-    """Return the updates with M2PO's limit, computed over the tokens of all of them on all ranks."""
+    """Return the updates with M2PO's limit, computed over the tokens of all updates on all ranks."""
     if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]

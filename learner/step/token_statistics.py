@@ -21,7 +21,8 @@ from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """One completion, or transcript of an episode. Arrays have its completion tokens, NaN for those that do not train."""
+    """Values of one completion, or of one transcript of an episode: one for each completion token, NaN if it does not
+    train."""
 
     group_id: int
     index: int
@@ -41,7 +42,7 @@ class TokenStatistics:
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
-        """Return the numbers of the groups among the batch's samples that trained. Copies to the host."""
+        """Return the values of the samples that trained and belong to the chosen groups. Copies to the host."""
         values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()
@@ -70,7 +71,7 @@ def _indices(samples: Sequence[TrainingSample]) -> list[int]:
 def _numbers(
     sample: TrainingSample, index: int, values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
 ) -> TokenNumbers | None:
-    """Return the numbers of a sample. Samples of a group with equal tokens have equal numbers."""
+    """Return the values of a sample. Samples of a group with equal tokens have equal values."""
     trains_T = np.ones(len(sample.completion_ids), bool) if sample.trained_T is None else sample.trained_T
     values = values_of.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
     if values is None or not trains_T.any():
@@ -84,7 +85,8 @@ def _numbers(
 
 
 MAX_DIFFERENCE = 1.0
-"""Nats. A larger difference of one token counts as this one, so that no single token decides about a group."""
+"""Largest difference of one token, in nats. Larger ones count as this one, so that no single token decides about a
+group."""
 
 
 class GroupDifference(NamedTuple):
@@ -102,13 +104,13 @@ class SamplerComparison:
         self._noted: dict[int, tuple[PackedBatch, Tensor]] = {}
 
     def note(self, packed: PackedBatch, logprobs_N: Tensor) -> None:
-        """Keep a micro-batch's log-probabilities under the step's first weights, if it has any of the groups; the first
-        count."""
+        """Keep a micro-batch's log-probabilities under the step's first weights, if it has any of the groups.
+        Repetitions are ignored."""
         if packed.behaviour_N is not None and self._group_ids.intersection(packed.group_ids_S):
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
     def results(self) -> list[GroupDifference]:
-        """Return the noted groups, by their id. Copies to the host."""
+        """Return the differences of the noted groups, by group id. Copies to the host."""
         sequences: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         for packed, logprobs_N in self._noted.values():
             assert packed.behaviour_N is not None

@@ -70,9 +70,9 @@ class Trainer:
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were skipped."""
         self.token_statistics: TokenStatistics | None = None
-        """If set by the caller: receives the token results of the next steps."""
+        """Receives the token results of the next steps, if the caller sets it."""
         self.comparison: SamplerComparison | None = None
-        """If set by the caller: receives log-probabilities by the weights that the next step starts from."""
+        """Receives log-probabilities by the weights that the next step starts from, if the caller sets it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
@@ -203,7 +203,7 @@ class Trainer:
 
     def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
         """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm
-        before clipping. Loss and norms are the same on every rank, so is the branch taken. Raises NonFiniteLoss."""
+        before clipping. Loss and norms are the same on every rank, and so is the branch taken. Raises NonFiniteLoss."""
         while True:
             results = self._accumulate_gradients(update, watch)
             sums = self._sum_metrics(results)
@@ -301,7 +301,7 @@ class Trainer:
         trained = [m.packed.group_ids_S for m in update.micro_batches if not m.is_dummy]
         group_ids = union_over_ranks([g for ids in trained for g in ids], self.device)
         return NonFiniteLoss(
-            f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
+            f"loss {loss}, {norms}; every token's loss is finite. Groups of the update: {group_ids}",
             tuple(group_ids),
         )
 
@@ -347,7 +347,7 @@ class LossScale:
                         parameter.grad.mul_(1.0 / self.factor)
 
     def lower(self) -> bool:
-        """Halve the scale because of an overflow; return False if it is 1: the cause is another."""
+        """Halve the scale after an overflow. Return False if it is 1, and so not the cause."""
         if self.factor <= 1.0:
             return False
         self._set(self.factor / 2, 0)

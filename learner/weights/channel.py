@@ -20,7 +20,8 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises a thread's error."""
+        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error
+        of a thread that failed."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -31,7 +32,8 @@ class WeightChannel:
         """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive from now on, and return at once. `by_host` are those whose hosts have relays."""
+        """Set the members that receive versions from now on, and return at once. `by_host` are those whose hosts have
+        relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Process a member's answer to an offer."""
@@ -40,7 +42,7 @@ class WeightChannel:
         """Note that a member still works on a version: it has received so many bytes, or its engine loads them."""
 
     def interrupt(self, reason: str) -> None:
-        """Repeat offers that may have been lost, or whose answers may have been, while the control plane was away."""
+        """Repeat the offers that may be unanswered, because messages were lost while the control plane was away."""
 
     def close(self) -> None:
         """End all threads, without waiting for a stuck one."""

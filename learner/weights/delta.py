@@ -19,7 +19,7 @@ from paceline.weights.store.writer import StoreWriter
 
 
 class DeltaChannel(WeightChannel):
-    """A `WeightChannel` on the ranks beside rank 0, which only write their slices."""
+    """A `WeightChannel` for all ranks except rank 0. They only write their slices."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DeltaChannel(WeightChannel):
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """Publish; takes the time of copying this rank's slices, or of comparing them on its GPU."""
+        """Publish the weights. The call takes as long as copying this rank's slices, or comparing them on its GPU."""
         if not self._tensors:
             self._tensors = plan_tensors(model, self._dtype)
             snapshot_here = DeviceSnapshot(model, self._dtype)
@@ -68,7 +68,7 @@ class DeltaChannel(WeightChannel):
 
 class Rank0DeltaChannel(DeltaChannel):
     """The channel on rank 0, which also makes the offers. It calls `announce(version, copy_s)` before a member can have
-    it."""
+    the version."""
 
     def __init__(
         self,

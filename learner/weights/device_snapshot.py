@@ -1,5 +1,5 @@
-"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last, computed on its
-GPU.
+"""The weights that a rank publishes: its slices of the model's weights, or the changes since the last version, computed
+on its GPU.
 
 Nothing is gathered. Each rank copies its box of every tensor that a mesh (of any dimensions) divides; if several ranks
 hold the same box, only the first copies it; rank 0 alone copies the other tensors. Together the slices of all ranks are
@@ -36,7 +36,7 @@ from paceline.weights.store.version_source import (
 log = logging.getLogger(__name__)
 
 SPARE = 1.5
-"""The copy is kept if the device has this many times its size free."""
+"""The device keeps the copy if this many times the copy's size is free."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,8 +54,8 @@ def slice_of(block: Block, local: torch.Tensor) -> LocalSlice:
 
 
 def local_boxes(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Block, torch.Tensor]]:
-    """Return this rank's boxes, in the order of `local_slices`, with the live tensors as they are; the blocks name the
-    types that are published. Elements of one width follow each other."""
+    """Return this rank's boxes, in the order of `local_slices`: a block with the published type, and the live tensor in
+    its own type. Tensors of one element width follow each other."""
     return sorted(_boxes(model, dtype), key=lambda box: DTYPE_BYTES[box[0].dtype])
 
 
@@ -71,7 +71,8 @@ def _boxes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Block,
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Return this rank's part of a tensor, None if another rank has the same, and the indices of its first element."""
+    """Return this rank's part of a tensor and the indices of the part's first element. The part is None if another rank
+    copies the same one."""
     start = tuple(0 for _ in tensor.shape)
     if not isinstance(tensor, DTensor):
         return (tensor, start) if is_first_rank() else (None, start)
@@ -122,7 +123,7 @@ class DeviceSnapshot:
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if free < SPARE * self.size_bytes:
             log.info(
-                "weights are compared on the CPU: the GPU has %.1f GB free, the copy needs %.1f",
+                "weights are compared on the CPU: the GPU has %.1f GB free, too little for a copy of %.1f GB",
                 free / 1e9,
                 self.size_bytes / 1e9,
             )
@@ -131,8 +132,8 @@ class DeviceSnapshot:
 
     @torch.no_grad()
     def take(self, replaced: VersionSource | None = None) -> VersionSource:
-        """Return everything at the first call and if the version before was not written in full, else the changes since
-        then. `replaced` is the last call's result, if that will not be written."""
+        """Return all slices at the first call, and if the version before was not written in full; else the changes
+        since that version. `replaced` is the last call's result, if it will not be written."""
         if not self._kept or isinstance(replaced, WholeSlices):
             return self._whole()
         if isinstance(replaced, FoundChanges):
@@ -179,7 +180,8 @@ class DeviceSnapshot:
 
 
 class _OnDevice:
-    """Holds the changes of a chunk while they are copied to the host. Everything is ordered by class, then rank."""
+    """Holds the changes of a chunk while they are copied to the host. They are ordered by class, then by rank in the
+    class."""
 
     def __init__(self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]) -> None:
         self._bounds = bounds

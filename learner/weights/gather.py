@@ -23,14 +23,15 @@ from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
-"""Bytes of a rank's shards that are sent at a time."""
+"""Most bytes of a rank's shards that are sent at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts that wrappers add to state-dict names; the model that receives the weights has no wrappers."""
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return all published tensors, whole, on rank 0, in host memory (pinned if the model is on a GPU); else empty.
+    """Return all published tensors on rank 0: whole, in host memory (pinned if the model is on a GPU). Other ranks get
+    none.
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they are sent. The tensors are views of one allocation, laid out as
@@ -80,7 +81,7 @@ def _gather(
 
 
 class _Gathering:
-    """A bucket that is sent to rank 0: every rank's shards of some tensors, one behind the other.
+    """A bucket that is sent to rank 0: every rank's shards of some tensors, one after another.
 
     Rank r of K has rows [r·c, (r + 1)·c) of a tensor of n rows, c = ceil(n / K), as far as there are any; a rank with
     fewer rows is padded, because a gather needs equal sizes. Only the first replica sends.

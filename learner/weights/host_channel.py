@@ -1,4 +1,4 @@
-"""The channel by hosts: every rank stages its shards in its host's memory, and relays bring them to all others.
+"""The channel by hosts: every rank stages its shards in its host's memory, and relays bring them to all other hosts.
 
 Rank 0 adds the manifest, with the digests from the relays of all the learner's hosts, and informs the coordinator,
 which tells each host where to read. Members without a relay, and members that relays failed to reach several times,
@@ -41,7 +41,7 @@ from paceline.weights.store.writer import StoreWriter
 
 STORE_RETRY_S = 0.5
 CLOSE_WAIT_S = 2.0
-"""Longest wait for threads that end; a thread that copies a large version may outlive it."""
+"""Longest wait in seconds for threads that end; a thread that copies a large version may outlive it."""
 NO_RELAY = b"0" * 16
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Hosts:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this is the first rank of its host, which speaks for it."""
+        """Return whether this is the first rank of its host, which acts for the host."""
         return self.host_of_rank.index(self.source) == self.rank
 
     @property
@@ -71,7 +71,7 @@ class Hosts:
 
 
 class HostChannel(WeightChannel):
-    """A `WeightChannel` on the ranks beside rank 0. `board` collects the hosts' digests."""
+    """A `WeightChannel` for all ranks except rank 0. `board` collects the hosts' digests."""
 
     def __init__(self, client: RelayClient, hosts: Hosts, board: RankBoard, writer: ShardWriter) -> None:
         self._client, self._hosts, self._board, self._writer = client, hosts, board, writer
@@ -118,8 +118,8 @@ class HostChannel(WeightChannel):
 
 
 class Rank0HostChannel(HostChannel):
-    """The channel on rank 0. `announce(version, seconds)` is called before a member can have the version, `send` with
-    reports for the coordinator about versions on hosts. `store` writes for the members of `offers`, only on rank 0."""
+    """The channel on rank 0. It calls `announce(version, seconds)` before a member can have the version, and `send`
+    with reports for the coordinator about versions on hosts. `store` writes for the members of `offers`."""
 
     def __init__(
         self,
@@ -140,16 +140,16 @@ class Rank0HostChannel(HostChannel):
         self._staged: list[tuple[Version, list[bytes]]] = []
         """Versions that this host has staged and whose manifests are to be completed."""
         self._newest: tuple[HostManifest, worker_pb2.HostVersion] | None = None
-        """The newest version with its manifest."""
+        """Manifest of the newest version that has one, and the message about it."""
         self._here: tuple[Version, int, HostSegment] | None = None
-        """The newest complete version of this host, with its generation."""
+        """The newest complete version of this host, with the generation and the host segment."""
         self._needs_store = False
         """True while a member gets its weights from the object store."""
         self._put: Version | None = None
         """The newest version that was put into the object store."""
         self._roster: tuple[int, tuple[str, ...], frozenset[str]] = (0, (), frozenset())
         self._overtaken = threading.Event()
-        """Set if waiting for the other hosts' digests is pointless."""
+        """Set if a newer version, or the end, makes waiting for the other hosts' digests pointless."""
         self._notes: dict[str, dict[str, list[str]]] = {}
         """Notes of the other hosts about the newest version, by key."""
         self._dividing = threading.Lock()
@@ -163,7 +163,7 @@ class Rank0HostChannel(HostChannel):
 
     @property
     def wants_snapshot(self) -> bool:
-        """Never, because rank 0 writes the object store alone."""
+        """Return False, because rank 0 writes the object store alone."""
         self._store.check()
         return False
 
@@ -212,7 +212,8 @@ class Rank0HostChannel(HostChannel):
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' relays and the object store. One thread at a time: the newest is applied last."""
+        """Divide the roster among hosts' relays and the object store. One thread at a time, so the newest roster is
+        applied last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -303,7 +304,8 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Make this host's relay complete a version for the object store; with one learner host it is complete."""
+        """Make this host's relay complete a version for the object store. With one learner host the version is complete
+        already."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
@@ -358,7 +360,7 @@ class Rank0HostChannel(HostChannel):
 
 def agree_on_hosts(client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes) -> Hosts | None:
     """Return the learner's hosts; None if a rank has no relay within `timeout_s`. A collective call. Raises
-    InvalidInput, on every rank, if they are in several zones, whose link each step would wait for."""
+    InvalidInput, on every rank, if they are in several zones: each step would wait for the link between the zones."""
     import torch.distributed as dist
 
     agent_id, zone = NO_RELAY, ""
@@ -393,7 +395,7 @@ def hosts_of(notes: Sequence[tuple[bytes, bytes]], rank: int, token: bytes) -> H
 
 
 def piece_algorithm(trusted: bool) -> PieceAlgorithm:
-    """Return the digests' algorithm: a fast one if nobody can have changed the bytes on their way."""
+    """Return the digests' algorithm: a fast one if nobody can have changed the bytes in transit."""
     return "xxh3_128" if trusted else "sha256"
 
 

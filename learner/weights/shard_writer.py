@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class ShardWriter:
-    """One rank's side. `host_of_rank` has the index of each rank's host among the learner's."""
+    """Writer of one rank. `host_of_rank` has the index of each rank's host among the learner's hosts."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ShardWriter:
         self._total_bytes = layout.total_bytes
         owned = joined(self._owners(model, layout, host_of_rank))
         self.manifest = HostManifest(run_id, Version(0, 0), layout, owned, algorithm)
-        """Layout and owners of every version, without digests."""
+        """Manifest that every version starts from: layout and owners, without digests."""
         device = next(model.parameters()).device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 

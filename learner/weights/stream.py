@@ -23,7 +23,7 @@ from paceline.learner.model.mesh import in_first_replica, shard_group
 from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
 
 PIECE_BYTES = 64 << 20
-"""Bytes of a tensor that rank 0 receives at a time, from all ranks together."""
+"""Most bytes of a tensor that rank 0 receives at a time, from all ranks together."""
 
 
 class TensorRun(NamedTuple):
@@ -44,7 +44,8 @@ class Weight:
     scaling: float = 1.0
 
     def dtype(self, requested: torch.dtype | None) -> torch.dtype:
-        """Return the type that it is exported in: the requested one, if any, unless it is no floating-point tensor."""
+        """Return the type in which the weight is exported: `requested` for a floating-point weight, if given, else its
+        own."""
         return requested if requested is not None and self.tensor.is_floating_point() else self.tensor.dtype
 
     def rows(self, begin: int, end: int, whole_a_RI: Tensor | None, requested: torch.dtype | None) -> Tensor:
@@ -95,7 +96,7 @@ def pieces(
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None, piece_bytes: int
 ) -> Iterator[TensorRun]:
-    """Yield the pieces of a tensor whose rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
+    """Yield the pieces of a tensor. Rank r of K has its rows [r·c, (r + 1)·c), c = ceil(rows / K). Only the first
     replica sends."""
     if not in_first_replica(tensor):
         return

@@ -11,7 +11,7 @@ TASKS = Path(__file__).parent
 
 
 def task_names() -> list[str]:
-    """Return the names of the files, sorted."""
+    """Return the names of the evaluation files, sorted."""
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 

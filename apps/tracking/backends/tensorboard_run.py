@@ -26,7 +26,7 @@ class TensorboardRun(Tracker):
         self._summary: Any = library("tensorboard.compat.proto.summary_pb2")
 
     def position(self) -> int | None:
-        """Return the newest sequence number in the files that were there."""
+        """Return the largest sequence number in the event files that existed when this run was opened."""
         return self._position
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:

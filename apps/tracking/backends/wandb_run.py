@@ -93,7 +93,7 @@ class WandbRun(Tracker):
         self._exit_code = 1 if state == "failed" else 0
 
     def close(self) -> None:
-        """Finish the W&B run, which goes on under its id if it is opened again."""
+        """Finish the W&B run. Opening it again continues it under its id."""
         self._run.finish(exit_code=self._exit_code)
 
 
@@ -107,7 +107,7 @@ def offline_position(folder: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .wandb file; of a truncated one, those before the end."""
+    """Return the records of a .wandb file; of a truncated file, those before its end."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
     if done.returncode:

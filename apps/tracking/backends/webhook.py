@@ -1,4 +1,4 @@
-"""Sends the end of a run, its stalls and its broken rules to a webhook, as signed HTTP POST requests.
+"""Sends notices of a run's end, its stalls and its broken rules to a webhook, as signed HTTP POST requests.
 
 As with a tracker, nothing waits for it and the ledger is its queue: undelivered messages are sent later, in order. Only
 a crash between the answer and writing the cursor repeats a delivery; both then have the same id.

@@ -45,10 +45,10 @@ from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
-"""The state dict's entry with the weights, as trainers name it."""
+"""Name that trainers give to the state dict's entry with the weights."""
 KEYS_SHOWN = 8
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
-"""Takes name, offset along each axis, and values of a part of a tensor."""
+"""Function that takes the tensor's name, the offset along each axis, and the values of a part."""
 
 
 def write_dcp(folder: Path, weights: ModelWeights) -> None:
@@ -64,7 +64,7 @@ def write_dcp(folder: Path, weights: ModelWeights) -> None:
 
 
 class _BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a model; each is read when it is written."""
+    """Plans the blocks of a model. A block is read from the model only when it is written."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
@@ -107,11 +107,12 @@ class _BlockPlanner(DefaultSavePlanner):
 
 
 class DcpCheckpoint:
-    """The weights below one key of the saved state dict, by their names there."""
+    """The weights below one key of the saved state dict, by their names below that key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """`key` None is `model`, or the whole state dict if it has no such entry. Raises InvalidInput for a folder that
-        is no such checkpoint or has no weights under the key, Unavailable if it cannot be read now."""
+        """Without `key` the weights are those of the entry `model`, or of the whole state dict if it has no such entry.
+        Raises InvalidInput for a folder that is no such checkpoint or has no weights under the key, Unavailable if
+        it cannot be read now."""
         self._folder = folder
         try:
             self._metadata = decode_metadata(folder.read(METADATA), folder.files())
@@ -123,7 +124,7 @@ class DcpCheckpoint:
         self._tensors = {n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         paths = {stored: tuple(map(str, keys.get(stored, (stored,)))) for stored in self._tensors}
         self._names = _weights_under(key, paths, folder)
-        """Names of the model by those in the checkpoint."""
+        """Name of each weight in the model, by its name in the checkpoint."""
 
     def headers(self) -> list[TensorHeader]:
         return [
@@ -182,7 +183,8 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return the weights' names by those in the checkpoint. `paths` are each tensor's keys in the state dict."""
+    """Return the name of each weight in the model, by its name in the checkpoint. `paths` has each tensor's keys in the
+    state dict."""
     entry = KEY if key is None else key
     below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
     names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}
@@ -191,7 +193,7 @@ def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder
     if not names:
         keys = sorted({path[0] for path in paths.values()})
         raise InvalidInput(
-            f"{folder} has no weights under {entry!r}; name with --key the entry of the state dict that has them. It has "
+            f"{folder} has no weights under {entry!r}; name the entry that has them with --key. The state dict has "
             f"{', '.join(keys[:KEYS_SHOWN]) or 'no tensors'}{' …' if len(keys) > KEYS_SHOWN else ''}"
         )
     return names

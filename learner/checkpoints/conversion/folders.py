@@ -88,7 +88,7 @@ def to_folder(
                     writer.write(header.name, first, weights.read(header.name, begin, end))
             writer.finish()
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
-        _check_result(partial, f"{source!r} as it is converted")
+        _check_result(partial, f"the conversion of {source!r}")
         write_export_manifest(partial)
 
 
@@ -133,8 +133,8 @@ def from_dcp(
 
 
 def _weight_files(source: str, *, changed: bool) -> WeightFiles:
-    """Return the weight files of a model folder, after checking them against its config. Raises InvalidInput for
-    quantized weights that are to be `changed`."""
+    """Return the weight files of a model folder, after checking them against its config. With `changed`, quantized
+    weights raise InvalidInput."""
     if not is_url(source) and not Path(source).is_dir():
         raise InvalidInput(f"SOURCE {source!r} is not a folder; fetch a model of the hub with `hf download` first")
     local = model_source(source, "SOURCE")
@@ -175,7 +175,7 @@ def _converted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 def write_box(
     writer: SafetensorsWriter, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], values: Tensor
 ) -> None:
-    """Write the longest contiguous runs of a part of a tensor, which may be divided along any axis."""
+    """Write a part of a tensor, which may be cut along any axis, as the longest contiguous runs of elements."""
     axes = len(shape)
     whole = next((axis for axis in range(axes) if tuple(values.shape[axis + 1 :]) == shape[axis + 1 :]), axes)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(axes)]

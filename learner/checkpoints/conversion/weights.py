@@ -25,7 +25,7 @@ from paceline.models.weight_files import WeightFiles, torch_dtype
 from paceline.weights.format.lora_names import pairs
 
 BLOCK_BYTES = 32 << 20
-"""Largest block, unless a single row is larger."""
+"""Most bytes of a block, unless a single row is larger."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGED_AS: Mapping[str, Sequence[Any]] = {
     "peft_type": ("LORA",),
@@ -48,9 +48,10 @@ WITHOUT_EFFECT = frozenset(
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings that may have any value: they are in the scaling, in the names of the files, or about training."""
+"""Settings of peft that may have any value: they act only in training, or the scaling and the files' names include
+them."""
 OFF: Sequence[Any] = (None, False, "", [], {})
-"""Values that switch any other setting off."""
+"""Values that switch any other setting of peft off."""
 
 
 class ModelWeights:
@@ -111,8 +112,8 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value not in MERGED_AS.get(name, OFF):
             raise InvalidInput(
-                f"--adapter {folder}: {name} is {value!r}, which paceline does not merge; load the adapter with peft and write the "
-                "model of merge_and_unload"
+                f"--adapter {folder}: {name} is {value!r}, which paceline does not merge; load the adapter with peft "
+                "and save the result of its merge_and_unload"
             )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     what = f"--adapter {str(folder)!r}"

@@ -99,7 +99,7 @@ async def test_runs_are_submitted_watched_and_cancelled(plane: Plane, tmp_path: 
         (f"{RUNS}/Get", {"runId": "nosuch"}, 404, "not_found", "no run 'nosuch'"),
         (f"{RUNS}/Get", {"rnId": "x"}, 400, "invalid_argument", 'no field named "rnId"'),
         (f"{RUNS}/Get", [1], 400, "invalid_argument", "the body is not a valid GetRequest"),
-        (f"{RUNS}/Nothing", {}, 404, "not_found", "/openapi.json lists them"),
+        (f"{RUNS}/Nothing", {}, 404, "not_found", "/openapi.json lists all calls"),
         ("grpc.health.v1.Health/Check", {}, 404, "not_found", "no call"),
         (f"{RECORDS}/GetMetrics", {"runId": "x", "maxPoints": -1}, 400, "invalid_argument", "maxPoints"),
         (

@@ -27,5 +27,5 @@ def test_without_a_token_there_are_no_links(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
     said = CliRunner().invoke(main, ["127.0.0.1:7081"])
     assert said.exit_code == 1
-    assert "give --token-file" in said.output
+    assert "with --token-file" in said.output
     assert "#key=" not in said.output

@@ -180,7 +180,7 @@ async def test_by_url_the_same_is_scored_or_refused() -> None:
     asked = UrlModel(cast(Any, spec), cast(Any, Echoing(tokenizer("Ġ"))), "m", 1)
     (score,) = await asked.score("un", ["happy"])
     assert score.logprob == pytest.approx(math.log(2 / 3))
-    with pytest.raises(InvalidInput, match="spans the end of the prompt and the continuation 'doing'"):
+    with pytest.raises(InvalidInput, match="spans the border between the prompt and the continuation 'doing'"):
         await asked.score("un", ["doing"])
     with pytest.raises(InvalidInput, match="puts no token before the text"):
         await asked.score("", ["undoing"])

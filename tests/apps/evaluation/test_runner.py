@@ -171,7 +171,7 @@ rewards: [{function: "rewards.py:size"}]
     result, samples, _ = await evaluated(tmp_path, rows, text)
     assert [sample["reward"] for sample in samples] == [1.0, 0.0]
     assert result["failed"] == 1
-    assert "column 'better' is 0, so neither completion is better" in result["failures"][0]
+    assert "column 'better' is 0 (no completion is better), so the row cannot be evaluated" in result["failures"][0]
 
 
 async def test_choose_needs_the_columns_with_the_answers(tmp_path: Path) -> None:

@@ -46,4 +46,4 @@ def test_a_setting_in_our_units(settings: dict[str, Any], path: tuple[str, str],
 
 def test_settings_of_another_algorithm_are_left_out() -> None:
     done = convert({"sft.seed": 1, "loss_fn.ratio_clip_min": 0.2})
-    assert done.left_out == ["loss_fn.ratio_clip_min (0.2): algorithm sft does not read it"]
+    assert done.left_out == ["loss_fn.ratio_clip_min (0.2): algorithm sft does not read this key"]

@@ -142,7 +142,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
             "trl",
             "a.yaml",
             "learning_rate: 1e-6\n",
-            "does not say policy.model_name and data.train; add policy.model_name=…",
+            "gives no value for policy.model_name and data.train; add policy.model_name=…",
         ),
         ("trl", "a.yaml", "- 1\n", "a spec is a mapping of sections"),
         ("trl", "a.py", "print(1)\n", "has none of GRPOConfig"),
@@ -156,7 +156,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
             "trl",
             "a.yaml",
             "model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\ntop_p: 0.9\n",
-            "repeat with overrides, such as section.key=value, for",
+            "correct it with overrides, such as section.key=value:",
         ),
     ],
 )

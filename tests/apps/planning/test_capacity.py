@@ -70,11 +70,11 @@ def test_on_policy_training_takes_turns(shape: ModelShape) -> None:
     made = plan_capacity(make_spec(max_age=0), shape, H100, 16)
     assert made.step_s == pytest.approx(made.generation_s + made.training_s)
     assert made.age == 0.0
-    assert "the two take turns" in made.limit
+    assert "generation and training take turns" in made.limit
 
 
 def test_what_fits_nowhere_is_refused_with_the_reason(shape: ModelShape) -> None:
-    with pytest.raises(SpecError, match=r"no way to divide 2 h100 between learner and engines fits: .*"):
+    with pytest.raises(SpecError, match=r"no division of 2 h100 between learner and engines fits: .*"):
         plan_capacity(make_spec(), shape, H100, 2)
 
 

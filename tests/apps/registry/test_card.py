@@ -24,7 +24,7 @@ def test_the_hub_reads_the_evaluations() -> None:
     (result,) = card.data.eval_results or []
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("gsm8k", "reward", 0.5)
     assert "in the run `run-1`, session 1, 7 steps" in card.text
-    assert "- named at registration; the files name no run\n" in card.text
+    assert "- the run was named at registration, because the files name none\n" in card.text
     assert "| reward | 0.5000 | 0.4000 to 0.6000 |" in card.text
     assert "Gate: failed.\n- reward differs by -0.5" in card.text
     assert card.text.endswith("## Card of the exported folder\n\n# Before\n\ntext\n")

@@ -109,7 +109,7 @@ def state_other_weights(folder: Path) -> str:
 def state_another_step(folder: Path) -> str:
     path = folder / "paceline.json"
     path.write_text(path.read_text().replace('"step": 1', '"step": 9', 1))
-    return "paceline.json is not as it was signed"
+    return "changed since signing: paceline.json"
 
 
 @pytest.mark.parametrize(

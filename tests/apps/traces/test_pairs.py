@@ -42,7 +42,7 @@ def test_every_good_completion_with_every_bad_one(tmp_path: Path) -> None:
     ]
     assert report.left_out == {
         "reward from 0.5 to below 0.7": 1,
-        "prompt with one class only": 2,
+        "prompt with only chosen or only rejected completions": 2,
         "no reward": 1,
     }
     assert (report.traces, report.traces_used, report.prompts, report.prompts_used) == (8, 4, 3, 1)

@@ -149,7 +149,7 @@ def garble_manifest(path: Path) -> None:
         (flip, "file '__0_0.distcp' has SHA-256"),
         (remove, "file '__0_0.distcp' is missing"),
         (add, "file '__1_0.distcp' is not in its manifest"),
-        (edit_manifest, "its manifest has SHA-256 .* expected was"),
+        (edit_manifest, "its manifest has SHA-256 .* not the expected"),
         (garble_manifest, "its manifest cannot be read"),
     ],
 )
@@ -189,7 +189,7 @@ def test_foreign_metadata_is_refused_before_it_can_run(copied: Checkpoint, polic
     with pytest.raises(Conflict, match=r"file '\.metadata' has"):
         load(copied, Trainer(make_spec(policy), CPU))
     believed = copied._replace(manifest_sha256=vouched_for(copied.path))
-    with pytest.raises(Conflict, match=r"file '\.metadata': it names builtins\.exec"):
+    with pytest.raises(Conflict, match=r"file '\.metadata': the pickle names builtins\.exec"):
         load(believed, Trainer(make_spec(policy), CPU))
     assert not mark.exists()
 
@@ -197,11 +197,11 @@ def test_foreign_metadata_is_refused_before_it_can_run(copied: Checkpoint, polic
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it cannot be decoded: EOFError"),
-        (b"N.", "it cannot be decoded: AttributeError"),
-        (b"cos\nsystem\n(Vtrue\ntR.", r"it names os\.system"),
-        (b"ctorch\nload\n(V/etc/passwd\ntR.", r"it names torch\.load"),
-        (b"ctorch\nserialization.load\n(V/etc/passwd\ntR.", r"it names torch\.serialization\.load"),
+        (b"", "the pickle cannot be decoded: EOFError"),
+        (b"N.", "the pickle cannot be decoded: AttributeError"),
+        (b"cos\nsystem\n(Vtrue\ntR.", r"the pickle names os\.system"),
+        (b"ctorch\nload\n(V/etc/passwd\ntR.", r"the pickle names torch\.load"),
+        (b"ctorch\nserialization.load\n(V/etc/passwd\ntR.", r"the pickle names torch\.serialization\.load"),
     ],
 )
 def test_what_is_no_metadata_is_refused(copied: Checkpoint, policy: Path, data: bytes, reason: str) -> None:
@@ -215,7 +215,7 @@ def test_metadata_cannot_lead_out_of_the_checkpoint(copied: Checkpoint, policy: 
     data = (copied.path / ".metadata").read_bytes()
     (copied.path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../passwd"))
     believed = copied._replace(manifest_sha256=vouched_for(copied.path))
-    with pytest.raises(Conflict, match=r"it refers to '\.\./\.\./passwd', which is no file of this"):
+    with pytest.raises(Conflict, match=r"the pickle refers to '\.\./\.\./passwd', which is no file of this"):
         load(believed, Trainer(make_spec(policy), CPU))
 
 

@@ -45,7 +45,7 @@ def exchanged(thing: Any) -> Any:
 
 
 def test_nothing_runs_that_another_rank_names(tmp_path: Path) -> None:
-    with pytest.raises(Conflict, match=r"it names posix\.mkdir"):
+    with pytest.raises(Conflict, match=r"the pickle names posix\.mkdir"):
         exchanged([Command(tmp_path / "made")])
     assert not (tmp_path / "made").exists()
     with pytest.raises(Conflict, match=r"builtins\.eval"):
@@ -65,5 +65,5 @@ def test_plans_and_errors_pass() -> None:
 def test_a_listed_enum_may_be_named_by_its_attribute_and_nothing_else() -> None:
     assert exchanged(Attribute(LoadItemType, "TENSOR")) is LoadItemType.TENSOR
     for thing, name in ((LoadItemType, "__class__"), (LoadPlan, "__init__"), ("text", "format")):
-        with pytest.raises(Conflict, match="attribute of something that is no enum"):
+        with pytest.raises(Conflict, match="attribute of an object that is no enum"):
             exchanged(Attribute(thing, name))

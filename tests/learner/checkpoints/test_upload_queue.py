@@ -103,7 +103,7 @@ def test_checkpoints_that_waited_are_uploaded_in_order_each_with_its_manifest_la
     store.queue.close()
     away, back = store.warnings
     assert "cannot be written now (RuntimeError: nobody listens): training goes on" in away
-    assert "is back after" in back
+    assert "answers again after" in back
     assert not list(tmp_path.rglob("*.distcp"))
 
 

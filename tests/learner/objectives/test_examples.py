@@ -54,7 +54,7 @@ def make_source(spec: RunSpec) -> ExampleSource:
 def test_a_row_that_is_too_long_is_named_before_the_first_step(algorithm: str, tmp_path: Path) -> None:
     check_rows(source_of(tmp_path, algorithm, 12), CPU, rank=0)
     with pytest.raises(
-        InvalidInput, match=r"row 3 of .*rows.jsonl: it has 1[12] tokens, .*max_total_sequence_length is 10"
+        InvalidInput, match=r"row 3 of .*rows.jsonl: the text has 1[12] tokens, .*max_total_sequence_length is 10"
     ):
         check_rows(source_of(tmp_path, algorithm, 10), CPU, rank=0)
 

@@ -91,5 +91,5 @@ def test_a_run_without_results_or_scores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="has written no results"):
         read(tmp_path)
     write(tmp_path, "empty", [])
-    with pytest.raises(InvalidInput, match="has scored no single sample"):
+    with pytest.raises(InvalidInput, match="has no scores of single samples"):
         result_of(read(tmp_path), "lm-eval", [], "model", 0)

@@ -117,7 +117,7 @@ def test_what_is_not_of_the_model_is_refused(model: Path, tmp_path: Path) -> Non
     with pytest.raises(InvalidInput, match=f"{dropped} is missing"):
         from_dcp(tmp_path / "short", tmp_path / "out", config=str(model))
     save({"state": {"weights": state}}, checkpoint_id=tmp_path / "deep", no_dist=True)
-    with pytest.raises(InvalidInput, match=r"no weights under 'model'.*It has state"):
+    with pytest.raises(InvalidInput, match=r"no weights under 'model'.*The state dict has state"):
         from_dcp(tmp_path / "deep", tmp_path / "out", config=str(model))
     (tmp_path / "short" / ".metadata").write_bytes(b"cbuiltins\nprint\n.")
     with pytest.raises(InvalidInput, match=r"builtins.print, which is no part of a checkpoint"):

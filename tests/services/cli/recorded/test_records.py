@@ -135,7 +135,7 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(exported.model.norm.weight, torch.full((8,), 2.0))
     result = paceline("export", RUN_ID, tmp_path / "out", "--directory", tmp_path / "runs")
-    assert result.stderr == f"Error: {tmp_path / 'out'} exists; an export never overwrites\n"
+    assert result.stderr == f"Error: {tmp_path / 'out'} exists, and an export never overwrites; name another folder\n"
 
 
 def test_reading_commands_never_write(writer: Writer, tmp_path: Path) -> None:
