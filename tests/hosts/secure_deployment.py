@@ -45,7 +45,7 @@ class SecureDeployment:
         self.store = self.host("store")
         self.hosts: Mapping[str, Host] = {name: self.host(name) for name in ROLES}
         self.coordinator, self.client = self.hosts["coordinator"], self.host("client")
-        self.people_address = f"{self.coordinator.address}:7072"
+        self.people_address = f"{self.coordinator.address}:7073"
         self.address = f"{self.coordinator.address}:7070"
 
     def host(self, name: str) -> Host:
