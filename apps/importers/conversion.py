@@ -56,15 +56,25 @@ class Conversion:
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a setting was left out, if it is set."""
-        if self.settings.get(name) is not None:
+        value = self.settings.get(name)
+        if value is not None:
             self.used.add(name)
-            self.left_out.append(f"{name} ({reprlib.repr(self.settings[name])}): {reason}")
+            if value not in (False, [], {}):  # what is switched off has no effect there either
+                self.left_out.append(f"{name} ({reprlib.repr(value)}): {reason}")
 
     def carry(self) -> None:
         """Carry over every unused setting by the table of names."""
         for name, value in self.settings.items():
             if name not in self.used and value is not None:
                 self._carry_one(name, plain(value))
+
+    def skip_disabled(self) -> None:
+        """Use up every setting below a section with `enabled: false`, because it has no effect there. A list of GPUs
+        (`colocated`) and settings that both states read (`async_grpo`) stay."""
+        for name, value in self.settings.items():
+            section, _, last = name.rpartition(".")
+            if last == "enabled" and value is False and not section.endswith(("colocated", "async_grpo")):
+                self.used.update(each for each in self.settings if each.startswith(f"{section}."))
 
     def close(self) -> None:
         """Leave out what a spec would refuse: evaluations without data, and letters that a name may not have."""
@@ -86,7 +96,7 @@ class Conversion:
             return self.leave_out(name, "the name is unknown")
         if not entry.key:
             return self.leave_out(name, entry.none)
-        if entry.rule or entry.place:
+        if entry.rule or entry.place or entry.name.endswith(".*"):
             return self.leave_out(name, f"set {entry.key} by hand{'; ' if entry.note else ''}{entry.note}")
         if not self.place(entry.key):
             return self.leave_out(name, f"algorithm {self.algorithm} does not read {entry.key}")
@@ -105,6 +115,28 @@ class Conversion:
         return next((names[each] for each in (name, *sections) if each in names), None) or look_up(name)
 
 
+MACHINERY = (
+    "logger", "cluster", "checkpointing", "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg",
+    "policy.sequence_packing", "policy.dynamic_batching", "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.ref",
+    "actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.fsdp_config", "critic",
+    "inference", "wandb", "ckpt", "deployment", "slurm", "log", "monitors", "ray_kwargs", "trainer.model", "report_to",
+)  # fmt: skip
+"""Sections that decide how a run is executed and recorded, not what it trains: a line each is enough."""
+
+
+def one_line_a_section(left_out: list[str]) -> list[str]:
+    """Return the lines of `Conversion.left_out`, those of MACHINERY without reasons in one line for each section, last."""
+    lines, sections = [], dict[str, list[str]]()
+    for line in left_out:
+        name = line.partition(": ")[0].partition(" ")[0]
+        section = max((each for each in MACHINERY if name.startswith(f"{each}.")), key=len, default="")
+        if section:
+            sections.setdefault(section, []).append(name.removeprefix(f"{section}."))
+        else:
+            lines.append(line)
+    return lines + [f"{section}: {', '.join(names)}" for section, names in sections.items()]
+
+
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
     """Return the values of nested sections by dotted name. A list, an empty section, and a mapping whose name is in the
     table or in the spec count as values."""
@@ -112,7 +144,7 @@ def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[st
     for key, value in tree.items():
         name = f"{above}{key}"
         is_value = name in table(library) or (name in keys() and keys()[name].type_text.startswith("mapping"))
-        if isinstance(value, Mapping) and value and not is_value:
+        if isinstance(value, Mapping) and not is_value:
             found |= flattened(value, library, f"{name}.")
         else:
             found[name] = value
@@ -127,12 +159,21 @@ def plain(value: Any) -> Any:
 
 
 def _home(value: Any) -> Any:
-    return re.sub(r"^\$\{?HOME\}?(?=/|$)", "~", value) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [_home(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"^(\$\{?PWD\}?|\$\(pwd\))(?=/|$)", ".", re.sub(r"^\$\{?HOME\}?(?=/|$)", "~", value))
 
 
 def whole(total: float, parts: float) -> int:
     """Return total / parts as a count: rounded up, at least 1."""
     return max(1, -(-int(total) // max(1, int(parts))))
+
+
+def rest_or(new: int, total: Any) -> int | str:
+    """Return the limit of a completion: `rest` where it would fill the whole sequence."""
+    return "rest" if isinstance(total, int) and new >= total else new
 
 
 def listed(value: Any) -> list[Any]:

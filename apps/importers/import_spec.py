@@ -8,7 +8,6 @@ YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a sh
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 import click
 import yaml
 
-from paceline.apps.importers import nemo_rl, prime_rl, python_script, trl, verl
-from paceline.apps.importers.conversion import Conversion, flattened, listed
+from paceline.apps.importers import nemo_rl, prime_rl, python_script, shell, trl, verl
+from paceline.apps.importers.conversion import Conversion, flattened, listed, one_line_a_section
 from paceline.errors import SpecError
 from paceline.services.cli.render import FILE, PATH
 from paceline.services.common.options import json_option, print_json
@@ -32,6 +31,12 @@ from paceline.spec.reading import apply_override, parse_spec, read_tree
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("-o", "--output", type=FILE, help="Spec to write; default NAME.paceline.yaml beside FILE.")
 @click.option("--processes", default=1, type=click.IntRange(min=1), help="Number of GPUs of the TRL training.")
+@click.option(
+    "--command",
+    default="",
+    metavar="TEXT",
+    help="Options of a TRL script that reads its settings from its command line.",
+)
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 @json_option
 def import_spec(
@@ -40,6 +45,7 @@ def import_spec(
     overrides: tuple[str, ...],
     output: Path | None,
     processes: int,
+    command: str,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -48,7 +54,7 @@ def import_spec(
 
     A Python script is parsed, never run. Overrides are Paceline's keys; they complete or change the spec.
     """
-    done = import_config(library, file, overrides, processes=processes)
+    done = import_config(library, file, overrides, processes=processes, command=command)
     destination = output or file.with_name(f"{file.stem}.paceline.yaml")
     texts = {destination: spec_text(done, file)} | {
         destination.with_name(name): text for name, text in done.files.items()
@@ -64,7 +70,7 @@ def import_spec(
         written = [str(path) for path in texts]
         print_json({"written": written, "notes": done.notes, "left_out": done.left_out})
         return
-    for title, lines in (("note", done.notes), ("left out", done.left_out)):
+    for title, lines in (("note", done.notes), ("left out", one_line_a_section(done.left_out))):
         for line in lines:
             click.echo(f"{title}: {line}", err=True)
     click.echo(f"{destination}: a spec for `paceline up`; {len(done.left_out)} settings were left out")
@@ -81,15 +87,17 @@ REQUIRED = {
 """Keys that a configuration may lack, and the overrides that set them."""
 
 
-def import_config(library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1) -> Conversion:
+def import_config(
+    library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1, command: str = ""
+) -> Conversion:
     """Return the conversion of the file at `path` from `library`, one of LIBRARIES, with Paceline's overrides applied.
-    The resulting spec loads.
+    The resulting spec loads. `command` has the options of a TRL script that parses its command line.
 
     Raises SpecError if the file cannot be read, lacks a key that every spec needs, or has contradictory values.
     """
     if not path.is_file():
         raise SpecError(f"no file {str(path)!r}; name a configuration of {library}")
-    done = _converted(library, path, processes)
+    done = _converted(library, path, processes, command)
     done.close()
     for override in overrides:
         apply_override(done.tree, override)
@@ -107,17 +115,23 @@ def spec_text(done: Conversion, source: Path) -> str:
     """Return the spec as YAML below comments: its source, notes, and the settings left out."""
     lines = [f"# From {source.name}, by `paceline import`."]
     lines += [f"# Note: {note}" for note in done.notes]
-    lines += [f"# Left out: {line}" for line in done.left_out]
+    lines += [f"# Left out: {line}" for line in one_line_a_section(done.left_out)]
+    if done.left_out:
+        lines.append("# `paceline spec --explain NAME` says why a name has no counterpart.")
     comments = "\n".join(_one_line(line) for line in lines)
     ordered = {name: done.tree[name] for name in keys_of("") if name in done.tree}
     body = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     return f"{comments}\n{body}"
 
 
-def _converted(library: str, path: Path, processes: int) -> Conversion:
+def _converted(library: str, path: Path, processes: int, command: str = "") -> Conversion:
     try:
-        if library == "trl" and path.suffix == ".py":
-            script = python_script.read_script(path)
+        if library == "trl" and path.suffix in (".py", ".sh"):
+            script = (
+                python_script.read_script(path, command)
+                if path.suffix == ".py"
+                else python_script.read_command(path.read_text(encoding="utf-8")[:MAX_BYTES], str(path))
+            )
             done = trl.convert(script.settings, processes=processes, algorithm=script.algorithm)
             done.notes = [*script.notes, *done.notes]
             done.files |= script.files
@@ -125,11 +139,15 @@ def _converted(library: str, path: Path, processes: int) -> Conversion:
         if library == "trl":
             return trl.convert(read_yaml(path, "trl"), processes=processes)
         if library == "nemo":
-            return nemo_rl.convert(read_yaml(path, "nemo_rl"))
+            return nemo_rl.convert(read_yaml(path, "nemo_rl"), folder=path.resolve().parent)
         if library == "prime-rl":
             return prime_rl.convert(read_toml(path, "prime_rl"))
-        is_yaml = path.suffix in (".yaml", ".yml")
-        return verl.convert(read_yaml(path, "verl") if is_yaml else read_overrides(path))
+        if path.suffix in (".yaml", ".yml"):
+            return verl.convert(read_yaml(path, "verl"))
+        settings, notes = read_overrides(path)
+        done = verl.convert(settings)
+        done.notes = [*notes, *done.notes]
+        return done
     except UnicodeError:
         raise SpecError(f"{path} is not text in UTF-8; name a configuration of {library}") from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
@@ -137,7 +155,7 @@ def _converted(library: str, path: Path, processes: int) -> Conversion:
 
 
 def _check_complete(done: Conversion, path: Path) -> None:
-    needs = [key for key in REQUIRED if key != "rewards" or done.algorithm == "grpo"]
+    needs = [key for key in REQUIRED if key != "rewards" or done.algorithm in ("grpo", "distillation")]
     lacking = [key for key in needs if not _value(done.tree, key)]
     if lacking:
         raise SpecError(
@@ -161,7 +179,7 @@ def _one_line(text: str) -> str:
 MAX_DEFAULTS = 8
 """Most files in a chain of `defaults` or `toml_files`."""
 MAX_BYTES = 1 << 20
-_REFERENCE = re.compile(r"\$\{([A-Za-z_.][\w.]*)\}")
+_REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
 _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
@@ -172,23 +190,23 @@ def read_yaml(path: Path, library: str) -> dict[str, Any]:
     return {name: _resolved(value, name, settings) for name, value in settings.items()}
 
 
-def read_overrides(path: Path) -> dict[str, Any]:
-    """Return the `section.key=value` words of a shell script, with its variables substituted. Raises SpecError."""
-    text = path.read_text(encoding="utf-8")[:MAX_BYTES].replace("\\\n", " ")
-    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M))
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError as error:
-        raise SpecError(f"{path} cannot be read as a shell script: {error}") from None
+def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the `section.key=value` words of a shell script by name, and a note for each value that only a run of the
+    script would know. Raises SpecError."""
     found: dict[str, Any] = {}
-    for word in words:
-        match = _OVERRIDE.match(word)
-        if match and "." in match[1]:
-            filled = re.sub(r"\$\{?(\w+)\}?", lambda each: variables.get(each[1], each[0]), match[2])
-            found[match[1]] = _scalar(filled)
+    notes = []
+    for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):
+        for word in command:
+            match = _OVERRIDE.match(word)
+            if not match or "." not in match[1]:
+                continue
+            if unknown := shell.unresolved(match[2]):
+                notes.append(f"{match[1]} is {match[2]}, and the script does not set {unknown}; set it by hand")
+            else:
+                found[match[1]] = _scalar(match[2])
     if not found:
         raise SpecError(f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script")
-    return found
+    return found, notes
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
@@ -216,21 +234,25 @@ def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
 
 def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:
     tree = read_tree(path)
-    above = tree.pop("defaults", None)
-    if isinstance(above, str):
+    below: dict[str, Any] = {}
+    for above in listed(tree.pop("defaults", None)):
+        if not isinstance(above, str) or above == "_self_":
+            continue
         if files_left == 0:
             raise SpecError(
                 f"{path}: the chain of defaults has more than {MAX_DEFAULTS} files; write the settings into one"
             )
-        return _merged(_with_defaults(path.parent / above, files_left - 1), tree)
-    return tree
+        below = _merged(below, _with_defaults(path.parent / above, files_left - 1))
+    return _merged(below, tree)
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict) and not value.get("_override_"):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = {k: v for k, v in value.items() if k != "_override_"} if isinstance(value, Mapping) else value
     return merged
 
 
@@ -242,12 +264,19 @@ def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 
         return value
 
     def fill(match: re.Match[str]) -> str:
-        target = match[1] if not match[1].startswith(".") else f"{name.rpartition('.')[0]}{match[1]}"
+        target = _absolute(match[1], name)
         found = _resolved(settings.get(target), target, settings, levels - 1)
         return "null" if found is None else str(found)
 
     filled = _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), _REFERENCE.sub(fill, value))
     return None if "${" in filled else _scalar(filled)
+
+
+def _absolute(reference: str, name: str) -> str:
+    """Return the dotted name of OmegaConf's reference in setting `name`: one dot is its section, each more one above."""
+    rest = reference.lstrip(".")
+    dots = len(reference) - len(rest)
+    return ".".join([*name.split(".")[:-dots], rest]) if dots else rest
 
 
 def _scalar(text: str) -> Any:

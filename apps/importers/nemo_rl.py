@@ -1,43 +1,83 @@
-"""Converts NeMo RL: a YAML configuration, with `defaults` (another file) and `${…}` references resolved.
+"""Converts NeMo RL: a YAML configuration, with `defaults` (other files) and `${…}` references resolved.
 
-NeMo RL's train_global_batch_size counts completions of one optimizer update; ours counts prompts of a step.
+NeMo RL's train_global_batch_size counts completions of one optimizer update; ours counts prompts of a step. Sections
+with `enabled: false` set nothing. The optimizer and its schedule come from policy.megatron_cfg if that is enabled, else
+from policy.optimizer and policy.scheduler.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from paceline.apps.importers.conversion import Conversion, plain, whole
+from paceline.apps.importers.conversion import Conversion, plain, rest_or, whole
+from paceline.errors import SpecError
 from paceline.spec.foreign import EXAMPLES
 
+
+class DataSet(NamedTuple):
+    """A data set that NeMo RL has a short name for."""
+
+    hub: str
+    prompt: str
+    """Column of the prompt."""
+    answer: str
+    """Column of the answer."""
+    config: str = ""
+    split: str = ""
+
+
 DATA = {
-    "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer"),
-    "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
-    "gsm8k": ("openai/gsm8k", "question", "answer"),
+    "openmathinstruct-2": DataSet("nvidia/OpenMathInstruct-2", "problem", "expected_answer", split="train_1M"),
+    "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
+    "aime2024": DataSet("HuggingFaceH4/aime_2024", "problem", "answer", split="train"),
+    "gsm8k": DataSet("openai/gsm8k", "question", "answer", "main"),
 }
-"""Data sets by NeMo RL's names: the name on the hub, the columns of the prompt and of the answer."""
-CONFIGS = {"openai/gsm8k": "main"}
-"""Configuration to use, by data set, for data sets that have several."""
+"""By lower-case name. Source: nemo_rl/data/datasets/response_datasets of NeMo RL."""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
 """`grpo.advantage` by NeMo RL's (normalize_rewards, use_leave_one_out_baseline)."""
+ESTIMATORS = {"gdpo": "gdpo", "gae": "gae"}
+IMAGES = ("vlm", "image", "audio", "video", "clevr", "geometry3k", "refcoco", "avqa", "daily-omni", "mmpr")
+"""Parts of the names of processors and data sets whose samples have images, audio or video."""
+ENGINES = ("vllm", "native")
+MEGATRON = "policy.megatron_cfg."
 
 
-def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
-    settings = {name: plain(value) for name, value in settings.items()}
+def convert(settings: dict[str, Any], *, algorithm: str = "", folder: Path = Path()) -> Conversion:
+    """Return the conversion of NeMo RL's settings by dotted name; paths of prompt files are below `folder` or a folder
+    above it. Raises SpecError for a training that Paceline does not have."""
+    settings = {name: plain(value) for name, value in _as_grpo(settings).items()}
     done = Conversion("nemo_rl", settings, algorithm or _algorithm(settings))
+    _refuse(settings)
     if done.algorithm != "grpo":
         done.put("algorithm", done.algorithm)
+    done.skip_disabled()
+    _optimizer(done)
     _batch(done)
     _lengths(done)
-    _data(done)
-    _schedule(done)
+    _data(done, folder)
     if done.algorithm in EXAMPLES:
         _evaluation(done)
     else:
         _objective(done)
+        _rewards(done)
+        _engine(done)
+    _distillation(done)
     _best(done)
     done.carry()
     return done
+
+
+def _as_grpo(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the sections of PPO under the names of GRPO's."""
+    if not any(name.startswith("ppo.") for name in settings):
+        return settings
+    places = {"ppo.async_ppo.": "grpo.async_grpo.", "ppo.": "grpo.", "value_loss_fn.": "value."}
+    renamed = {}
+    for name, value in settings.items():
+        prefix = next((each for each in places if name.startswith(each)), "")
+        renamed[places.get(prefix, "") + name.removeprefix(prefix)] = value
+    return {"grpo.adv_estimator.name": "gae", **renamed}
 
 
 def _algorithm(settings: dict[str, Any]) -> str:
@@ -45,11 +85,82 @@ def _algorithm(settings: dict[str, Any]) -> str:
     return next((name for name in ("grpo", "distillation", "dpo", "rm", "sft") if name in sections), "grpo")
 
 
+def _refuse(settings: dict[str, Any]) -> None:
+    places = [name for name in settings if name.startswith("data.") and name.endswith((".processor", ".dataset_name"))]
+    for name in places:
+        value = str(settings[name]).lower()
+        if any(part in value for part in IMAGES):
+            raise SpecError(f"{name} {settings[name]!r}: samples with images, audio or video cannot be trained")
+    if settings.get("teachers"):
+        raise SpecError(
+            "teachers: distillation here has one teacher with the student's tokenizer (distillation.teacher_model_name), "
+            "not several or with other tokenizers"
+        )
+
+
+def _optimizer(done: Conversion) -> None:
+    """Take optimizer and schedule from the section that is switched on."""
+    if not done.settings.get(f"{MEGATRON}enabled"):
+        _schedule(done)
+        return
+    for name in [each for each in done.settings if each.startswith(("policy.optimizer", "policy.scheduler"))]:
+        done.leave_out(name, "policy.megatron_cfg is enabled, and its optimizer is used")
+    section, schedule = f"{MEGATRON}optimizer.", f"{MEGATRON}scheduler."
+    betas = done.take(f"{section}adam_beta1"), done.take(f"{section}adam_beta2")
+    if None not in betas:
+        done.put("policy.optimizer.betas", list(betas))
+    for theirs, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps")):
+        if (value := done.take(section + theirs)) is not None:
+            done.put(f"policy.optimizer.{ours}", value)
+    rate, lowest = done.settings.get(f"{section}lr"), done.take(f"{section}min_lr")
+    shape = str(done.take(f"{schedule}lr_decay_style", "constant")).lower()
+    if shape in ("constant", "linear", "cosine"):
+        done.put("policy.scheduler.name", shape)
+        if shape != "constant" and rate and lowest:
+            done.put("policy.scheduler.min_lr_ratio", round(float(lowest) / float(rate), 6))
+    else:
+        done.settings[f"{schedule}lr_decay_style"] = shape
+        done.leave_out(f"{schedule}lr_decay_style", "see policy.scheduler.name for the shapes")
+    if warmup := done.take(f"{schedule}lr_warmup_iters"):
+        done.put("policy.scheduler.warmup_steps", warmup)
+    done.leave_out(f"{schedule}lr_decay_iters", "a schedule ends with the run")
+
+
+def _schedule(done: Conversion) -> None:
+    """Carry over torch's schedulers: one, or a list of a linear warm-up and a constant, linear or cosine shape."""
+    parts = done.settings.get("policy.scheduler")
+    if isinstance(name := done.settings.get("policy.scheduler.name"), str):
+        prefix = "policy.scheduler.kwargs."
+        given = {each.removeprefix(prefix): done.take(each) for each in list(done.settings) if each.startswith(prefix)}
+        done.take("policy.scheduler.name")
+        parts = [{"name": name, "kwargs": given}]
+    if not isinstance(parts, list):
+        return
+    done.take("policy.scheduler")
+    shapes = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR": "linear"}
+    for part in parts:
+        name = str(part.get("name", "")).rpartition(".")[2] if isinstance(part, dict) else ""
+        given = part.get("kwargs") or {} if name else {}
+        if name == "LinearLR" and float(given.get("end_factor", 1.0)) == 1.0:
+            done.put("policy.scheduler.warmup_steps", int(given.get("total_iters", 0)))
+        elif name in shapes:
+            done.put("policy.scheduler.name", shapes[name])
+            rate = plain(done.settings.get("policy.optimizer.kwargs.lr"))
+            if name == "CosineAnnealingLR" and isinstance(rate, float) and given.get("eta_min"):
+                done.put("policy.scheduler.min_lr_ratio", round(float(given["eta_min"]) / rate, 6))
+            elif name == "LinearLR":
+                done.put("policy.scheduler.min_lr_ratio", float(given["end_factor"]))
+        elif name:
+            done.left_out.append(f"policy.scheduler {name}: see policy.scheduler.name for the shapes")
+
+
 def _batch(done: Conversion) -> None:
     update = done.take("policy.train_global_batch_size")
     micro = done.take("policy.train_micro_batch_size")
     length = done.settings.get("policy.max_total_sequence_length")
-    packed = done.take("policy.sequence_packing.train_mb_tokens")
+    packed = done.take("policy.sequence_packing.train_mb_tokens") or done.take(
+        "policy.dynamic_batching.train_mb_tokens"
+    )
     if isinstance(packed, int):
         done.put("policy.train_mb_tokens", packed)
     elif isinstance(micro, int) and isinstance(length, int):
@@ -62,67 +173,174 @@ def _batch(done: Conversion) -> None:
     prompts = done.settings.get(f"{done.algorithm}.num_prompts_per_step") or 32
     group = done.settings.get(f"{done.algorithm}.num_generations_per_prompt") or 8
     done.put("policy.num_updates_per_step", min(prompts, whole(prompts * group, update)))
+    if int(done.take("grpo.ppo_epochs", 1)) > 1:
+        done.leave_out("grpo.ppo_epochs", "every sample trains once; more updates are policy.num_updates_per_step")
 
 
 def _lengths(done: Conversion) -> None:
-    total = done.settings.get("policy.max_total_sequence_length")
+    for section in ("grpo", *EXAMPLES):
+        if done.settings.get(f"{section}.max_num_steps") == -1:
+            done.take(f"{section}.max_num_steps")
+        if done.settings.get(f"{section}.val_batches") == -1:
+            done.take(f"{section}.val_batches")
+            done.take(f"{section}.val_global_batch_size")
     new = done.take("policy.generation.max_new_tokens")
-    if not isinstance(new, int) or done.algorithm in EXAMPLES:
-        return
-    if isinstance(total, int) and new >= total:
-        done.notes.append(
-            f"policy.generation.max_new_tokens {new} would leave no room for a prompt in {total} tokens; it was set to half of them"
+    if isinstance(new, int) and done.algorithm not in EXAMPLES:
+        done.put(
+            "policy.generation.max_new_tokens", rest_or(new, done.settings.get("policy.max_total_sequence_length"))
         )
-        new = total // 2
-    done.put("policy.generation.max_new_tokens", new)
+    if done.settings.get("policy.generation.vllm_cfg.max_model_len") == done.settings.get(
+        "policy.max_total_sequence_length"
+    ):
+        done.take("policy.generation.vllm_cfg.max_model_len")
 
 
-def _data(done: Conversion) -> None:
-    name = done.take("data.train.dataset_name", done.take("data.dataset_name"))
-    path = done.take("data.train.data_path", done.take("data.train_data_path"))
-    found = next((DATA[each] for each in DATA if each.lower() == str(name).lower()), None)
-    if path is not None:
-        done.put("data.train", path)
-    elif found is not None:
-        done.put("data.train", found[0])
-        done.put("data.prompt_key", found[1])
-        if found[0] in CONFIGS:
-            done.put("data.train_config", CONFIGS[found[0]])
-    elif name is not None:
-        done.put("data.train", name)
+def _data(done: Conversion, folder: Path) -> None:
+    train, validation = _data_sets(done, "train"), _data_sets(done, "validation")
+    found = _put_data(done, "data.train", train)
+    if found is not None:
+        done.put("data.prompt_key", found.prompt)
+        if found.config:
+            done.put("data.train_config", found.config)
+        if found.split and "split" not in train[0]:
+            done.put("data.train_split", found.split)
+    held_out = _put_data(done, "data.validation", validation)
+    if held_out is not None and held_out.config:
+        done.put("data.validation_config", held_out.config)
+    for name, given in (("train", train), ("validation", validation)):
+        key = done.tree.get("data", {}).get(name) and len(given) == 1 and given[0].get("split")
+        if key:
+            done.put(f"data.{name}_split", key)
+    _prompts(done, folder, done.tree.get("data", {}).get("prompt_key") or "input")
+
+
+def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
+    """Return the settings of each data set for `train` or `validation`, with the section's defaults below them."""
+    older = {
+        "dataset_name": "data.dataset_name",
+        "data_path": f"data.{which[:5].removesuffix('i').removesuffix('l')}_data_path",
+    }
+    listed = done.settings.get(f"data.{which}")
+    prefix = f"data.{which}."
+    one = {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
+    if which == "train":
+        one |= {key: value for key, name in older.items() if key not in one and (value := done.take(name)) is not None}
+    elif (path := done.take("data.val_data_path")) is not None:
+        one.setdefault("data_path", path)
+    if isinstance(listed, list):
+        done.take(f"data.{which}")
+        return [each for each in listed if isinstance(each, dict)]
+    return [one] if one.get("dataset_name") or one.get("data_path") else []
+
+
+def _put_data(done: Conversion, key: str, sets: list[dict[str, Any]]) -> DataSet | None:
+    """Set `key` if the data sets can be read as one, else note why not. Return the known data set."""
+    known = [DATA.get(str(each.get("dataset_name")).lower()) for each in sets]
+    paths = [each.get("data_path") or (found.hub if found else None) for each, found in zip(sets, known, strict=True)]
+    columns = {
+        (found.prompt, found.answer) if found else (each.get("input_key"), each.get("output_key"))
+        for each, found in zip(sets, known, strict=True)
+    }
+    names = ", ".join(str(each.get("dataset_name") or each.get("data_path")) for each in sets)
+    if not sets:
+        return None
+    if None in paths:
         done.notes.append(
-            f"data.train {name!r} is a name that only NeMo RL knows; write the file, the folder or the name on the hub"
+            f"{key}: {names} is a name that only NeMo RL knows; name a file, a folder or the data set on the hub"
         )
-    validation = done.take("data.validation.data_path", done.take("data.val_data_path"))
-    if validation is not None:
-        done.put("data.validation", validation)
-    environment = [each for each in done.settings if each.startswith("env.math.")]
-    if environment and done.algorithm not in EXAMPLES:
-        done.used.update(environment)
-        answer = {"kwargs": {"answer_column": found[2]}} if found and found[2] != "answer" else {}
+        return None
+    if len(columns) > 1:
+        done.notes.append(f"{key}: {names} have different columns; write them into one file with the same columns")
+        return None
+    done.put(key, paths[0] if len(paths) == 1 else paths)
+    if (column := sets[0].get("input_key")) and key == "data.train":
+        done.put("data.prompt_key", column)
+    for each in sets:
+        for name in ("split_validation_size", "repeat", "subset"):
+            if each.get(name) not in (None, 0, 1):
+                done.left_out.append(f"{key}.{name} ({each[name]!r}): name held-out prompts as data.validation")
+    return known[0]
+
+
+def _prompts(done: Conversion, folder: Path, column: str) -> None:
+    """Carry over the files of the prompt and of the system message, with `{}` as the prompt's column."""
+    for name, key in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt")):
+        given = done.take(f"data.default.{name}", done.take(f"data.{name}"))
+        if given is None:
+            continue
+        path = next((each / str(given) for each in (folder, *folder.parents) if (each / str(given)).is_file()), None)
+        if path is None:
+            done.notes.append(f"{key}: the text of {given}, which is not beside this file or above it; add it by hand")
+            continue
+        text = path.read_text(encoding="utf-8")
+        done.put(key, text.replace("{}", f"{{{column}}}", 1) if name == "prompt_file" else text)
+
+
+def _rewards(done: Conversion) -> None:
+    """Carry over the environment that the data names."""
+    name = done.take("data.default.env_name")
+    places = {each.split(".")[1] for each in done.settings if each.startswith("env.")}
+    chosen = str(name) if name in places else next(iter(places), "") if len(places) == 1 else ""
+    answers = DATA.get(
+        str(done.settings.get("data.train.dataset_name", done.settings.get("data.dataset_name"))).lower()
+    )
+    used = [each for each in done.settings if each.startswith(f"env.{chosen}.")] if chosen else []
+    if chosen.startswith("math"):
+        answer = {"kwargs": {"answer_column": answers.answer}} if answers and answers.answer != "answer" else {}
         done.put("rewards", [{"function": "math_accuracy", **answer}])
-        done.notes.append("env.math became the built-in reward math_accuracy; check the column with the answer")
+        done.notes.append(f"env.{chosen} became the built-in reward math_accuracy; check the column with the answer")
+    elif chosen == "reward_model" and (path := done.settings.get("env.reward_model.model_name")):
+        done.put("rewards", [{"function": "reward_model", "kwargs": {"path": path}}])
+    else:
+        used = []
+    done.used.update(used)
+    _overlong(done)
+    for each in places - {chosen}:
+        done.used.update(other for other in done.settings if other.startswith(f"env.{each}."))
 
 
-def _schedule(done: Conversion) -> None:
-    """Carry over the list of torch's schedulers: a linear warm-up, then a constant or a cosine."""
-    parts = done.settings.get("policy.scheduler")
-    if not isinstance(parts, list):
+def _overlong(done: Conversion) -> None:
+    """Carry over the penalty of long completions as a function beside the others."""
+    section = "grpo.reward_shaping."
+    longest, soft = (
+        done.settings.get(f"{section}max_response_length"),
+        done.settings.get(f"{section}overlong_buffer_length"),
+    )
+    rewards = done.tree.get("rewards")
+    if (
+        not done.settings.get(f"{section}enabled")
+        or f"{section}enabled" in done.used
+        or not rewards
+        or not longest
+        or not soft
+    ):
         return
-    done.take("policy.scheduler")
-    shapes = {"LinearLR": "", "ConstantLR": "constant", "CosineAnnealingLR": "cosine"}
-    for part in parts:
-        name = str(part.get("name", "")).rpartition(".")[2] if isinstance(part, dict) else ""
-        given = part.get("kwargs", {}) if name else {}
-        if name == "LinearLR" and float(given.get("end_factor", 1.0)) == 1.0:
-            done.put("policy.scheduler.warmup_steps", int(given.get("total_iters", 0)))
-        elif shapes.get(name):
-            done.put("policy.scheduler.name", shapes[name])
-            rate = plain(done.settings.get("policy.optimizer.kwargs.lr"))
-            if name == "CosineAnnealingLR" and isinstance(rate, float) and given.get("eta_min"):
-                done.put("policy.scheduler.min_lr_ratio", round(float(given["eta_min"]) / rate, 6))
-        elif name:
-            done.left_out.append(f"policy.scheduler {name}: see policy.scheduler.name for the shapes")
+    limits = {"max_completion_tokens": longest, "soft_tokens": soft}
+    weight = done.take(f"{section}overlong_buffer_penalty", 1)
+    rewards.append({"function": "soft_overlong", "kwargs": limits, "weight": weight})
+    done.used.update(f"{section}{name}" for name in ("enabled", "max_response_length", "overlong_buffer_length"))
+
+
+def _engine(done: Conversion) -> None:
+    backend = done.take("policy.generation.backend")
+    if backend in ENGINES:
+        done.put("policy.generation.backend", backend)
+    elif backend is not None:
+        done.put("policy.generation.backend", "vllm")
+        done.notes.append(f"policy.generation.backend {backend!r} became vllm; the engines are native and vllm")
+        for name in [each for each in done.settings if each.startswith(f"policy.generation.{backend}")]:
+            done.leave_out(name, "the engine is vllm")
+    kwargs = done.settings.get("policy.generation.vllm_kwargs")
+    if isinstance(kwargs, dict) and "max_num_seqs" in kwargs:
+        done.settings["policy.generation.vllm_kwargs"] = {
+            k: v for k, v in kwargs.items() if k != "max_num_seqs"
+        } or None
+        done.put("policy.generation.max_batch_size", kwargs["max_num_seqs"])
+    if done.settings.get("policy.generation.vllm_cfg.precision") == "fp8":
+        done.leave_out("policy.generation.vllm_cfg.precision", "weights are served in bfloat16, float16 or float32")
+    for name in ("temperature", "top_p", "top_k"):
+        if done.settings.get(f"policy.generation.val_{name}") == done.settings.get(f"policy.generation.{name}"):
+            done.take(f"policy.generation.val_{name}")
 
 
 def _evaluation(done: Conversion) -> None:
@@ -135,12 +353,27 @@ def _evaluation(done: Conversion) -> None:
 
 
 def _objective(done: Conversion) -> None:
-    section = done.algorithm
     normal, one_out = done.take("grpo.normalize_rewards"), done.take("grpo.use_leave_one_out_baseline")
-    if section == "grpo" and normal is not None and one_out is not None:
-        done.put("grpo.advantage", ADVANTAGES[bool(normal), bool(one_out)])
-    if done.take("loss_fn.use_importance_sampling_correction") is False:
-        done.put("loss_fn.truncated_importance_sampling_ratio", None)
+    estimator = str(done.take("grpo.adv_estimator.name", "grpo"))
+    normal = done.take("grpo.adv_estimator.normalize_rewards", normal)
+    one_out = done.take("grpo.adv_estimator.use_leave_one_out_baseline", one_out)
+    minus_baseline = done.take("grpo.adv_estimator.minus_baseline")
+    if done.algorithm == "grpo":
+        if estimator == "reinforce_plus_plus":
+            done.put("grpo.advantage", "reinforce_pp_baseline" if minus_baseline else "reinforce_pp")
+        elif estimator in ESTIMATORS:
+            done.put("grpo.advantage", ESTIMATORS[estimator])
+        elif estimator != "grpo":
+            raise SpecError(f"grpo.adv_estimator.name {estimator!r}: grpo.advantage has no such estimator")
+        elif normal is not None and one_out is not None:
+            done.put("grpo.advantage", ADVANTAGES[bool(normal), bool(one_out)])
+    if estimator == "gae":
+        _value_model(done)
+    else:
+        done.used.update(name for name in done.settings if name.startswith("value."))
+    _importance(done)
+    if done.take("loss_fn.use_cispo"):
+        done.put("loss_fn.preset", "cispo")
     is_async = done.take("grpo.async_grpo.enabled")
     age = done.take("grpo.async_grpo.max_trajectory_age_steps", 1)
     if is_async is not None:
@@ -150,10 +383,49 @@ def _objective(done: Conversion) -> None:
             done.put(f"async_grpo.{name}", given)
 
 
+def _importance(done: Conversion) -> None:
+    """Carry over the importance weight; without the correction it and its bounds are off."""
+    names = [f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")]
+    if done.take("loss_fn.use_importance_sampling_correction") is False:
+        for name in names:
+            done.take(name)
+        done.put("loss_fn.truncated_importance_sampling_ratio", None)
+    elif done.settings.get(names[0]) == "seq-mask-tis":
+        done.take(names[0])
+        done.put(names[0], "sequence_mask")
+    if done.take("loss_fn.force_on_policy_ratio") and done.tree["policy"].get("num_updates_per_step", 1) > 1:
+        done.leave_out("loss_fn.force_on_policy_ratio", "with policy.num_updates_per_step 1 the ratio is 1")
+
+
+def _value_model(done: Conversion) -> None:
+    estimator = "grpo.adv_estimator."
+    for theirs, ours in (("gae_lambda", "value.gae_lambda"), ("gae_gamma", "value.gae_gamma")):
+        if (value := done.take(estimator + theirs)) is not None:
+            done.put(ours, value)
+    if (start := done.take("grpo.policy_training_start_step")) is not None:
+        done.put("value.policy_training_start_step", start)
+    for name in ("model_name", "cliprange", "max_grad_norm"):
+        if (value := done.take(f"value.{name}")) is not None:
+            done.put(f"value.{name}", value)
+    for name in ("lr", "weight_decay", "betas", "eps"):
+        if (value := done.take(f"value.optimizer.kwargs.{name}")) is not None:
+            done.put(f"value.optimizer.{name}", value)
+    for name in [each for each in done.settings if each.startswith("value.") and each not in done.used]:
+        done.leave_out(name, "the value model has model_name, optimizer, max_grad_norm, cliprange and gae_* (value)")
+
+
+def _distillation(done: Conversion) -> None:
+    if done.algorithm != "distillation":
+        return
+    for theirs, ours in (("kl_type", "kl_type"), ("mixed_kl_weight", "mixed_kl_weight")):
+        if (value := done.take(f"loss_fn.{theirs}")) is not None:
+            done.put(f"distillation.{ours}", value)
+
+
 def _best(done: Conversion) -> None:
     """Carry over the metric of the best checkpoint if an evaluation measures it at every checkpoint."""
     metric = done.take("checkpointing.metric_name")
-    if metric == "val_reward" or metric == "val:reward":
+    if metric in ("val_reward", "val:reward", "val:accuracy"):
         save = done.settings.get("checkpointing.save_period")
         every = done.settings.get(f"{done.algorithm}.val_period")
         if done.tree.get("data", {}).get("validation") and save and every and save % every == 0:

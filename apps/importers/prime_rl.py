@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.apps.importers.conversion import Conversion, listed, plain, whole
+from paceline.apps.importers.conversion import Conversion, listed, plain, rest_or, whole
+from paceline.errors import SpecError
 
 ORCHESTRATOR = (
     "batch_size",
@@ -24,10 +25,22 @@ ORCHESTRATOR = (
 TRAINER = ("optim", "scheduler", "loss")
 """Top-level names of a trainer's separate file."""
 GROUP = ("orchestrator.rollouts_per_example", "orchestrator.group_size", "orchestrator.train.group_size")
+GROUP_SIZE = 8
+"""Completions of a prompt where the file has one."""
 SAMPLING = ("orchestrator.sampling", "orchestrator.train.sampling")
-ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.environment")
+SOURCES = "orchestrator.train.source"
+ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.environment", SOURCES)
 MATHEMATICS = ("math", "gsm8k", "aime", "deepscaler")
 """Parts of the names of environments that compare the final answer with a column."""
+OBJECTIVES = {
+    "max_rl": "divides the advantage by the group's mean",
+    "echo": "also trains the environment's tokens",
+    "rae": "has a baseline for each agent of a game",
+    "hierarchical_grpo": "compares proposers and solvers with their own kind",
+    "opsd": "distills the policy with a demonstration in its prompt",
+    "sft": "trains on samples of a teacher that a server gives",
+}
+"""Values of `algo.type` without a counterpart, and what they do."""
 GSM8K = {"dataset_name": "openai/gsm8k", "dataset_subset": "main"}
 
 
@@ -37,6 +50,7 @@ def convert(settings: dict[str, Any]) -> Conversion:
     if done.algorithm == "sft":
         _examples(done)
     else:
+        _objective(done)
         _batch(done)
         _environments(done)
         done.put("policy.generation.backend", "vllm")
@@ -65,7 +79,9 @@ def _place(name: str, settings: dict[str, Any]) -> str:
 
 def _is_supervised(settings: dict[str, Any]) -> bool:
     sections = {name.partition(".")[0] for name in settings}
-    return "data" in sections and not sections & {"orchestrator", "sampling", "environment", "env"}
+    if sections & {"orchestrator", "sampling", "environment", "env", "batch_size"}:
+        return False
+    return "data" in sections
 
 
 def _examples(done: Conversion) -> None:
@@ -78,18 +94,66 @@ def _examples(done: Conversion) -> None:
     )
 
 
+def _objective(done: Conversion) -> None:
+    """Set the algorithm and the loss. Raises SpecError for those without a counterpart."""
+    sources = _tables(done.settings.get(SOURCES))
+    teacher = done.take("orchestrator.algo.teacher.name")
+    kinds = {
+        str(kind)
+        for kind in (done.take("orchestrator.algo.type"), *(_mapping(each.get("algo")).get("type") for each in sources))
+        if kind
+    }
+    if len(kinds) > 1:
+        raise SpecError(
+            f"orchestrator.algo.type: one run has one algorithm here, this file has {', '.join(sorted(kinds))}"
+        )
+    kind = next(iter(kinds), "grpo")
+    if kind in OBJECTIVES or kind not in ("grpo", "opd"):
+        raise SpecError(
+            f"orchestrator.algo.type {kind!r} {OBJECTIVES.get(kind, 'is unknown')}; no objective here does that"
+        )
+    if kind == "opd":
+        done.algorithm = "distillation"
+        done.put("algorithm", "distillation")
+        teacher = teacher or next(
+            (_mapping(_mapping(each.get("algo")).get("teacher")).get("name") for each in sources), None
+        )
+        done.put("distillation.teacher_model_name", teacher)
+        done.leave_out("orchestrator.algo.teacher.base_url", "the learner runs the teacher")
+        return
+    if "orchestrator.rollouts_per_example" in done.settings:
+        return  # an older file, whose objective was another
+    done.put("grpo.advantage", "dr_grpo")
+    loss = str(done.take("trainer.loss.type", "default"))
+    if loss != "default":
+        raise SpecError(
+            f"trainer.loss.type {loss!r}: no objective here is the same; loss_fn.preset lists those there are"
+        )
+    done.put("loss_fn.preset", "dppo")
+    for theirs, ours in (
+        ("dppo_mask_low", "dppo_mask_low"), ("dppo_mask_high", "dppo_mask_high"), ("kl_tau", "dppo_square_penalty"),
+    ):  # fmt: skip
+        if (value := done.take(f"trainer.loss.{theirs}")) is not None:
+            done.put(f"loss_fn.{ours}", value)
+    oldest = done.take("orchestrator.max_off_policy_steps", done.take("max_off_policy_steps"))
+    if isinstance(oldest, int):
+        done.put("async_grpo.hard_max_age", oldest)
+        if oldest == 0:
+            done.put("async_grpo.max_trajectory_age_steps", 0)
+
+
 def _batch(done: Conversion) -> None:
     batch = done.take("orchestrator.batch_size", 128)
-    group = next((size for name in GROUP if isinstance(size := done.take(name), int)), 1)
+    given = next((size for name in GROUP if isinstance(size := done.take(name), int)), 1)
+    group = given if given > 1 else GROUP_SIZE
+    if given == 1:
+        done.notes.append(
+            f"the file has one completion for each prompt, but a group's advantage needs several: the batch of {batch} "
+            f"completions became groups of {group}; set grpo.num_generations_per_prompt and grpo.num_prompts_per_step"
+        )
     if isinstance(batch, int):
         done.put("grpo.num_prompts_per_step", whole(batch, group))
-    if group > 1:
-        done.put("grpo.num_generations_per_prompt", group)
-    else:
-        done.notes.append(
-            "the file has one completion for each prompt, but a group's advantage needs several: set "
-            "grpo.num_generations_per_prompt"
-        )
+    done.put("grpo.num_generations_per_prompt", group)
 
 
 def _lengths(done: Conversion) -> None:
@@ -105,18 +169,7 @@ def _lengths(done: Conversion) -> None:
     new = next((tokens for tokens in given if isinstance(tokens, int)), None)
     if done.algorithm == "sft" or (new is None and not isinstance(total, int)):
         return
-    if new is None:
-        new = total // 2
-        done.notes.append(
-            f"prime-rl lets completions fill the sequence; policy.generation.max_new_tokens was set to {new}, half of it"
-        )
-    elif isinstance(total, int) and new >= total:
-        done.notes.append(
-            f"max_tokens {new} would leave no room for a prompt in {total} tokens; policy.generation.max_new_tokens was set to "
-            "half of them"
-        )
-        new = total // 2
-    done.put("policy.generation.max_new_tokens", new)
+    done.put("policy.generation.max_new_tokens", "rest" if new is None else rest_or(new, total))
 
 
 def _environments(done: Conversion) -> None:
@@ -127,7 +180,13 @@ def _environments(done: Conversion) -> None:
     done.used.update(name for name in done.settings if name.startswith(ENVIRONMENTS))
     done.used.update(name for name in done.settings if name.startswith("orchestrator.eval.env"))
     for place, table in found:
-        arguments = {**_mapping(table.get("args")), **_mapping(table.get("taskset"))}
+        within = _mapping(table.get("env"))
+        arguments = {
+            **_mapping(table.get("args")),
+            **_mapping(table.get("taskset")),
+            **_mapping(within.get("args")),
+            **_mapping(within.get("taskset")),
+        }
         name = str(table.get("id") or arguments.get("id") or table.get("name") or "").lower()
         if "gsm8k" in name:
             arguments = GSM8K | arguments
@@ -164,8 +223,9 @@ def _optimizer(done: Conversion) -> None:
     betas = done.take("trainer.optim.betas1"), done.take("trainer.optim.betas2")
     if any(beta is not None for beta in betas):
         done.put("policy.optimizer.betas", [betas[0] or 0.9, betas[1] or 0.999])
-    if str(done.settings.get("trainer.optim.type", "adamw")).lower() == "adamw":
-        done.take("trainer.optim.type")
+    kind = str(done.take("trainer.optim.type", "adamw")).lower()
+    if kind != "adamw":
+        done.notes.append(f"the optimizer {kind} became AdamW; choose policy.optimizer.lr for it")
     rate, lowest = done.settings.get("trainer.optim.lr"), done.settings.get("trainer.scheduler.min_lr")
     if isinstance(rate, float) and isinstance(lowest, int | float):
         done.take("trainer.scheduler.min_lr")
@@ -189,7 +249,9 @@ def _gpus(done: Conversion) -> None:
     trains, samples = done.take("deployment.num_train_gpus", 0), done.take("deployment.num_infer_gpus", 0)
     learner = listed(done.take("trainer_gpu_ids")) or list(range(trains))
     rollout = listed(done.take("inference_gpu_ids")) or list(range(trains, trains + samples))
-    per_engine = done.settings.get("inference.parallel.tp") or 1
+    per_engine = (
+        done.settings.get("inference.parallel.tp") or done.settings.get("inference.vllm.tensor_parallel_size") or 1
+    )
     if learner:
         done.put("cluster.learner_gpus", learner)
         done.put("cluster.learner_ranks", len(learner))

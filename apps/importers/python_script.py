@@ -1,7 +1,8 @@
 """Reads the settings of a TRL script from its syntax tree, without running it.
 
 Literals, and names with one literal value in the script, become values; any other expression is kept as its text
-(`Unread`), for the report.
+(`Unread`), for the report. A script that parses its command line (TrlParser) gets its settings from a command: the one
+that is given, else the first in its docstring.
 
 The script's reward functions become a file with the definitions, constants and imports that they use. Promise: the file
 imports nothing else, so a reward worker that loads it needs neither the training library nor a guard around
@@ -12,11 +13,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from paceline.apps.importers import shell
+from paceline.apps.importers.conversion import plain
+from paceline.apps.importers.trl import BUILT_IN
 from paceline.errors import SpecError
 
 CONFIGS = {
@@ -28,6 +35,12 @@ CONFIGS = {
     "RewardConfig": "rm",
 }
 """Paceline's algorithm for each of TRL's configuration classes."""
+PARSERS = ("TrlParser", "HfArgumentParser")
+"""Classes that read the settings from the command line."""
+SCRIPTS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
+"""Paceline's algorithm for each of TRL's commands (`trl grpo --…`)."""
+IMAGES = ("image", "images", "AutoModelForImageTextToText", "AutoProcessor")
+"""Columns and classes of samples with images."""
 MAX_BYTES = 1 << 20
 
 
@@ -47,8 +60,48 @@ class Script:
     """Files to write beside the spec, by name: the script's reward functions."""
 
 
-def read_script(path: Path) -> Script:
-    """Return the settings of the script at `path`. Raises SpecError if it is not Python or has no configuration of TRL."""
+def read_command(text: str, about: str) -> Script:
+    """Return the settings of the first command of TRL in `text`, such as `trl grpo --model_name_or_path …`. Raises
+    SpecError if there is none; `about` names the text in it."""
+    for command in shell.commands(text):
+        at = next((index for index, word in enumerate(command) if word == "trl" or word.endswith(".py")), None)
+        if at is None or not any(word.startswith("--") for word in command[at:]):
+            continue
+        name = command[at + 1] if command[at] == "trl" else Path(command[at]).stem
+        return Script(SCRIPTS.get(name, ""), _options(command[at + 1 :]), [])
+    raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """Return the values of `--name value …` by name; an option without a value is true."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = [value] if equals else []
+        elif name:
+            found[name].append(word.rstrip(","))
+    values: dict[str, Any] = {}
+    for name, given in found.items():
+        if not given and name.startswith("no_"):
+            values[name[3:]] = False
+        else:
+            read = [_scalar(each) for each in given]
+            values[name] = read if len(read) > 1 else read[0] if read else True
+    return values
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return plain(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
+
+
+def read_script(path: Path, command: str = "") -> Script:
+    """Return the settings of the script at `path`, run with `command`. Raises SpecError if it is not Python or has no
+    configuration of TRL that has a counterpart."""
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path} has more than {MAX_BYTES} bytes; name the script that makes the configuration")
     try:
@@ -56,7 +109,7 @@ def read_script(path: Path) -> Script:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"{path} is not valid Python: {error}") from None
-    return _Reader(path, text, tree).read()
+    return _Reader(path, text, tree).read(command)
 
 
 class _Reader:
@@ -67,17 +120,24 @@ class _Reader:
         self._calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         self._values = self._assigned()
         self._functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        self._imported = {alias.asname or alias.name for node in imports for alias in node.names}
         self._rewards_file = f"{path.stem}_rewards.py"
         self._notes: list[str] = []
 
-    def read(self) -> Script:
+    def read(self, command: str) -> Script:
         """Return the settings of the first configuration, and of the trainer and adapter beside it."""
-        config = next((call for call in self._calls if _name(call.func) in CONFIGS), None)
-        if config is None:
+        walked = list(ast.walk(self._tree))
+        if any(
+            (isinstance(node, ast.Constant) and node.value in IMAGES)
+            or (isinstance(node, ast.Name) and node.id in IMAGES)
+            for node in walked
+        ):
             raise SpecError(
-                f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one"
+                f"{self._path} loads images or a model that takes them; samples with images cannot be trained"
             )
-        settings = self._keywords(config)
+        config, name = self._config()
+        settings = self._keywords(config) if config else {}
         for call in self._calls:
             called = _name(call.func)
             if called.endswith("Trainer"):
@@ -86,12 +146,58 @@ class _Reader:
                 settings |= self._of_adapter(call)
         if "dataset_name" not in settings:
             settings |= self._of_data()
+        if config is None:
+            settings |= self._command_line(command)
         files = self._reward_files(settings.get("reward_funcs", ()))
         unread = {name: value.text for name, value in settings.items() if isinstance(value, Unread)}
-        for name, text in unread.items():
-            self._notes.append(f"{name} is {text} in the script, which was not run; set it by hand")
+        for unknown, text in unread.items():
+            self._notes.append(f"{unknown} is {text} in the script, which was not run; set it by hand")
         kept = {name: value for name, value in settings.items() if name not in unread}
-        return Script(CONFIGS[_name(config.func)], kept, self._notes, files)
+        return Script(CONFIGS[name], kept, self._notes, files)
+
+    def _config(self) -> tuple[ast.Call | None, str]:
+        """Return the call that makes the configuration, None if a parser makes it, and the configuration's class."""
+        config = next((call for call in self._calls if _name(call.func) in CONFIGS), None)
+        if config is not None:
+            return config, _name(config.func)
+        is_parsed = any(_name(call.func) in PARSERS for call in self._calls)
+        parsed = [
+            part for node in ast.walk(self._tree) if isinstance(node, ast.Tuple) for part in node.elts if is_parsed
+        ]
+        names = [_name(part) for part in parsed if _name(part).endswith("Config")]
+        names += [_name(call.func) for call in self._calls if _name(call.func).endswith("Config")]
+        own = [name for name in names if name not in ("ModelConfig", "LoraConfig", "BitsAndBytesConfig")]
+        if known := [name for name in own if name in CONFIGS]:
+            return None, known[0]
+        if own:
+            raise SpecError(f"{self._path}: {own[0]} has no counterpart; those of {', '.join(CONFIGS)} can be imported")
+        if not self._tree.body:
+            raise SpecError(f"{self._path} has only comments; name the script that they point to")
+        raise SpecError(f"{self._path} has none of {', '.join(CONFIGS)}; name the script or the recipe that has one")
+
+    def _command_line(self, command: str) -> dict[str, Any]:
+        """Return the settings of the command that is given, else of the first one in the docstring."""
+        if command:
+            return _options(next(iter(shell.commands(command)), []))
+        docstring = ast.get_docstring(self._tree) or ""
+        regions = re.findall(
+            r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*", docstring, re.M
+        )
+        try:
+            found = next(_ for region in regions if (_ := self._first(region)) is not None)
+        except StopIteration:
+            raise SpecError(
+                f"{self._path} takes its settings from the command line, and its docstring has none: add --command "
+                "'--model_name_or_path … --dataset_name …'"
+            ) from None
+        self._notes.append("the settings are those of the first command in the docstring; --command gives others")
+        return found
+
+    def _first(self, region: str) -> dict[str, Any] | None:
+        try:
+            return read_command(region, "").settings
+        except SpecError:
+            return None
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         return {word.arg: self._value(word.value) for word in call.keywords if word.arg}
@@ -125,8 +231,10 @@ class _Reader:
                 rewards.append({"function": "reward_model", "kwargs": {"path": value}})
             elif name in self._functions:
                 rewards.append({"function": f"{self._rewards_file}:{name}"})
-            elif name:
+            elif name in self._imported or name in BUILT_IN:
                 rewards.append(name)
+            elif name:
+                self._notes.append(f"reward_funcs is {name} in the script, which was not run; name the functions")
             else:
                 self._notes.append(f"reward {_text(part)} has no name; define it as a function in a file")
         return rewards
@@ -147,7 +255,11 @@ class _Reader:
             return {}
         words = self._keywords(call)
         name = words.get("data_files", self._value(call.args[0]))
-        found = {"dataset_name": name, "dataset_train_split": words.get("split", "train")}
+        splits = words.get("split", "train")
+        found = {
+            "dataset_name": name,
+            "dataset_train_split": splits[0] if isinstance(splits, list) and splits else splits,
+        }
         if len(call.args) > 1 or "name" in words:
             found["dataset_config"] = words.get("name", self._value(call.args[1]) if len(call.args) > 1 else None)
         maps = [each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")]

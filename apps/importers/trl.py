@@ -14,8 +14,18 @@ BUILT_IN = {
     "accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
     "reasoning_accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
     "think_format_reward": {"function": "format_regex", "kwargs": {"pattern": "(?s)<think>.*?</think>.*"}},
+    "accuracy": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
+    "format": {
+        "function": "format_regex",
+        "kwargs": {"pattern": r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"},
+    },
 }
-"""Paceline's reward function, with its arguments, for each of TRL's."""
+"""Paceline's reward function, with its arguments, for each of TRL's, and for open-r1's short names."""
+OPEN_R1 = (
+    "reasoning_steps", "cosine", "repetition_penalty", "length", "code", "binary_code", "ioi_code", "cf_code",
+    "code_format", "tag_count", "soft_overlong_punishment", "weighted_binary_code",
+)  # fmt: skip
+"""Names of open-r1's other reward functions, which have no counterpart."""
 FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
 """Settings whose defaults differ: TRL's value is written even if the configuration leaves it out."""
 DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
@@ -32,6 +42,7 @@ def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = ""
         done.put("algorithm", done.algorithm)
     _batch(done, processes)
     _lengths(done)
+    _fractions(done)
     _optimizer(done)
     if done.algorithm not in EXAMPLES:
         _rewards(done)
@@ -100,6 +111,18 @@ def _lengths(done: Conversion) -> None:
         done.notes.append(f"prompts may have {total - completion} tokens (policy.max_total_sequence_length {total})")
 
 
+def _fractions(done: Conversion) -> None:
+    """Carry over counts of steps that are fractions of the run, as a Trainer reads numbers below 1."""
+    warmup = done.settings.get("warmup_steps")
+    if isinstance(warmup, float) and 0 < warmup < 1:
+        done.take("warmup_steps")
+        done.put("policy.scheduler.warmup_ratio", warmup)
+    for name in ("save_steps", "eval_steps"):
+        value = done.settings.get(name)
+        if isinstance(value, float) and 0 < value < 1:
+            done.leave_out(name, "a fraction of the run; here it is a number of steps")
+
+
 def _optimizer(done: Conversion) -> None:
     first, second = done.take("adam_beta1", 0.9), done.take("adam_beta2", 0.999)
     if "adam_beta1" in done.settings or "adam_beta2" in done.settings:
@@ -123,6 +146,11 @@ def _rewards(done: Conversion) -> None:
     weights = listed(done.take("reward_weights"))
     rewards = []
     for index, name in enumerate(functions):
+        if name in OPEN_R1:
+            done.left_out.append(
+                f"reward_funcs {name!r}: no built-in is the same; add it to rewards as file.py:function"
+            )
+            continue
         reward = name if isinstance(name, dict) else dict(BUILT_IN.get(str(name), {"function": str(name)}))
         if index < len(weights):
             reward = {**reward, "weight": weights[index]}

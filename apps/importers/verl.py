@@ -65,8 +65,8 @@ def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
         _objective(done)
         _rewards(done)
     _adapter(done)
-    _trainer(done)
     _data(done)
+    _trainer(done)
     done.carry()
     return done
 
@@ -83,10 +83,17 @@ def _batch(done: Conversion) -> None:
 
 
 def _objective(done: Conversion) -> None:
+    mode = done.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    if mode == "cispo" and (done.settings.get(f"{ACTOR}.clip_ratio_low") or 0) >= 1:
+        done.take(f"{ACTOR}.clip_ratio_low")  # no lower bound
     clip = done.take(f"{ACTOR}.clip_ratio")
     if clip is not None:
         done.put("loss_fn.ratio_clip_min", clip)
         done.put("loss_fn.ratio_clip_max", clip)
+    # verl's trainer waits for its samples, and weighs no sample unless rollout_correction says so.
+    done.put("async_grpo.max_trajectory_age_steps", 0)
+    if not any(name.startswith("algorithm.rollout_correction.") for name in done.settings):
+        done.put("loss_fn.truncated_importance_sampling_ratio", None)
     estimator = str(done.take("algorithm.adv_estimator", "gae"))
     by_std = done.take("algorithm.norm_adv_by_std_in_grpo", True)
     if estimator == "grpo":
@@ -106,7 +113,6 @@ def _objective(done: Conversion) -> None:
             done.put("loss_fn.use_kl_in_reward", True)
     else:
         done.used.update(kinds)
-    mode = done.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode in ("gspo", "cispo", "sapo"):
         done.put("loss_fn.preset", mode)
     elif mode != "vanilla":
@@ -153,12 +159,18 @@ def _trainer(done: Conversion) -> None:
         done.put("grpo.val_period", test)
     if not has_data:
         done.take("trainer.val_before_train")
+    elif done.algorithm == "grpo":
+        done.put("grpo.val_at_start", bool(done.take("trainer.val_before_train", True)))
     warmup = done.take(f"{ACTOR}.optim.lr_warmup_steps", 0)
     if warmup > 0:
         done.put("policy.scheduler.warmup_steps", warmup)
 
 
 def _data(done: Conversion) -> None:
+    prefix = "data.apply_chat_template_kwargs."
+    arguments = {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
+    if arguments:
+        done.put("data.chat_template_kwargs", arguments)
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
         files = listed(done.take(theirs))
         if files:

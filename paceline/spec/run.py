@@ -410,7 +410,7 @@ class RunSpec(Section):
                 "its end; set grpo.max_num_steps alone"
             )
         if not self.rewards:
-            raise ValueError("rewards is empty, but algorithm grpo needs at least one reward function")
+            raise ValueError(f"rewards is empty, but algorithm {self.algorithm} needs at least one reward function")
         labels = [reward.label for reward in self.rewards]
         for label in labels:
             if labels.count(label) > 1:

@@ -199,7 +199,7 @@ class GenerationSection(Section):
     """Engine: `native` is built in and runs on any machine, `vllm` needs the extra of that name. auto: vllm if the
     rollout workers have GPUs or vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
     max_new_tokens: PositiveInt = 256
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens. `rest`: what the prompt leaves of policy.max_total_sequence_length."""
     min_new_tokens: NonNegativeInt = 0
     """Allow no stop token before this many tokens; biases the ratio, see allow_biased_sampling."""
     temperature: PositiveFloat = 1.0
@@ -348,6 +348,17 @@ class PolicySection(Section):
             chosen = given.get("generation_precision")
             return {**given, "generation_precision": "float16" if chosen in (None, "auto") else chosen}
         return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_the_sequence(cls, given: Any) -> Any:
+        """Write `max_new_tokens: rest` as a number; engines end a completion at the total in any case."""
+        generation = given.get("generation") if isinstance(given, dict) else None
+        if not isinstance(generation, dict) or generation.get("max_new_tokens") != "rest":
+            return given
+        total = given.get("max_total_sequence_length", cls.model_fields["max_total_sequence_length"].default)
+        room = total - 1 if isinstance(total, int) and total > 1 else 1
+        return {**given, "generation": {**generation, "max_new_tokens": room}}
 
     @model_validator(mode="after")
     def _check(self) -> PolicySection:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.apps.importers.import_spec import import_config
 from paceline.apps.importers.nemo_rl import convert
+from paceline.errors import SpecError
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,110 @@ def test_a_setting_in_our_units(settings: dict[str, Any], path: tuple[str, str],
 def test_settings_of_another_algorithm_are_left_out() -> None:
     done = convert({"sft.seed": 1, "loss_fn.ratio_clip_min": 0.2})
     assert done.left_out == ["loss_fn.ratio_clip_min (0.2): algorithm sft does not read this key"]
+
+
+MEGATRON = {
+    "policy.optimizer.kwargs.lr": 5e-6,
+    "policy.scheduler": [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"end_factor": 1.0, "total_iters": 50}},
+        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {}},
+    ],
+    "policy.megatron_cfg.optimizer.lr": 1e-6,
+    "policy.megatron_cfg.optimizer.min_lr": 1e-7,
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": 13,
+    "policy.megatron_cfg.scheduler.lr_decay_style": "cosine",
+}
+
+
+def test_the_warm_up_is_that_of_the_section_that_is_switched_on() -> None:
+    off = convert(MEGATRON | {"policy.megatron_cfg.enabled": False}).tree["policy"]
+    assert off["scheduler"] == {"warmup_steps": 50, "name": "constant"}
+    assert off["optimizer"] == {"lr": 5e-6}
+    on = convert(MEGATRON | {"policy.megatron_cfg.enabled": True}).tree["policy"]
+    assert on["scheduler"] == {"name": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 13}
+    assert on["optimizer"] == {"lr": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantage"),
+    [
+        ({"name": "reinforce_plus_plus", "minus_baseline": True}, "reinforce_pp_baseline"),
+        ({"name": "reinforce_plus_plus", "minus_baseline": False}, "reinforce_pp"),
+        ({"name": "gdpo"}, "gdpo"),
+        ({"name": "grpo", "normalize_rewards": False, "use_leave_one_out_baseline": False}, "dr_grpo"),
+    ],
+)
+def test_the_estimator_of_the_advantage_is_read(estimator: dict[str, Any], advantage: str) -> None:
+    settings = {f"grpo.adv_estimator.{name}": value for name, value in estimator.items()}
+    assert convert({"grpo.normalize_rewards": True, **settings}).tree["grpo"]["advantage"] == advantage
+
+
+def test_ppo_is_grpo_with_a_value_model() -> None:
+    done = convert({
+        "ppo.num_prompts_per_step": 32, "policy.train_global_batch_size": 256, "ppo.ppo_epochs": 4, "ppo.adv_estimator.name": "gae",
+        "ppo.adv_estimator.gae_lambda": 0.95, "value_loss_fn.cliprange": 0.2, "value.optimizer.kwargs.lr": 1e-5,
+        "ppo.reward_shaping.enabled": True, "ppo.reward_shaping.overlong_buffer_length": 20, "env.math.num_workers": 8,
+        "ppo.reward_shaping.max_response_length": 100, "ppo.reward_shaping.overlong_buffer_penalty": 0.5,
+    })  # fmt: skip
+    assert done.tree["grpo"] == {"advantage": "gae", "num_prompts_per_step": 32}
+    assert done.tree["value"] == {"gae_lambda": 0.95, "cliprange": 0.2, "optimizer": {"lr": 1e-5}}
+    assert done.tree["rewards"] == [
+        {"function": "math_accuracy"},
+        {"function": "soft_overlong", "kwargs": {"max_completion_tokens": 100, "soft_tokens": 20}, "weight": 0.5},
+    ]
+    assert any(line.startswith("grpo.ppo_epochs (4): every sample trains once") for line in done.left_out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data.default.processor": "vlm_hf_data_processor"}, "samples with images, audio or video"),
+        ({"data.train.dataset_name": "avqa"}, "samples with images, audio or video"),
+        ({"teachers": [{"model_name": "m"}]}, "one teacher with the student's tokenizer"),
+        ({"grpo.adv_estimator.name": "tomorrow"}, "grpo.advantage has no such estimator"),
+    ],
+)
+def test_a_training_without_a_counterpart_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        convert(settings)
+
+
+def test_data_sets_that_cannot_be_read_as_one_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        "grpo: {seed: 1}\npolicy: {model_name: m}\nenv: {math: {n: 1}, code: {n: 1}}\ndata: {default: {env_name: math}, "
+        "train: [{dataset_name: OpenMathInstruct-2}, {dataset_name: DeepScaler}], validation: [{dataset_name: AIME2024}]}\n"
+    )
+    with pytest.raises(SpecError, match=r"does not say data\.train; add data\.train="):
+        import_config("nemo", path)
+    done = import_config("nemo", path, ("data.train=mine.jsonl",))
+    assert done.tree["data"]["validation"] == "HuggingFaceH4/aime_2024"
+    assert any("have different columns" in note for note in done.notes)
+
+
+def test_defaults_references_and_prompt_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "prompts").mkdir(parents=True)
+    (tmp_path / "examples" / "prompts" / "cot.txt").write_text("Think.\n{}\nAnswer:")
+    (tmp_path / "base.yaml").write_text(
+        "grpo: {seed: 1, reward_shaping: {enabled: false, max_response_length: 9}}\npolicy: {model_name: m, "
+        "max_total_sequence_length: 512, tokenizer: {name: '${..model_name}', use_fastokens: false}, "
+        "generation: {max_new_tokens: '${..max_total_sequence_length}', vllm_cfg: {precision: '${...precision}'}}, "
+        "precision: bfloat16}\ndata: {train: {dataset_name: squad}, default: {env_name: math}}\nenv: {math: {n: 1}}\n"
+        "logger: {tensorboard: {}}\n"
+    )
+    path = tmp_path / "examples" / "grpo.yaml"
+    path.write_text(
+        "defaults: [../base.yaml]\ndata: {_override_: true, train: {dataset_name: gsm8k, split: train}, "
+        "default: {env_name: math, prompt_file: examples/prompts/cot.txt}}\n"
+    )
+    done = import_config("nemo", path)
+    assert done.tree["policy"] == {
+        "model_name": "m", "tokenizer_name": "m", "max_total_sequence_length": 512, "precision": "bfloat16",
+        "generation_precision": "bfloat16", "generation": {"max_new_tokens": "rest"},
+    }  # fmt: skip
+    assert done.tree["data"] == {
+        "train": "openai/gsm8k", "prompt_key": "question", "train_config": "main", "train_split": "train",
+        "prompt_template": "Think.\n{question}\nAnswer:",
+    }  # fmt: skip
+    assert "logger" not in done.tree
+    assert not any("reward_shaping" in line for line in done.left_out)

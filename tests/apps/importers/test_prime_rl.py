@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.apps.importers.prime_rl import convert
+from paceline.errors import SpecError
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,13 @@ from paceline.apps.importers.prime_rl import convert
             "policy",
             {"max_total_sequence_length": 2048, "train_mb_tokens": 4096},
         ),
-        ({"seq_len": 1024, "sampling.max_tokens": 2048}, "policy", {"generation": {"max_new_tokens": 512, "backend": "vllm"}}),
+        ({"seq_len": 1024, "sampling.max_tokens": 2048}, "policy", {"generation": {"max_new_tokens": "rest", "backend": "vllm"}}),
+        ({"orchestrator.batch_size": 512}, "grpo", {"num_prompts_per_step": 64, "num_generations_per_prompt": 8}),
+        ({"orchestrator.max_off_policy_steps": 8}, "async_grpo", {"hard_max_age": 8}),
+        ({"orchestrator.batch_size": 8, "trainer.loss.dppo_mask_low": 0.1}, "loss_fn",
+         {"preset": "dppo", "dppo_mask_low": 0.1}),
+        ({"inference.vllm.tensor_parallel_size": 4}, "policy",
+         {"generation": {"backend": "vllm", "vllm_cfg": {"tensor_parallel_size": 4}}}),
         ({"trainer.model.ac": {}, "trainer.model.lora.rank": 32}, "policy",
          {"activation_checkpointing": True, "lora_cfg": {"enabled": True, "dim": 32}}),
         ({"optim.lr": 1e-5, "optim.betas1": 0.9, "optim.betas2": 0.95, "optim.type": "adamw"}, "policy",
@@ -45,6 +52,10 @@ def test_a_setting_in_our_units(settings: dict[str, Any], section: str, expected
 @pytest.mark.parametrize(
     ("environment", "data"),
     [
+        (
+            {"name": "train", "env": {"taskset": {"id": "math-env", "dataset_name": "org/other"}}},
+            {"train": "org/other", "prompt_key": "question"},
+        ),
         (
             {"id": "primeintellect/gsm8k"},
             {"train": "openai/gsm8k", "prompt_key": "question", "train_config": "main"},
@@ -86,3 +97,22 @@ def test_a_supervised_file_is_sft() -> None:
         "optimizer": {"lr": 2e-5},
         "model_name": "org/model",
     }
+
+
+@pytest.mark.parametrize("kind", ["max_rl", "echo", "rae", "opsd", "sft", "hierarchical_grpo", "tomorrow"])
+def test_an_algorithm_without_a_counterpart_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(SpecError, match=f"orchestrator.algo.type '{kind}'"):
+        convert({"orchestrator.batch_size": 8, "orchestrator.algo.type": kind})
+
+
+def test_sources_with_different_algorithms_are_refused() -> None:
+    sources = [{"name": "a", "algo": {"type": "opd", "teacher": {"name": "org/teacher"}}}]
+    with pytest.raises(SpecError, match="one run has one algorithm"):
+        convert({"orchestrator.algo.type": "grpo", "orchestrator.train.source": sources})
+    done = convert({"orchestrator.train.source": sources})
+    assert (done.algorithm, done.tree["distillation"]) == ("distillation", {"teacher_model_name": "org/teacher"})
+
+
+def test_another_optimizer_is_noted() -> None:
+    done = convert({"orchestrator.batch_size": 8, "trainer.optim.type": "muon", "trainer.optim.lr": 0.02})
+    assert "the optimizer muon became AdamW; choose policy.optimizer.lr for it" in done.notes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.apps.importers.python_script import read_script
+from paceline.apps.importers.python_script import read_command, read_script
 from paceline.errors import SpecError
 
 SCRIPT = """
@@ -82,3 +82,73 @@ def test_long_expressions_are_left_out_or_refused(tmp_path: Path) -> None:
     write(100_000)
     with pytest.raises(SpecError, match="is not valid Python"):
         read_script(path)
+
+
+PARSED = '''"""
+It's a script. Run it with
+
+# Full training:
+accelerate launch \\
+    --config_file deepspeed.yaml \\
+    examples/scripts/parsed.py \\
+    --model_name_or_path org/model --learning_rate 1e-5 \\
+    --use_peft --lora_target_modules "q_proj", "v_proj" \\
+    --no_remove_unused_columns \\
+    --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'
+"""
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+from trl.rewards import accuracy_reward
+
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+train, test = load_dataset("org/data", split=["train[:5%]", "test[:5%]"])
+GRPOTrainer(model=model_args.model_name_or_path, reward_funcs=[accuracy_reward], args=training_args)
+'''
+
+
+def test_a_script_with_a_parser_takes_the_command_of_its_docstring(tmp_path: Path) -> None:
+    path = tmp_path / "parsed.py"
+    path.write_text(PARSED)
+    script = read_script(path)
+    assert script.algorithm == "grpo"
+    assert script.settings == {
+        "model_name_or_path": "org/model", "learning_rate": 1e-5, "use_peft": True, "remove_unused_columns": False,
+        "lora_target_modules": ["q_proj", "v_proj"], "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "reward_funcs": ["accuracy_reward"], "dataset_name": "org/data", "dataset_train_split": "train[:5%]",
+    }  # fmt: skip
+    given = read_script(path, "--model_name_or_path=other --max_steps 3")
+    assert (given.settings["model_name_or_path"], given.settings["max_steps"]) == ("other", 3)
+    assert "learning_rate" not in given.settings
+
+
+def test_a_script_with_a_parser_and_no_command_asks_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "parsed.py"
+    path.write_text(PARSED.partition("from datasets")[2].join(["from datasets", ""]))
+    with pytest.raises(
+        SpecError, match="takes its settings from the command line, and its docstring has none: add --command"
+    ):
+        read_script(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("from trl import BCOConfig, TrlParser\nTrlParser((BCOConfig,))\n", "BCOConfig has no counterpart"),
+        ("# moved to another place\n", "has only comments"),
+        ("from trl import GRPOConfig\nGRPOConfig()\ndata.map(lambda row: row['images'])\n", "loads images"),
+    ],
+)
+def test_a_script_without_a_counterpart_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=message):
+        read_script(path)
+
+
+def test_a_command_in_a_shell_script_is_read() -> None:
+    script = read_command("MODEL=org/model\ntrl dpo --model_name_or_path $MODEL --beta 0.2 --bf16\n", "run.sh")
+    assert (script.algorithm, script.settings) == (
+        "dpo",
+        {"model_name_or_path": "org/model", "beta": 0.2, "bf16": True},
+    )

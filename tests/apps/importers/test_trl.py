@@ -95,3 +95,20 @@ def test_rewards_have_their_weights_and_trls_own_functions_have_ours() -> None:
 
 def test_an_unknown_setting_is_left_out_with_its_value() -> None:
     assert "frobnicate (3): the name is unknown" in convert(BASE | {"frobnicate": 3}).left_out
+
+
+def test_names_of_open_r1_are_mapped_or_named() -> None:
+    done = convert(
+        {"reward_funcs": ["accuracy", "tag_count"], "reward_weights": [1.0, 0.5], "dataset_prompt_column": "problem"}
+    )
+    assert done.tree["rewards"] == [
+        {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}, "weight": 1.0}
+    ]
+    assert done.tree["data"] == {"prompt_key": "problem"}
+    assert done.left_out[0].startswith("reward_funcs 'tag_count': no built-in is the same")
+
+
+def test_steps_below_one_are_fractions_of_the_run() -> None:
+    done = convert({"warmup_steps": 0.1, "save_steps": 0.05, "reward_funcs": ["accuracy"]})
+    assert done.tree["policy"]["scheduler"]["warmup_ratio"] == 0.1
+    assert "save_steps (0.05): a fraction of the run; here it is a number of steps" in done.left_out

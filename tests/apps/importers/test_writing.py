@@ -84,7 +84,7 @@ def test_a_configuration_of_nemo_rl_becomes_a_spec(tmp_path: Path) -> None:
         2,
     )
     assert (spec.policy.train_mb_tokens, spec.policy.scheduler.warmup_steps) == (2048, 50)
-    assert (spec.policy.generation.max_new_tokens, spec.policy.generation.backend) == (256, "vllm")
+    assert (spec.policy.generation.max_new_tokens, spec.policy.generation.backend) == (511, "vllm")
     assert (spec.async_grpo.max_trajectory_age_steps, spec.loss_fn.reduction) == (0, "dapo")
     assert spec.loss_fn.truncated_importance_sampling_ratio is None
     assert spec.policy.optimizer.lr == 5e-6
@@ -95,7 +95,7 @@ def test_a_configuration_of_nemo_rl_becomes_a_spec(tmp_path: Path) -> None:
     ]
     for left_out in (
         "val_period: there is no validation set",
-        "policy.dtensor_cfg.tensor_parallel_size (2): the learner",
+        "policy.dtensor_cfg: enabled, tensor_parallel_size",
     ):
         assert f"# Left out: {left_out}" in text
 
@@ -150,7 +150,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
         ("trl", "a.yaml", "num_generations: many\n", "has a value of another type than trl reads"),
         ("trl", "a.yaml", "num_generations: 0\n", "has a value of another type than trl reads"),
         ("nemo", "a.yaml", "defaults: a.yaml\n", "the chain of defaults has more than 8 files"),
-        ("verl", "a.sh", "echo 'open\n", "cannot be read as a shell script"),
+        ("verl", "a.sh", "echo 'open\n", "has no override such as data.train_files"),
         ("verl", "a.sh", "echo\n", "has no override such as data.train_files"),
         (
             "trl",

@@ -1,0 +1,204 @@
+"""Reads the commands of a shell script without running it: quotes, comments, continued lines, variables and arrays.
+
+Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script sets none. What only a
+run would know, such as `$(command)` and `$1`, stays as it is written; `unresolved` finds it. `$HOME` and `$PWD` stay too.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(?::?([-=+])(.*))?", re.S)
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_DECLARE = ("export", "declare", "local", "readonly", "typeset", "-x", "-a", "-r")
+KEPT = ("HOME", "PWD")
+"""Variables that mean the same to whoever reads the spec."""
+END = "\n"
+"""Separator of commands among the words."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each command in `text`, with the script's variables in their places."""
+    variables: dict[str, list[str]] = {}
+    found: list[list[str]] = [[]]
+    for word in _Scanner(text, variables).words():
+        if word == END:
+            found.append([])
+        else:
+            found[-1].append(word)
+    return [each for each in found if each]
+
+
+def unresolved(text: str) -> str:
+    """Return the first expansion in `text` that a script does not settle; empty if there is none."""
+    for match in re.finditer(r"\$(?:\{([A-Za-z_]\w*)[^}]*\}|([A-Za-z_]\w*)|\(.*?\)|[\d@*?#])", text):
+        if (match[1] or match[2]) not in KEPT and match[0] != "$(pwd)":
+            return match[0]
+    return ""
+
+
+class _Scanner:
+    def __init__(self, text: str, variables: dict[str, list[str]]):
+        self._text = text.replace("\r\n", "\n").replace("\\\n", " ")
+        self._variables = variables
+        self._at = 0
+
+    def words(self) -> Iterator[str]:
+        """Yield words with END after each command. Assignments are carried out, not yielded."""
+        is_first = True
+        while self._at < len(self._text):
+            letter = self._text[self._at]
+            if letter in "\n;|&()":
+                self._at += 1
+                yield END
+                is_first = True
+            elif letter.isspace():
+                self._at += 1
+            elif letter == "#":
+                self._skip_line()
+            elif is_first and (match := _ASSIGNMENT.match(self._text, self._at)):
+                self._at = match.end()
+                self._assign(match[1], bool(match[2]))
+            else:
+                words = self._word()
+                if is_first and words and words[0] in _DECLARE:
+                    continue
+                is_first = False
+                yield from words
+
+    def _skip_line(self) -> None:
+        end = self._text.find("\n", self._at)
+        self._at = len(self._text) if end < 0 else end
+
+    def _assign(self, name: str, append: bool) -> None:
+        if self._text[self._at : self._at + 1] != "(":
+            values = [" ".join(self._word())]
+            before = self._variables.get(name, [""]) if append else [""]
+            self._variables[name] = [*before[:-1], before[-1] + values[0]]
+            return
+        self._at += 1
+        values = []
+        while self._at < len(self._text) and self._text[self._at] != ")":
+            if self._text[self._at].isspace():
+                self._at += 1
+            elif self._text[self._at] == "#":
+                self._skip_line()
+            else:
+                values += self._word()
+        self._at += 1
+        self._variables[name] = [*(self._variables.get(name, []) if append else []), *values]
+
+    def _word(self) -> list[str]:
+        """Return the next word, split into several if it is an array (`${NAME[@]}`)."""
+        parts = [""]
+        while self._at < len(self._text):
+            letter = self._text[self._at]
+            if letter == "'":
+                end = self._text.find("'", self._at + 1)
+                end = len(self._text) if end < 0 else end
+                parts[-1] += self._text[self._at + 1 : end]
+                self._at = end + 1
+            elif letter == '"':
+                self._at += 1
+                self._quoted(parts)
+            elif letter == "$":
+                self._expand(parts)
+            elif letter == "\\":
+                parts[-1] += self._text[self._at + 1 : self._at + 2]
+                self._at += 2
+            elif letter.isspace() or letter in ";|&)" or (letter == "(" and not parts[-1]):
+                break
+            else:
+                parts[-1] += letter
+                self._at += 1
+        return parts
+
+    def _quoted(self, parts: list[str]) -> None:
+        while self._at < len(self._text) and self._text[self._at] != '"':
+            if self._text[self._at] == "$":
+                self._expand(parts)
+            else:
+                self._at += self._text[self._at] == "\\" and self._text[self._at + 1 : self._at + 2] in ('"', "\\", "$")
+                parts[-1] += self._text[self._at : self._at + 1]
+                self._at += 1
+        self._at += 1
+
+    def _expand(self, parts: list[str]) -> None:
+        """Append the value of the expansion at the present place to the last part; of an array as parts."""
+        rest = self._text[self._at :]
+        if rest.startswith("$(("):
+            end = self._closing("(", ")", self._at + 1)
+            parts[-1] += self._computed(self._text[self._at + 3 : end - 2]) or self._text[self._at : end]
+        elif rest.startswith("$("):
+            end = self._closing("(", ")", self._at + 1)
+            parts[-1] += self._text[self._at : end]
+        elif rest.startswith("${"):
+            end = self._closing("{", "}", self._at + 1)
+            values = self._braced(self._text[self._at + 2 : end - 1])
+            parts[-1] += values[0] if values else ""
+            parts.extend(values[1:])
+        else:
+            match = _NAME.match(self._text, self._at + 1)
+            end = match.end() if match else self._at + 2
+            found = self._variables.get(match[0]) if match else None
+            parts[-1] += found[0] if found else self._text[self._at : end] if not match or found is None else ""
+        self._at = end
+
+    def _braced(self, inner: str) -> list[str]:
+        if inner.endswith(("[@]", "[*]")):
+            return self._variables.get(inner[:-3], [])
+        match = _DEFAULT.fullmatch(inner)
+        found = self._variables.get(match[1]) if match else None
+        if match is None or (found is None and (match[2] is None or match[1] in KEPT)):
+            return [f"${{{inner}}}"]
+        is_set = bool(found and found[0])
+        if found and match[2] != "+" and (is_set or match[2] is None):
+            return found[:1]
+        if match[2] == "+" and not is_set:
+            return [""]
+        other = match[3] if '"' in match[3] or "'" in match[3] else f'"{match[3]}"'
+        return [" ".join(_Scanner(other, self._variables)._word())]
+
+    def _computed(self, text: str) -> str:
+        """Return the value of an arithmetic expression over integers; empty if one of its names has no number."""
+        try:
+            return str(
+                self._value(
+                    ast.parse(text.replace("$", "").replace("{", "").replace("}", "").strip(), mode="eval").body, 8
+                )
+            )
+        except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError):
+            return ""
+
+    def _value(self, node: ast.expr, levels: int) -> int:
+        if isinstance(node, ast.BinOp):
+            sides = self._value(node.left, levels), self._value(node.right, levels)
+            result: int = _ARITHMETIC[type(node.op)](*sides)
+            return result
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name) and levels:
+            given = ast.parse(self._variables[node.id][0].strip(), mode="eval").body
+            return self._value(given, levels - 1)
+        raise ValueError("not an integer")
+
+    def _closing(self, opens: str, closes: str, start: int) -> int:
+        """Return the index after the bracket that closes the one at `start`."""
+        depth = 0
+        for index in range(start, len(self._text)):
+            depth += (self._text[index] == opens) - (self._text[index] == closes)
+            if depth == 0:
+                return index + 1
+        return len(self._text)
