@@ -125,7 +125,10 @@ async def test_a_hanging_function_is_killed_and_replaced(
         function, "timeout", f"reward function {function!r} timed out after 0.2 s, its timeout_s"
     )
     assert await gone(pid)
-    assert failure_of(await score_two(runner)).kind == "timeout"
+    kinds = [failure_of(await score_two(runner)).kind]
+    while kinds[-1] == "unavailable":  # the new process got no processor in time
+        kinds.append(failure_of(await score_two(runner)).kind)
+    assert kinds[-1] == "timeout"
 
 
 async def test_a_process_that_somebody_else_kills_says_nothing_about_the_group(

@@ -124,7 +124,7 @@ def test_data_sets_that_cannot_be_read_as_one_are_asked_for(tmp_path: Path) -> N
         "grpo: {seed: 1}\npolicy: {model_name: m}\nenv: {math: {n: 1}, code: {n: 1}}\ndata: {default: {env_name: math}, "
         "train: [{dataset_name: OpenMathInstruct-2}, {dataset_name: DeepScaler}], validation: [{dataset_name: AIME2024}]}\n"
     )
-    with pytest.raises(SpecError, match=r"does not say data\.train; add data\.train="):
+    with pytest.raises(SpecError, match=r"gives no value for data\.train; add data\.train="):
         import_config("nemo", path)
     done = import_config("nemo", path, ("data.train=mine.jsonl",))
     assert done.tree["data"]["validation"] == "HuggingFaceH4/aime_2024"
