@@ -42,7 +42,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def unresolved(text: str) -> str:
-    """Return the first expansion in `text` that a script does not settle; empty if there is none."""
+    """Return the first expansion in `text` that the script does not set; empty if there is none."""
     for match in re.finditer(r"\$(?:\{([A-Za-z_]\w*)[^}]*\}|([A-Za-z_]\w*)|\(.*?\)|[\d@*?#])", text):
         if (match[1] or match[2]) not in KEPT and match[0] != "$(pwd)":
             return match[0]
