@@ -1,4 +1,5 @@
-"""`BlobStore`: complete files by their SHA-256 in `blobs/ab/cdef…`; incomplete ones are in `blobs/partial/`.
+"""`BlobStore` keeps complete files in `blobs/ab/cdef…`, named by their SHA-256, and incomplete files in
+`blobs/partial/`.
 
 A file gets its name only after its digest was checked and it was synced. With a storage key all files are encrypted,
 incomplete ones too; an encrypted transfer that breaks begins anew. Methods that read or write much block, so call them
@@ -29,7 +30,7 @@ MAX_BLOB_BYTES = 8 << 30
 FULL_S = 60.0
 """Seconds after which a client may retry an upload that did not fit."""
 UNUSED_S = 3600.0
-"""Seconds for which a file is kept that no run refers to, because its submission may still arrive."""
+"""Seconds for which a file that no run refers to is kept, because the submission of its run may still arrive."""
 
 
 class BlobStore:
@@ -51,7 +52,7 @@ class BlobStore:
         self._lock = threading.Lock()
         """Guards `_used` and `_sent`."""
         self._used: int | None = None
-        """Bytes of all files, those in transfer with their full size. None until they are counted."""
+        """Bytes of all files. A file in transfer counts with its full size. None until the files are counted."""
         self._sent: dict[str, int] = {}
         """Full size in bytes of each file in transfer, by SHA-256."""
 

@@ -16,7 +16,7 @@ from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
-"""Seconds to wait for the next part of a file; the received parts are kept."""
+"""Seconds to wait for the next part of a file. If it does not arrive, the parts that were received are kept."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -73,7 +73,8 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
 
 
 async def _shielded(call: Any, *arguments: Any) -> Any:
-    """Return the result of a call on a thread; a cancelled caller waits for it, because the thread uses its file."""
+    """Run a call on a thread and return its result. A cancelled caller still waits for the end of the call, because the
+    thread uses the caller's file."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(task)

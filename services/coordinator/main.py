@@ -108,7 +108,7 @@ class CoordinatorService:
 
     directory: Path
     store: str
-    """Root folder or URL of large files; empty: `directory`."""
+    """Root folder or URL of large files. If it is empty, `directory` is used."""
     host: str
     port: int
     people_port: int | None
@@ -121,11 +121,11 @@ class CoordinatorService:
     """Seconds for which a stopping coordinator waits for workers that are stopping too."""
     min_free_bytes: int
     bundle_quota_bytes: int
-    """Most bytes that the files of all bundles may take together."""
+    """The files of all bundles together may take at most this many bytes."""
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None
-    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None opens none."""
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA. If it is None, neither is served."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""

@@ -28,10 +28,10 @@ from paceline.v1 import registry_pb2 as pb
 from paceline.v1 import registry_pb2_grpc
 
 MAX_EVIDENCE = 64
-"""Most evaluations, and most verdicts, of one version."""
+"""One version may have at most this many evaluations, and at most this many verdicts."""
 MAX_VERSION = 10**9
 MAX_REASON = 1000
-"""Most characters of a reason."""
+"""Largest number of characters of a reason."""
 REGISTERED, PASSED, PROMOTED, ROLLED_BACK = "registered", "passed", "promoted", "rolled_back"
 
 
@@ -198,9 +198,9 @@ def _checked(version: int) -> int:
 
 PAGE_SIZE = 100
 MAX_PATH = 4096
-"""Most characters of the path or URL of a model's files."""
+"""Largest number of characters of the path or URL of a model's files."""
 MAX_DOCUMENT = 1 << 20
-"""Most characters of the result of one evaluation, or of one verdict."""
+"""Largest number of characters of the result of one evaluation, or of one verdict."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 COPIED = (
     *("name", "version", "run_id", "chain", "path", "export_sha256", "statement_sha256", "spec_sha256"),

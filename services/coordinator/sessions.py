@@ -95,7 +95,7 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000
-"""Most sessions by which a ledger may be behind; larger session numbers are ignored."""
+"""A ledger may be behind by at most this many sessions; larger session numbers are ignored."""
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class OnDisk(NamedTuple):
 
 
 class SessionNumbers:
-    """Largest session that workers or folders of checkpoints have reported, by run."""
+    """The largest session that workers or folders of checkpoints have reported. The key is the run."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}

@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEXT_BYTES = 4096
-"""Most bytes of a reason, a warning or an error."""
+"""Largest number of bytes of a reason, a warning or an error."""
 
 MAX_LINE_BYTES = 1000
-"""Most bytes of a text in a line of the log; the run's events have the whole text."""
+"""Largest number of bytes of a text in a line of the log; the run's events have the whole text."""
 
 MAX_GAUGES = 100
-"""Most gauges in one heartbeat."""
+"""Largest number of gauges in one heartbeat."""
 
 MAX_METRICS = 500
-"""Most metrics in one receipt."""
+"""Largest number of metrics in one receipt."""
 
 MAX_NAME = 64
-"""Most characters of a gauge's or metric's name."""
+"""Largest number of characters of a gauge's or metric's name."""
 
 MAX_EVENT_BYTES = 256 << 10
-"""Most bytes of one event, so that a page of events fits into a message to a watcher."""
+"""Largest number of bytes of one event, so that a page of events fits into a message to a watcher."""
 
 
 def cut(text: str, limit: int = MAX_TEXT_BYTES) -> str:

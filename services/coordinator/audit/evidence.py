@@ -38,7 +38,7 @@ class RunRows:
     """Training groups in the order of their ids, without texts."""
     batches: list[sqlite3.Row]
     of_step: dict[int, list[sqlite3.Row]]
-    """Groups of each step in the order of its batch, by step."""
+    """The groups of each step's batch, in the order of the batch. The key is the step."""
     deep: bool
     """True if the files of every checkpoint are read, not only those of the newest."""
 
@@ -136,8 +136,8 @@ def _compare_arrays(of_run: RunRows, report: VerifyReport, subject: str, row: sq
 
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
-    """Return header and arrays of a row of the table `payloads`, verified by their checksums, whether they are in a
-    segment or (in a backup) in the row. Raises LedgerFault."""
+    """Return the header and the arrays that a row of the table `payloads` refers to, after a check of their checksums.
+    They are in a segment or, in a backup, in the row itself. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -152,7 +152,8 @@ def _stored(of_run: RunRows, kind: str = "") -> Iterator[sqlite3.Row]:
 
 
 def references(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare the reference's log-probabilities, if the pool serves it, with the tokens of every scored group."""
+    """If the pool serves the reference, compare the reference's log-probabilities with the tokens of every scored
+    group."""
     serves, groups = of_run.spec.pool_serves_reference, {g["group_id"]: g for g in of_run.groups}
     found: set[int] = set()
     for stored in _stored(of_run, " AND kind = 'reference'"):
@@ -175,7 +176,7 @@ def references(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]) -> None:
-    """Compare the digest of a group's rewards and reference with that in the ledger."""
+    """Compute the digest of a group's rewards and reference, and compare it with the digest in the ledger."""
     if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
@@ -186,7 +187,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 def _compare_with_batch(
     of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Check that a session's receipts have each group of the step's batch exactly once, with its digests."""
+    """Check that a session's receipts have each group of the step's batch exactly once, and with the group's digests."""
     groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -219,7 +220,7 @@ def _compare_with_batch(
 
 
 Life = tuple[int, int, int]
-"""Group id, sample and number of a life."""
+"""Key of a life of a sample: group id, sample and number of the life."""
 
 WAITING = (State.ADMITTED, State.LEASED)
 """States of groups whose turns are kept one by one."""
@@ -279,7 +280,8 @@ def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
 
 
 def _check_lives(report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]) -> None:
-    """Check that a sample's ended lives are 1, 2, … and that its turns are of the next life."""
+    """Check that a sample's ended lives are numbered 1, 2, … without a gap, and that its turns belong to the life after
+    them."""
     last: dict[tuple[int, int], sqlite3.Row] = {}
     for row in ended:
         key = (row["group_id"], row["sample"])

@@ -49,8 +49,8 @@ def events(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def evaluations(of_run: RunRows, report: VerifyReport) -> None:
-    """Check that results of evaluations can be read, that each group outside training belongs to an evaluation, and
-    that it is scored or dropped when its evaluation has ended."""
+    """Check that the results of evaluations can be read, and that each group outside training belongs to an evaluation.
+    When that evaluation has ended, the group must be scored or dropped."""
     rows = of_run.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
@@ -71,7 +71,7 @@ def evaluations(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def models(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare registered models with batches and spec. A promoted one must have passed its gates or have a reason."""
+    """Compare registered models with batches and spec. A promoted model must have passed its gates or have a reason."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches}
     spec_sha256 = hashlib.sha256(of_run.run["spec_yaml"].encode()).hexdigest()
     found = of_run.ledger.models.of_run(of_run.run_id)
@@ -115,8 +115,8 @@ def deaths_and_faults(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def checkpoints(of_run: RunRows, report: VerifyReport) -> None:
-    """Compare checkpoints with the chain, their manifests with the registered digests, and their files with the
-    manifests: all by size, those of the newest checkpoint (with `deep`: of each) also by SHA-256."""
+    """Compare checkpoints with the chain, and their manifests with the registered digests. Compare the files of all
+    checkpoints with the manifests by size; those of the newest checkpoint (with `deep`: of each) also by SHA-256."""
     chains = {batch["step"] + 1: batch["chain"] for batch in of_run.batches} | {0: ""}
     rows = of_run.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]

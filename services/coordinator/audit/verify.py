@@ -225,8 +225,8 @@ def _batches(of_run: RunRows, report: VerifyReport) -> None:
 
 
 def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
-    """Return the chain's hash before a batch: that of the previous step, extended by the batches that this one
-    replaced."""
+    """Return the hash that the chain had before a batch: the hash of the previous step, extended by the batches of the
+    same step that this batch replaced."""
     rows = of_run.rows("SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"])
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
@@ -262,7 +262,7 @@ COMPARISONS: dict[str, Callable[[RunRows, VerifyReport], None]] = {
     "export": side_records.export,
     "audit log": lambda of_run, report: check_end(of_run.ledger, report),
 }
-"""Comparisons, by the subject of the problem that is reported if one cannot continue."""
+"""The comparisons. The key is the subject of the problem that is reported if the comparison cannot continue."""
 
 
 NICENESS = 19

@@ -40,12 +40,12 @@ from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 SYNC_S = 0.5
 WINDOW_S = 60.0
 FIRST = 10
-"""Most records of one source's refusals in a window."""
+"""Largest number of records of one source's refusals in a window."""
 MOST = 60
-"""Most records of all sources' refusals in a window."""
+"""Largest number of records of all sources' refusals in a window."""
 MAX_SOURCES = 32
 OTHERS = "others"
-"""Name of the source that counts all refusals beyond MAX_SOURCES."""
+"""Name under which the refusals of all sources beyond the first MAX_SOURCES are counted together."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RefusalLimits:
 
     def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
         """If the window has ended, return the records for refusals that were only counted, and begin a new window.
-        `last` ends it now."""
+        `last` ends the window now."""
         if not self._end_s or (now_s < self._end_s and not last):
             return []
         found = [
@@ -113,13 +113,14 @@ class AuditLog:
         self._limits = RefusalLimits()
         self._fault: LedgerFault | None = None
         self._unsynced: dict[int, AuditHead] = {}
-        """By file number, the newest record that the ledger does not have yet."""
+        """For each file, its newest record, if the ledger does not have that record yet. The key is the file's number.
+        """
         for found in self._files.repaired:
             log.warning("the audit log %s: %s", self.folder, found)
         self.record(Entry("audit/start", why="; ".join(self._files.repaired), subject=f"term {ledger.term}"))
 
     def record(self, entry: Entry) -> None:
-        """Append an entry, but a refusal only within the limits."""
+        """Append an entry. A refusal is appended only within the limits."""
         with self._lock:
             self._append_all(self._limits.due(now_s := time.monotonic()))
             if entry.result == OK or self._limits.admits(entry, now_s):
@@ -132,7 +133,7 @@ class AuditLog:
         self.record(entry_of_call(call))
 
     def note_intruder(self, kind: str, member_id: str, why: str, address: str) -> None:
-        """Record a request to the exchange that was refused because of its sender. From any thread."""
+        """Record a request to the exchange that was refused because of its sender. May be called from any thread."""
         self.record(entry_of_request(kind, member_id, why, address))
 
     def note_change(self, what: str, name: str) -> None:
@@ -174,7 +175,8 @@ class AuditLog:
             self._unsynced[self._files.number] = head
 
     def _sync(self) -> dict[int, AuditHead]:
-        """Sync, and return the newest record of each file that has new ones. From any thread. Raises LedgerFault."""
+        """Sync the files, and return the newest record of each file that has new records. May be called from any
+        thread. Raises LedgerFault."""
         with self._lock:
             heads, self._unsynced = self._unsynced, {}
             if not heads:

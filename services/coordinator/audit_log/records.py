@@ -26,9 +26,9 @@ from paceline.files.whole_file import sync_folder
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 MAX_TEXT = 512
-"""Most characters of each text of a record."""
+"""Largest number of characters of each text of a record."""
 MAX_LINE_BYTES = 64 << 10
-"""Most bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
+"""Largest number of bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
 OK = "OK"
 """Result of a successful call."""
 _HASH = b',"hash":"'
@@ -37,7 +37,7 @@ _HASH_BYTES = len(_HASH) + 64 + len(b'"}')
 
 @dataclass(frozen=True)
 class Entry:
-    """Content of a record: never a token, a secret or a prompt, and of a request only the digest."""
+    """Content of a record. It never has a token, a secret or a prompt; of a request it has only the digest."""
 
     what: str
     """`package.Service/Method`, or `exchange/KIND`, or an event of the log itself, such as `audit/start`."""
@@ -108,7 +108,7 @@ def _json(fields: dict[str, Any]) -> bytes:
 
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64
-"""Most files that are kept, 1 GB together."""
+"""Largest number of files that are kept; together they have 1 GB."""
 NAME = re.compile(r"(\d{6,})\.jsonl")
 
 
@@ -201,7 +201,7 @@ class AuditFiles:
 
     def _find_end(self, recorded: AuditHead) -> AuditHead:
         """Return the record after which the log continues, and cut off an incomplete line. If the files lack the
-        ledger's newest record, the log continues after that one, and the gap stays for good."""
+        ledger's newest record, the log continues after that record, and the gap remains."""
         end = NONE
         for number in reversed(self._numbers):
             path = self._folder / _name(number)

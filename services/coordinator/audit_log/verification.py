@@ -25,7 +25,7 @@ SUBJECT = "audit log"
 
 
 def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
-    """Verify the whole log beside a ledger, which is open for reading. Any damage is a problem in the report."""
+    """Verify the whole log beside a ledger. The ledger is open for reading. Any damage is a problem in the report."""
     report, folder = VerifyReport(), ledger.path.parent / AUDIT_NAME
     heads = ledger.audit_heads.all()  # before the files, which are never behind the ledger
     named = dict(_named_by_manifests(ledger, report))
@@ -45,7 +45,8 @@ def verify(ledger: Ledger, max_files: int = MAX_FILES) -> VerifyReport:
 
 
 def check_end(ledger: Ledger, report: VerifyReport) -> None:
-    """Check, for `paceline ledger verify`, only that the log's end is not missing. A fact has the number of records."""
+    """For `paceline ledger verify`, check only that the log's end is not missing. A fact of the report has the number
+    of records."""
     newest = ledger.audit_heads.newest()
     files = list(audit_files(ledger.path.parent / AUDIT_NAME).values())
     end = NONE
@@ -75,7 +76,7 @@ class _Chain:
         self._report, self._heads = report, heads
         self.head = NONE
         self._expected: dict[int, list[tuple[str, str]]] = {}
-        """Expected hashes by the number of the record, each as (source, hash)."""
+        """Expected hashes, each as (source, hash). The key is the number of the record."""
         for number, head in heads.items():
             self._expected.setdefault(head.sequence, []).append((f"the ledger, of file {number},", head.hash))
         for place, head in named.items():
@@ -126,7 +127,7 @@ class _Chain:
 
 
 def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int, AuditHead], max_files: int) -> None:
-    """Check that no file is missing, except the oldest ones of too many, which are deleted."""
+    """Check that no file is missing, except the oldest files, which are deleted when there are too many."""
     for number in range(1, max([*files, *heads], default=0) + 1):
         if number not in files and not (number < min(files, default=0) and len(files) >= max_files):
             head = heads.get(number, NONE)
@@ -137,7 +138,7 @@ def _check_numbers(report: VerifyReport, files: dict[int, Path], heads: dict[int
 
 def _named_by_manifests(ledger: Ledger, report: VerifyReport) -> Iterator[tuple[str, AuditHead]]:
     """Yield the records that checkpoints' manifests name: those of registered checkpoints, and those in the runs'
-    folders, because an older ledger may lack some."""
+    folders, because an older ledger may lack some checkpoints."""
     folder = ledger.path.parent
     registered = {path for row in ledger.runs() for path in ledger.checkpoints.paths(row["run_id"])}
     found = {str(path.parent) for path in folder.glob(f"*/checkpoints/*/{CHECKPOINT_MANIFEST}")}

@@ -31,8 +31,8 @@ FIRST_EVALUATION_GROUP = 1 << 40
 """Smallest group id of evaluations, far above the ids of groups to train."""
 
 SCORED_BETWEEN = 3
-"""Number of groups to train that are scored between two groups of an evaluation if both classes wait, because scoring a
-whole evaluation at once would delay the batches."""
+"""While groups of both classes wait, this many groups to train are scored between two groups of an evaluation. Scoring
+a whole evaluation at once would delay the batches."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:

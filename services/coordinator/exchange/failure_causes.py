@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Collection
 
 BATCHES_OF_ONE_CAUSE = 2
-"""Number of batches of groups, dropped in a row for one cause, after which the run is paused."""
+"""The run is paused if groups are dropped in a row for one cause until their number is this many times the groups of a
+batch."""
 
 MIN_OF_ONE_CAUSE = 4
-"""Smallest number of groups in a row for one cause that pauses the run."""
+"""The run is not paused before this many groups were dropped in a row for one cause, however few groups a batch has."""
 
 NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
 """Drop reasons of groups that could not be generated."""
@@ -25,7 +26,7 @@ FAILED = (*NOT_GENERATED, "reward_failed")
 """Drop reasons with a cause that a person can remove while the run is paused."""
 
 MAX_CAUSES = 256
-"""Most causes that are counted at a time."""
+"""Largest number of causes that are counted at a time."""
 
 EXCERPT = re.compile(r",? for the (?:prompt|messages|completion) .*", re.DOTALL)
 RAISED = re.compile(r"(\braised [\w.]+): .* (\([^()]+:\d+ in [^()]+\))", re.DOTALL)
@@ -69,7 +70,7 @@ class DropsInARow:
         self.lowest, self.highest = math.inf, -math.inf
 
     def end_of_generation(self) -> None:
-        """Note that a group was generated. Reset the count if it is of groups that could not be generated."""
+        """Note that a group was generated. If the count is of groups that could not be generated, reset it."""
         if self.reason in NOT_GENERATED:
             self.reset()
 

@@ -18,20 +18,20 @@ LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
 
 MAX_REFUSED = 3
-"""Number of refused results in a row that makes a worker overdue."""
+"""A worker is overdue after this many of its results were refused in a row."""
 
 MIN_RESULTS = 8
-"""Smallest number of other workers' results whose median is used."""
+"""The median of the other workers' results is used if there are at least this many results."""
 
 NO_MEDIAN_S = 600.0
-"""Limit, in seconds, while other workers have fewer than MIN_RESULTS results."""
+"""While the other workers have fewer than MIN_RESULTS results, a worker is overdue after this many seconds."""
 
 WINDOW = 256
-"""Number of newest results in the median."""
+"""The median is computed from this many of the newest results."""
 
 LONGEST_STEP_S = 10.0
-"""Most seconds between two checks that are counted, because in a longer gap the coordinator stood still, not a worker.
-"""
+"""Of the seconds between two checks, at most this many are counted. In a longer gap the coordinator stood still, not a
+worker."""
 
 
 class LeaseDurations:
@@ -41,13 +41,14 @@ class LeaseDurations:
         self._now_s = 0.0
         self._checked_s: float | None = None
         self._since_s: dict[tuple[str, int, int], float] = {}
-        """Time when each current lease was first seen, by worker, group and attempt."""
+        """Time, in seconds of `_now_s`, at which each current lease was first seen. The key is worker, group and
+        attempt."""
         self._results: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         """Worker and seconds from lease to result, for each of the newest results."""
         self._submitted_s: dict[str, float] = {}
-        """Time of each worker's last accepted result."""
+        """Time, in seconds of `_now_s`, of the last accepted result. The key is the worker."""
         self._refused: dict[str, int] = {}
-        """Refused results in a row, by worker."""
+        """Number of results that were refused in a row. The key is the worker."""
 
     def note_submission(self, member_id: str, group_id: int, attempt: int) -> None:
         """Note that a worker's result was accepted, or that another worker's result had won."""
@@ -86,7 +87,7 @@ class LeaseDurations:
         ]
 
     def _why(self, member_id: str, oldest_s: float, *, has_free: bool) -> str:
-        """Return why a worker is overdue; empty if it is not. `has_free`: another worker is idle."""
+        """Return why a worker is overdue; empty if it is not. `has_free` is true if another worker is idle."""
         others = [seconds for other, seconds in self._results if other != member_id]
         since_s = max(oldest_s, self._submitted_s.get(member_id, oldest_s))
         enough_results = len(others) >= MIN_RESULTS
@@ -110,9 +111,9 @@ class Throughput:
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
-        """Number of generated groups, by rollout or environment worker."""
+        """Number of generated groups. The key is the rollout or environment worker."""
         self.scored: defaultdict[str, float] = defaultdict(float)
-        """Number of scored groups, by reward worker."""
+        """Number of scored groups. The key is the reward worker."""
 
     def keep(self, member_ids: Iterable[str]) -> None:
         """Remove workers that are not among `member_ids`, because the counts would grow with every new worker."""

@@ -1,5 +1,5 @@
-"""Leases groups to workers, and revokes the leases of workers that left, crashed or are overdue. Only this module does
-either; `submissions.py` takes the results.
+"""Leases groups to workers, and revokes the leases of workers that left, crashed or are overdue. No other module leases
+groups or revokes leases; `submissions.py` takes the results.
 
 Quarantine finds groups that crash their workers by leasing them alone, and drops them, so that one prompt cannot end a
 pool. A worker's crash proves nothing about one of the many groups that it held, so each of them is counted as present.
@@ -49,20 +49,21 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
 SHARED_CRASHES = 2
-"""Number of crashes, with other groups present, after which a group is quarantined."""
+"""A group is quarantined after this many crashes of workers that held it together with other groups."""
 
 ALONE_CRASHES = 2
-"""Number of further crashes, with the group alone, after which a quarantined group is dropped."""
+"""A quarantined group is dropped after this many further crashes of workers that held only this group."""
 
 MAX_ROOM = 1 << 16
-"""Most completions in one answer, however much room a worker states."""
+"""One answer has at most this many completions, even if a worker states more room."""
 
 MAX_TURN_LOG_BYTES = 32 << 20
-"""Most bytes of turn logs in the answers of one call. An answer with only one lease may exceed it."""
+"""The turn logs in the answers of one call have at most this many bytes. An answer with only one lease may exceed it.
+"""
 
 ADMITTED_AT_ONCE = 64
-"""Number of groups that are admitted at a time (more if more are requested), within the admission rule. Admitting a
-whole step's groups at once would delay other requests."""
+"""This many groups are admitted at a time (more if more are requested), as far as the admission rule allows. Admitting
+a whole step's groups at once would delay other requests."""
 
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
@@ -442,7 +443,7 @@ def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_
 
 
 def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
-    """Count the crash `death` for a group, each name once; drop the group at the limit."""
+    """Count a crash for a group, and drop the group at the limit. `death` names the crash; each name counts once."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
         exchange.warn(f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone")

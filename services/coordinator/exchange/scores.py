@@ -1,5 +1,5 @@
-"""Assigns score tasks and takes rewards, which change groups from generated to scored. A failed score never becomes a
-zero."""
+"""Assigns score tasks and takes rewards, which change groups from generated to scored. A score that failed is never
+replaced by zero."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_rewards
 
 MAX_ROOM = 1024
-"""Most tasks in one answer, however much room a worker states."""
+"""One answer has at most this many tasks, even if a worker states more room."""
 
 MAX_TASK_BYTES = 32 << 20
-"""Most bytes of groups in one answer with several tasks, so that the first group's scoring does not wait for the
-arrival of the last."""
+"""An answer with several tasks has groups of at most this many bytes. Otherwise the scoring of the first group would
+wait for the arrival of the last one."""
 
 
 def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
@@ -165,7 +165,7 @@ def _has_advantage(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards
 
 
 def _step_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> int:
-    """Return the step that sets a group's reward weights: that of the next batch, or of the evaluation."""
+    """Return the step whose reward weights apply to a group: the step of the next batch, or of the evaluation."""
     if row["class"] != "train":
         return int(row["class"].partition(":")[2])
     return int(exchange.ledger.run(run.run_id)["next_batch"])
@@ -187,7 +187,7 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
 
 
 def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """End a task without scores. Infrastructure failures are counted apart, because they drop no group."""
+    """End a task without scores. Infrastructure failures are counted separately, because they drop no group."""
     score = request.score
     exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
     if score.crashed:

@@ -1,5 +1,5 @@
-"""Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and finds workers
-with a wrong mean deviation by a sequential test. Has no I/O.
+"""Spot-checks the samplers: chooses groups whose log-probabilities the learner compares with its own, and finds, by a
+sequential test, workers whose mean deviation is wrong. Has no I/O.
 
 Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person
 has to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least
@@ -51,24 +51,24 @@ THRESHOLD = 18.0
 """Sum at which a worker is named: a likelihood ratio of e^18, some 7·10⁷."""
 
 MAX_INCREMENT = 9.5
-"""Largest increment by one group, so that at least two groups name a worker."""
+"""One group increases a sum by at most this much, so a worker is named only after at least two groups."""
 
 CLIP_SIGMAS = 4.0
 
 SMALLEST_SIGMA = 2e-4
-"""Smallest standard error used, in nats, because rounding errors within a group are alike."""
+"""A smaller standard error, in nats, is replaced by this one, because rounding errors within a group are alike."""
 
 SPREAD_FROM = 8
-"""Smallest number of observations whose spread estimates the noise."""
+"""The noise is estimated from the spread of the observations if there are at least this many."""
 
 MAX_OBSERVATIONS = 256
-"""Number of newest observations, over all workers, in the estimates of the noise."""
+"""The noise is estimated from this many of the newest observations of all workers."""
 
 MAX_WORKERS = 4096
-"""Most workers whose observations are kept; the least recently observed worker is removed first."""
+"""Largest number of workers whose observations are kept; the least recently observed worker is removed first."""
 
 MAD_TO_SIGMA = 1.4826
-"""Factor from the median absolute deviation to the standard deviation of a Gaussian."""
+"""If values are Gaussian, their median absolute deviation times this factor is their standard deviation."""
 
 
 class Observation(NamedTuple):
@@ -201,7 +201,7 @@ FIRST_CHECKS = 4
 """Number of groups of a new worker that are compared as soon as possible."""
 
 MAX_CHECKS = 16
-"""Most groups of a batch that are compared."""
+"""Largest number of groups of a batch that are compared."""
 
 KEPT_CHOICES = 8
 """Number of batches whose chosen groups are kept, because every rank and every later session may request the batch

@@ -42,11 +42,12 @@ UNOPENED_PERIOD_S = 60.0
 """Seconds between two warnings about segments that cannot be opened."""
 
 BATCH_DUE = "whether the next batch can be fixed"
-"""Key of a transaction's decision whether the next batch can be fixed; invalidated when a group is scored."""
+"""Key under which a transaction keeps its decision whether the next batch can be fixed. The decision is invalidated
+when a group is scored."""
 
 
 class Training(NamedTuple):
-    """Session, step and number of ranks that were served last, until the step is trained."""
+    """The session and the step that were served last, and the number of ranks, until the step is trained."""
 
     session: int
     step: int
@@ -55,15 +56,16 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """An answer to a request. `empty`: there was nothing to give, so the request may be parked for the wait that it
-    asks for."""
+    """An answer to a request. `empty` is true if there was nothing to give; then the request may be parked for the wait
+    that it asks for."""
 
     reply: pb.ExchangeReply
     payloads: list[Frame] = field(default_factory=list)
     empty: bool = False
 
     def in_memory(self) -> list[Buffer] | None:
-        """Return the payload frames; None if one must be read from the disk, which must not happen on the event loop."""
+        """Return the payload frames. Return None if one of them must be read from the disk, because the event loop must
+        not wait for the disk."""
         frames = [frame for frame in self.payloads if not isinstance(frame, StoredFrame)]
         return frames if len(frames) == len(self.payloads) else None
 
@@ -73,8 +75,9 @@ class Notice:
     """An event of a transaction, to be handled after its commit."""
 
     kind: str
-    """`step` (a step was trained), `paused` (until a person resumes the run), `evaluated`, `pinned` (a worker keeps its
-    version), `unpinned`, `metrics` (of a learner's step), `extra` (columns that reward functions logged), `warning`."""
+    """The kind of event: `step` (a step was trained), `paused` (until a person resumes the run), `evaluated`, `pinned`
+    (a worker keeps its version), `unpinned`, `metrics` (of a learner's step), `extra` (columns that reward functions
+    logged), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
     """Id of the event's run; another run may be active by the time the event is handled."""
@@ -94,7 +97,7 @@ class ActiveRun:
 
     @property
     def batch_size(self) -> int:
-        """B: groups in a step."""
+        """B: the number of groups in a step."""
         return self.spec.grpo.num_prompts_per_step
 
     def group_size(self, group_class: str) -> int:
@@ -117,23 +120,24 @@ class RunState:
 
     active: ActiveRun | None = None
     offered: dict[str, Version] = field(default_factory=dict)
-    """Newest version offered to each rollout worker, by member id. It may sample from the version before it
-    acknowledges it."""
+    """The newest version that was offered to each rollout worker. The key is the member id. A worker may sample from a
+    version before it acknowledges that version."""
     overdue: set[str] = field(default_factory=set)
     """Ids of workers that held leases or tasks for too long; they get no more until they have submitted a result."""
     reserved: dict[int, str] = field(default_factory=dict)
-    """Id of the worker that gets no new work until it is free for a quarantined group, by group id."""
+    """Id of the worker that gets no new work until it is free for a quarantined group. The key is the group id."""
     first_requested_s: dict[int, float] = field(default_factory=dict)
-    """Time of the first request for the batch of a step, by step."""
+    """Time of the first request for the batch of a step. The key is the step."""
     first_complete_s: dict[int, float] = field(default_factory=dict)
-    """Time from which the batch of a step could be fixed, by step (`ready_first`)."""
+    """Time from which the batch of a step could be fixed (only with `ready_first`). The key is the step."""
     training: Training | None = None
     ranks: int = 0
     """Number of ranks of the newest session's learner; 0 until it is reported."""
     end_step: int = 0
     """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before they are over."""
     yields_to: str = ""
-    """Id of a run of higher priority that waits for the active run: nothing new is leased, and no batch is fixed."""
+    """Id of a run of higher priority that waits for the active run. While it is set, nothing new is leased, and no
+    batch is fixed."""
     unreadable_data: str = ""
     """Reason why the next prompt cannot be read; empty while it can."""
     failure_counts: FailureCounts = field(default_factory=FailureCounts)
@@ -155,7 +159,7 @@ class Exchange(RunState):
         self.suspected: set[str] = set()
         """Ids of members that may be gone: no batch waits for their work, and others may get it."""
         self.versions: dict[str, Version] = {}
-        """Acknowledged version of each rollout worker, by member id."""
+        """Acknowledged version of each rollout worker. The key is the member id."""
         self.lease_durations = LeaseDurations()
         self.task_durations = LeaseDurations()
         self.throughput = Throughput()
@@ -163,13 +167,14 @@ class Exchange(RunState):
         self.admission_closed = ""
         """Reason why no group is admitted; empty if only the admission rule decides."""
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
-        """Called for a request whose sender is not the stated member or may not send it, with the request's kind, that
-        member, the reason and the peer's address if known. For the audit log; from any thread."""
+        """Called for a request that is refused because its sender is not the stated member or may not send it.
+        Arguments: the request's kind, the stated member, the reason, and the peer's address if it is known. Used for
+        the audit log; called from any thread."""
         self._freed = False
         self._unopened_warned_s = -math.inf
         """Time of the last warning about a segment that cannot be opened."""
         self._counted = (0, 0)
-        """Cache of `num_ahead`: (slot, number of open, unbatched groups before it)."""
+        """Cache of `num_ahead`: a slot, and the number of open, unbatched groups in the slots before it."""
 
     def notice(self, kind: str, **content: Any) -> None:
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
@@ -188,7 +193,8 @@ class Exchange(RunState):
         return notices
 
     def note_unopened(self, fault: UnopenedSegment) -> None:
-        """Warn that a group cannot be read or stored now, because a segment cannot be opened. It is tried again."""
+        """Warn that a group cannot be read or stored now, because a segment cannot be opened. Reading or storing is
+        tried again later."""
         now_s = time.monotonic()
         if now_s - self._unopened_warned_s < UNOPENED_PERIOD_S:
             return

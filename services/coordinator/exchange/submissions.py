@@ -38,7 +38,7 @@ DATA_ERRORS = FINAL_DATA_ERRORS | {"", "invalid_result"}
 drops the group as `bad_prompt`."""
 
 MAX_ERROR_CHARS = 4096
-"""Most characters that are kept of a worker's message."""
+"""Largest number of characters that are kept of a worker's message."""
 
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
@@ -285,7 +285,7 @@ def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
 
 
 def _versions_T(completion: Completion) -> np.ndarray:
-    """Return [T, 2] session and step of each token."""
+    """Return an array [T, 2] with the session and the step of each token's version."""
     spans = completion.spans
     versions = np.array([(span.session, span.step) for span in spans], np.int64).reshape(-1, 2)
     return np.repeat(versions, [span.end - span.start for span in spans], axis=0)

@@ -27,7 +27,7 @@ from paceline.services.coordinator.ledger.segment_cipher import MAGIC
 from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
-"""Number of attempts at a copy, because pruning may remove a segment after the tables were copied."""
+"""A copy is attempted this many times, because pruning may remove a segment after the tables were copied."""
 
 
 def back_up(ledger: Ledger, destination: Path) -> int:
@@ -95,7 +95,8 @@ OLD_KEY_REMEDY = (
     "name the file with the ledger's current key by --old-key-file, or leave the option out for a plain ledger"
 )
 READERS_S = 1.0
-"""Most seconds to wait until no other process reads the ledger, so that the log can be emptied."""
+"""Seconds. The command waits at most this long until no other process reads the ledger, so that the log can be emptied.
+"""
 
 
 def encrypt_ledger(path: Path, old: StorageKey | None, new: StorageKey, say: Callable[[str], None]) -> None:

@@ -32,14 +32,14 @@ from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
-"""Most values in the cache."""
+"""Largest number of values in the cache."""
 
 REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """First byte that SQLite locks (its PENDING_BYTE)."""
 
 LOG_READERS_S = 0.1
-"""Most seconds that one attempt to empty the log waits for readers of other processes."""
+"""Seconds. One attempt to empty the log waits at most this long for readers of other processes."""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LedgerFile(database.Queries):
         path = Path(os.path.realpath(path))  # the lock must be beside the file itself, not beside a link
         self.path = path
         self.key = storage_key()
-        """Key of the ledger's encrypted files; None for plain ones."""
+        """Key of the ledger's encrypted files; None if the files are plain."""
         self.payloads = PayloadStore(path, self.key)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Called with the fault when the disk refuses a transaction; the ledger's owner must then stop."""
@@ -61,12 +61,13 @@ class LedgerFile(database.Queries):
         self.term = 0
         """Number of this opening of the ledger; 0 before it is assigned."""
         self._cache: dict[str, Any] | None = None if read_only else {}
-        """Values that were read and have not changed since, by key. None for a reader, because another process writes.
-        """
+        """Values that were read and have not changed since then. The key is that of `cached`. None in a reader, because
+        another process changes the file."""
         self._decisions: dict[str, Any] = {}
-        """Results of `decided` in this transaction, by key."""
+        """Results of `decided` in this transaction. The key is that of `decided`."""
         self._uncounted: dict[tuple[str, str], int] = {}
-        """Amounts that the current transaction adds to counters, by run and name; written before its commit."""
+        """Amounts that the current transaction adds to counters. The key is the run and the counter's name. They are
+        written before the commit."""
         self._syncer = ThreadPoolExecutor(1, "ledger-sync")
         self._log_fd: int | None = None
         """File descriptor of SQLite's write-ahead log, which stays the same file while the ledger is open."""
@@ -136,7 +137,7 @@ class LedgerFile(database.Queries):
             self.sync()
 
     def sync(self) -> None:
-        """Wait until every transaction committed before is on the disk. Raises LedgerFault."""
+        """Wait until every transaction that was committed before this call is on the disk. Raises LedgerFault."""
         commits = self._commits
         if self._synced_commits >= commits:
             return
@@ -171,7 +172,7 @@ class LedgerFile(database.Queries):
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Run the body on one state of the file; it may only read."""
+        """Run the body on one state of the file. The body may only read."""
         self.db.execute("BEGIN")
         try:
             yield
@@ -304,7 +305,8 @@ class LedgerFile(database.Queries):
 
     @property
     def was_restored(self) -> bool:
-        """Return whether this ledger was ever restored from a backup: folders and workers may be ahead of it."""
+        """Return whether this ledger was ever restored from a backup. If it was, folders and workers may be ahead of
+        it."""
         return bool(self._meta("restored"))
 
     def _next_term(self, *, is_backup: bool) -> int:

@@ -150,9 +150,9 @@ def _start(path: Path) -> bytes:
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""
 APPLICATION_ID = 68
-"""Offset of the application_id in SQLite's header: four bytes, the most significant first."""
+"""Offset, in bytes, of the application_id in SQLite's header. The id has four bytes, the most significant first."""
 JOURNAL = 18
-"""Offset of SQLite's write version: 2 for a file with a write-ahead log, 1 without."""
+"""Offset, in bytes, of SQLite's write version. It is 2 for a file with a write-ahead log, and 1 without."""
 NOT_ITS_OWN = ("-wal", "-shm", "-journal", "-segments")
 
 

@@ -34,7 +34,7 @@ UNREADABLE = (
 REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate/operations.md)"
 
 MAX_TEXT = 500
-"""Most characters of a problem, because a damaged record can have any length."""
+"""Largest number of characters of a problem, because a damaged record can have any length."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class VerifyReport:
 
     found: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Compared facts, by name."""
+    """Facts that were compared. The key is the fact's name."""
 
     @property
     def problems(self) -> list[str]:
@@ -161,7 +161,7 @@ def _schema_of_format() -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
-    """Return the columns of every table and index by name, sorted."""
+    """Return the columns of every table and index, sorted. The key is the name of the table or index."""
     schema: dict[str, list[tuple[Any, ...]]] = {}
     query = "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
     for kind, name, sql in db.execute(f"{query} WHERE type IN ('table', 'index')").fetchall():

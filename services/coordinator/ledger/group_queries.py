@@ -17,7 +17,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"
-"""Columns that batches need, not all, because thousands of rows are read at a time."""
+"""The columns that batches need. Others are not read, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
 OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
@@ -44,7 +44,8 @@ class GroupQueries(Queries):
         return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
-        """Return the values of the data set's column `name`, by group id; None for a group without the column."""
+        """Return the values of the data set's column `name`. The key is the group id; the value is None if the group
+        lacks the column."""
         path = f"$.{json.dumps(name)}"
         rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"
@@ -235,7 +236,7 @@ DEATHS = "deaths"
 
 
 class Deaths:
-    """Crashes of workers that held a group. Methods that write run inside a transaction of the ledger."""
+    """Crashes of workers that held a group. Methods that change rows are called inside a transaction of the ledger."""
 
     def __init__(self, ledger: LedgerFile):
         self._ledger = ledger
@@ -279,7 +280,7 @@ class Deaths:
 
 
 class FreeSlots(Queries):
-    """Slots of dropped groups. Methods that write run inside a transaction of the ledger."""
+    """Slots of dropped groups. Methods that change rows are called inside a transaction of the ledger."""
 
     def exist(self, run_id: str) -> bool:
         return self.row("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run_id,)) is not None

@@ -26,10 +26,11 @@ from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.database import Queries
 
 INSERTED_AT_ONCE = 64
-"""Most groups that one statement inserts."""
+"""Largest number of groups that one statement inserts."""
 
 MAX_INSERTED_CHARS = 16 << 20
-"""Characters of prompts and columns after which a statement takes no further group: SQLite accepts 1 GB at most."""
+"""Number of characters of prompts and columns after which a statement takes no further group, because SQLite accepts 1
+GB at most."""
 
 
 class State(enum.StrEnum):
@@ -59,7 +60,7 @@ class NewLease(NamedTuple):
     """Step of the oldest version that the group's tokens can have. `Lease.step` on the wire is the step that the group
     is for."""
     holders: str
-    """All holders of the group's leases, this one included."""
+    """All holders of the group's leases, including the holder of this one."""
 
 
 class Generated(NamedTuple):
@@ -169,7 +170,7 @@ class Groups(Queries):
         )
 
     def revoke_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Revoke the member's leases of groups that are not in `held`, and remove its name."""
+        """Revoke the member's leases of groups that are not in `held`, and remove the member's name from these groups."""
         self.db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
             " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
@@ -177,7 +178,8 @@ class Groups(Queries):
         )
 
     def revoke_leases(self, member_ids: Sequence[str]) -> int:
-        """Revoke all leases of the members. Their names stay, for `restore_leases`. Return the number of groups."""
+        """Revoke all leases of the members. The groups keep the members' names, for `restore_leases`. Return the number
+        of groups."""
         return self.db.execute(
             "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
@@ -198,7 +200,8 @@ class Groups(Queries):
         )
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
-        """Remove the last holder's name from an admitted group, so that `restore_leases` does not give it back."""
+        """Remove the last holder's name from an admitted group, so that `restore_leases` does not lease the group to
+        that holder."""
         self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:

@@ -37,9 +37,10 @@ PRIORITY = (
 MAX_SEQUENCE = 1 << 62
 """A sequence number above that of any event, within SQLite's range."""
 MAX_EVENTS = {"member": 100_000, "warning": 100_000}
-"""Most events of a kind in one run, for kinds that workers can cause without limit."""
+"""Largest number of events in one run, for kinds of events that workers can cause without limit. The key is the kind.
+"""
 GROUPS_AT_ONCE = 512
-"""Most groups whose payloads are pruned in one transaction."""
+"""Largest number of groups whose payloads are pruned in one transaction."""
 PRUNED = "pruned:groups"
 """Counter of the groups whose payloads were pruned."""
 RECENT_RESULTS = 64
@@ -307,7 +308,7 @@ class Ledger(LedgerFile):
 
     def payload(self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False) -> Payload | None:
         """Return a group's texts and arrays, or the `prefix` that an earlier attempt returned; None if they were
-        removed. After the `last` call they are read from the disk."""
+        removed. With `last`, they are removed from memory, and later calls read them from the disk."""
         row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         )
@@ -322,7 +323,8 @@ class Ledger(LedgerFile):
         )
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
-        """Return group and kind of the payload that a damaged record has; None if nothing refers to the record."""
+        """Return the group and the kind of the payload to which a damaged record belongs; None if nothing refers to the
+        record."""
         return self.row(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
@@ -352,7 +354,7 @@ class Ledger(LedgerFile):
         self.note_removed_records(self.episodes.remove(run_id, group_id))
 
     def is_pruning_due(self, run_id: str, batch: int) -> bool:
-        """Return whether `prune` would remove payloads, because every kept checkpoint is past their step; `batch` is
+        """Return whether `prune` would remove payloads: those of steps before the oldest kept checkpoint. `batch` is
         the number of groups in a step."""
         return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
 

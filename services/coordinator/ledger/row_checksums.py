@@ -37,11 +37,11 @@ SEALED = {
     "models": "",
     "model_changes": "",
 }
-"""Condition for a row to have a seal, by table; empty if every row has one."""
+"""Condition under which a row has a seal. The key is the table; the condition is empty if every row has a seal."""
 
 UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
-"""Columns without seals, by table. In `runs` they change with every lease, and verify compares them with the groups; in
-`episodes` a backup changes them, and they have separate checksums."""
+"""Columns that the seal does not cover. The key is the table. In `runs` these columns change with every lease, and
+verify compares them with the groups; in `episodes` a backup changes them, and they have separate checksums."""
 
 
 class Table(NamedTuple):

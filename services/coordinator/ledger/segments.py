@@ -50,13 +50,14 @@ MAX_SEGMENT_BYTES = 256 << 20
 MAX_OPEN_SEGMENTS = 64
 
 MAX_CANDIDATES = 64
-"""Most marked segments that one check for unused segments reads."""
+"""Largest number of marked segments that one check for unused segments reads."""
 
 IN_TURN = 8
-"""Number of further segments in each check, in turn, because a removal may not have been marked."""
+"""Each check also reads this many segments that are not marked, in turn, because a removal may not have been marked."""
 
 MAX_RECENT_BYTES = 256 << 20
-"""Most bytes of records that are kept in memory: the newest ones that were in no served batch."""
+"""Largest number of bytes of records that are kept in memory. These are the newest records that were in no served
+batch."""
 
 
 class Location(NamedTuple):
@@ -121,7 +122,8 @@ class StoredFrame:
     position: int
     """Position in the file, in bytes."""
     start: int
-    """Start of the record, or of its arrays after the header, as the ledger counts it without encryption."""
+    """Start of the record, or of the arrays after its header, in bytes. It is the position in the ledger, which does
+    not count the bytes that encryption adds."""
     size: int
     crc: int
 
@@ -143,7 +145,7 @@ class StoredFrame:
 
 
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM})
-"""Numbers of errors in creating a segment that do not come from the disk."""
+"""Error numbers with which the creation of a segment can fail although the disk has no fault."""
 
 Frame = Buffer | StoredFrame
 
@@ -199,13 +201,13 @@ class PayloadStore:
         """Number of bytes by which a part is longer in an encrypted segment than in the ledger's count."""
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
-        """Segments open for reading, by number, the newest opened last."""
+        """Segments open for reading, the newest opened last. The key is the segment's number."""
         self._end: SegmentWriter | None = None
         """Segment that is appended to."""
         self._cipher: SegmentCipher | None = None
         """Cipher of the segment that is appended to."""
         self._recent: dict[tuple[int, int], Record] = {}
-        """The newest records by segment and start, oldest first."""
+        """The newest records, the oldest first. The key is the record's segment and start."""
         self._recent_bytes = 0
         self._recent_lock = threading.RLock()
         self._numbers = set(self._on_disk())
@@ -245,8 +247,8 @@ class PayloadStore:
             position += len(written)
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
-        """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
-        memory. Raises DamagedRecord if the segment is missing, UnopenedSegment if it cannot be opened now."""
+        """Return the texts and arrays that a row of the table refers to. With `last`, they are removed from memory.
+        Raises DamagedRecord if the segment is missing, UnopenedSegment if it cannot be opened now."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -387,7 +389,8 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 """Flag of a direct write; 0 on systems without it."""
 
 BUFFER_BYTES = 8 << 20
-"""Most bytes of a write. Each write releases the interpreter lock and then waits for it, so writes should be few."""
+"""Largest number of bytes of a write. Each write releases the interpreter lock and then waits for it, so writes should
+be few."""
 
 
 class SegmentWriter:

@@ -125,9 +125,9 @@ class Coordinator:
             ledger, self.exchange, members, ledger.path.parent, is_insecure=bool(self.insecurity)
         )
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
-        """The run and its session whose learner has finished."""
+        """The run and the session whose learner has finished."""
         self._finished_s = 0.0
-        """Monotonic time at which this learner first reported that it has finished."""
+        """Monotonic time at which the learner in `_finished` first reported that it has finished."""
         self._ledger_fault: LedgerFault | None = None
         ledger.on_fault = self._on_ledger_fault
 
@@ -252,8 +252,8 @@ class Coordinator:
             await self.states.end(run.run_id, "succeeded", explain(run, self.exchange.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
-        """Return whether a worker of the roster has not got the last version yet, which it serves to callers after the
-        run's end. The wait is bounded, because the run is trained and exported."""
+        """Return whether a worker of the roster has not got the last version yet. Workers serve this version to callers
+        after the run's end. The wait is bounded, because the run is trained and exported."""
         if time.monotonic() - self._finished_s >= LAST_VERSION_S:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)

@@ -26,7 +26,7 @@ from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 from paceline.spec import RunSpec
 
 NUM_FIRST = 8
-"""Rows whose texts are checked when a run is submitted."""
+"""Number of rows whose texts are checked when a run is submitted."""
 
 
 class RunData(NamedTuple):
@@ -112,11 +112,12 @@ class Openings:
 
 TIDY_UP_S = 600.0
 MAX_REPORT = 1 << 14
-"""Most bytes of a report on prepared data; a larger report is left out."""
+"""Largest number of bytes of a report on prepared data; a larger report is left out."""
 
 
 class RunBundles:
-    """Bundles in one `BlobStore`. Methods that take a digest block, so call them on threads; others use the ledger."""
+    """The bundles in one `BlobStore`. Methods with a digest as argument block, so call them on threads; the others use
+    the ledger."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, functions_from: Sequence[Path] = ()):
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from

@@ -39,11 +39,11 @@ MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0
 """Seconds to wait for the object store's answer; a store that does not answer in time delays no run."""
 MAX_TO_READ = 16
-"""Most specs that are being read or wait to be read; the time to read a spec is bounded."""
+"""Largest number of specs that are being read or wait to be read; the time to read a spec is bounded."""
 MAX_QUEUED = 1000
-"""Most runs in the queue."""
+"""Largest number of runs in the queue."""
 MAX_QUEUED_OF_ONE = 250
-"""Most queued runs of one submitter, so that nobody fills the queue."""
+"""Largest number of queued runs of one submitter, so that nobody fills the queue."""
 QUEUE_AGAIN_S = 60.0
 """Seconds after which a client may retry while the queue is full."""
 
@@ -129,7 +129,8 @@ class RunQueue:
         return run_id
 
     def _check_room(self, caller: Caller | None) -> None:
-        """Raise Busy if the queue is full, or has the most runs that one submitter may have."""
+        """Raise Busy if the queue is full, or if the submitter already has as many runs in it as one submitter may
+        have."""
         queue = self._ledger.queue()
         if len(queue) >= MAX_QUEUED:
             raise Busy(
@@ -214,7 +215,7 @@ NEWEST = "newest"
 """Name that means, at each reading of a reward model, the newest export by step."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
-"""Most runs that a message names."""
+"""Largest number of runs that a message names."""
 
 
 @dataclass(frozen=True)

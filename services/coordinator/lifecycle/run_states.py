@@ -30,8 +30,8 @@ class Watchers:
         self._run_log, self._server = run_log, server
 
     async def notify(self, *kinds: str) -> None:
-        """Wake every `Watch` call, because there may be new events, and the exchange's waiting requests of the given
-        kinds."""
+        """Wake every `Watch` call, because there may be new events. Also wake the exchange's waiting requests of the
+        given kinds."""
         if kinds:
             self._server.wake(*kinds)
         async with self.changed:
@@ -153,7 +153,7 @@ class RunStates:
         await self.end(run_id, "failed", message)
 
     async def end(self, run_id: str, state: str, message: str) -> None:
-        """End a run in `state`, for good; the workers become idle and the next run may start."""
+        """End a run in `state`, permanently; the workers become idle and the next run may start."""
         async with self._context.lock:
             before = self._ledger.run(run_id)["state"]
             if before not in ("queued", *ACTIVE_STATES) and (before, state) != ("failed", "cancelled"):

@@ -32,7 +32,7 @@ SUPPLIED = frozenset(
 )
 """Arguments of reward functions that are never columns."""
 CHECKED_ROWS = 32
-"""Rows whose tests and other inputs of built-in functions are read at submission."""
+"""Number of rows whose tests and other inputs of built-in functions are read at submission."""
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
@@ -353,7 +353,7 @@ def _check_reset(key: str, definition: Definition | None, field: str, columns: C
 
 
 MAX_SOURCE_BYTES = 1 << 20
-"""Size of the largest file that is parsed."""
+"""Size, in bytes, of the largest file that is parsed."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef

@@ -23,7 +23,7 @@ from paceline.wire import PROTOCOL
 
 MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADDRESS = 256
-"""Most characters of an address, host:port."""
+"""Largest number of characters of an address, host:port."""
 MAX_RUN_ID = 128
 MAX_RANKS = 1 << 16
 MAX_SECRET = 64

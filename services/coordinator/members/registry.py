@@ -25,10 +25,10 @@ from paceline.services.common.worker.score_extras import FunctionSums, LoggedMet
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256
-"""Most queued directives of kinds that replace no earlier one."""
+"""Largest number of queued directives of kinds that replace no earlier one."""
 
 ACKS_AT_ONCE = 1000
-"""Most acknowledgements in one directive."""
+"""Largest number of acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
 REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "host_plan", "engines"})
@@ -42,7 +42,8 @@ class DirectiveQueue:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
         """Directives in sending order."""
         self._acks: dict[tuple[str, int, int], worker_pb2.WeightAck] = {}
-        """Acknowledgements by member id, session and step; sent after the directives in `_waiting`."""
+        """Acknowledgements, which are sent after the directives in `_waiting`. The key is member id, session and step.
+        """
         self._numbers = 0
         self._plain = 0
         self._ended = False
@@ -267,7 +268,8 @@ IGNORED_S = 0.05
 
 
 class LoopLag:
-    """Adds up the running event loop's pauses. `watch` runs the beat; `take` also counts a pause until now."""
+    """Adds up the running event loop's pauses. `watch` runs the beat; `take` also counts a pause that has not ended
+    yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -296,7 +298,8 @@ class LoopLag:
 
 
 MAX_EARLIER = 4096
-"""Most earlier secrets that are kept: more than the number of workers that leave while a message is on its way."""
+"""Largest number of earlier secrets that are kept. It is more than the number of workers that leave while a message is
+on its way."""
 
 
 class Standing(enum.Enum):
@@ -304,7 +307,7 @@ class Standing(enum.Enum):
 
     MEMBER = "member"
     EARLIER = "earlier"
-    """The secret is an earlier one of this member, which retries after its next Welcome."""
+    """The secret is an earlier one of this member, which sends the request again after its next Welcome."""
     STRANGER = "stranger"
 
 
@@ -317,7 +320,7 @@ class Senders:
         self._earlier: dict[tuple[str, bytes], None] = {}
         """Earlier pairs of member id and secret, oldest first."""
         self._keys: dict[bytes, str] = {}
-        """Member id by public key; ZeroMQ's thread reads it."""
+        """Member ids. The key is the member's public key. ZeroMQ's thread reads this mapping."""
 
     @property
     def ids(self) -> Set[str]:

@@ -27,13 +27,14 @@ from paceline.tracing import step_traceparent
 from paceline.v1 import common_pb2, worker_pb2
 
 NAMED = 16
-"""Most members that a log line names, because thousands may join one by one."""
+"""Largest number of members that a log line names, because thousands may join one by one."""
 
 SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
-"""Most sessions that end, while this coordinator runs, because a worker holds weights of a later one. After the restore
-of a backup there are few such workers; a worker that claims ever later sessions must not prevent training."""
+"""At most this many sessions end, while this coordinator runs, because a worker holds weights of a later session. After
+the restore of a backup there are few such workers; a worker that claims ever later sessions must not prevent
+training."""
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Assignments:
     ):
         self.roster = Roster(members, exchange, self.learner)
         self._sessions: dict[tuple[str, int], str] = {}
-        """Member id of the learner by run id and session, for the newest SESSIONS_KEPT."""
+        """Member ids of the learners of the newest SESSIONS_KEPT sessions. The key is run id and session."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
         self._pause = pause
         self._numbers = SessionNumbers()
@@ -180,8 +181,8 @@ class Assignments:
     # Sessions
 
     def learner(self) -> Member | None:
-        """Return rank 0 of the learner with the run's newest session; None without one. It keeps the session while it
-        is a member, also if its stream breaks."""
+        """Return rank 0 of the learner with the run's newest session; None without one. A learner keeps the session
+        while it is a member, even if its stream breaks."""
         run = self._exchange.active
         if run is None:
             return None
@@ -222,7 +223,8 @@ class Assignments:
         return self._sessions.setdefault((run.run_id, self._ledger.run(run.run_id)["session"]), member_id)
 
     def is_published(self, version: Version) -> bool:
-        """Return whether a session of the run can have published a version, which precedes its step's receipt."""
+        """Return whether a session of the run can have published a version. A version is published before the receipt
+        of its step arrives."""
         run = self._exchange.active
         row = self._ledger.run(run.run_id) if run is not None else None
         return row is not None and version.session <= row["session"] and version.step <= row["next_batch"]
@@ -295,8 +297,8 @@ class Assignments:
         self._numbers.note_session(run.run_id, newest, max(hello.session, hello.version.session))
 
     async def begin_session_above_holder(self, member: Member) -> None:
-        """Begin a session above that of a worker's weights, which the ledger does not know; at most MAX_LATER_SESSIONS
-        times."""
+        """Begin a session with a number above the session of a worker's weights, which the ledger does not know. This
+        happens at most MAX_LATER_SESSIONS times."""
         run, session = self._exchange.active, member.ahead_session
         if run is None or session < self._ledger.run(run.run_id)["session"]:
             return
@@ -313,8 +315,8 @@ class Assignments:
         await self.begin_session_above(session)
 
     async def begin_session_above(self, session: int) -> None:
-        """Begin a session above `session`, because a worker or a folder has weights or files of that session, which the
-        ledger does not know."""
+        """Begin a session with a number above `session`, because a worker or a folder has weights or files of that
+        session, which the ledger does not know."""
         run = self._exchange.active
         if run is None:
             return

@@ -24,9 +24,9 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.v1 import worker_pb2
 
 FALLBACKS = 3
-"""Most hosts that are tried after the preferred upstream and before the learner's hosts."""
+"""Largest number of hosts that are tried after the preferred upstream and before the learner's hosts."""
 TREE_BYTES = 2 << 20
-"""Most bytes of a version that goes through a tree."""
+"""A version of at most this many bytes goes through a tree."""
 TREE_WIDTH = 8
 
 
@@ -74,12 +74,12 @@ def upstreams(position: int, hops: Sequence[Hop], sources: Sequence[str], size_b
 
 
 SLOW_SHARE = 1 / 3
-"""Share of the median speed below which a host is slow."""
+"""A host is slow if its speed is below this share of the median speed."""
 SLOW_VERSIONS = 2
-"""Slow versions in a row after which a host goes to the end of the chain."""
+"""A host goes to the end of the chain after this many slow versions in a row."""
 FEWEST_HOSTS = 3
 MAX_HOSTS = 4096
-"""Most hosts whose speeds are kept."""
+"""Largest number of hosts whose speeds are kept."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class HopSpeeds:
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
         self._slow: dict[str, int] = {}
-        """Slow versions in a row, by relay id."""
+        """Number of slow versions in a row. The key is the relay id."""
 
     def note(self, transfer: worker_pb2.HostTransfer) -> bool:
         """Add a measurement; return whether the host has just become slow."""

@@ -77,7 +77,7 @@ WARNINGS_PERIOD_S = 60.0
 """Seconds in which a member may send WARNINGS_KEPT warnings, and as many new faults."""
 
 MAX_HASH = 128
-"""Most characters of a digest or of a chain's hash."""
+"""Largest number of characters of a digest or of a chain's hash."""
 MAX_PATH_BYTES = 4096
 MAX_SOURCES = 4096
 TEXTS = {
@@ -86,7 +86,7 @@ TEXTS = {
     "publish": ("error",),
     "leave": ("reason",),
 }
-"""Free-text fields by kind of report."""
+"""Names of the free-text fields. The key is the kind of report."""
 
 FREE = ("heartbeat", "leave", "host_agent")
 """Reports that any member may make at any time."""

@@ -27,7 +27,7 @@ EVENTS_AT_ONCE = 5000
 """Number of events that a call reads first."""
 
 SAMPLED = 32
-"""Events at each end of a run from which the names of its metrics are collected."""
+"""The names of a run's metrics are collected from this many events at the run's start and at its end."""
 
 NO_METRICS = ("step", "time")
 NAN = math.nan
@@ -150,10 +150,10 @@ def get_token_statistics(ledger: Ledger, request: pb.GetTokenStatisticsRequest) 
 
 PAGE_SIZE = 1000
 MAX_BYTES = 8 << 20
-"""Bytes of JSON in an answer; the event that exceeds them is the last one."""
+"""An answer ends with the event that brings its JSON above this many bytes."""
 
 READ_AT_ONCE = 20_000
-"""Most events that a call reads, including those of other kinds than requested."""
+"""Largest number of events that a call reads, including those of other kinds than requested."""
 MAX_KINDS = 16
 
 

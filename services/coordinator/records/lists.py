@@ -151,7 +151,7 @@ REASONS = {
     "by_request": "A person took the group out of its batch with `paceline drop`.",
     "run_ended": "The run ended before the group was trained.",
 }
-"""Explanations of drops, by reason."""
+"""Explanations of drops. The key is the drop reason."""
 MAX_HOLDERS = 100
 BATCHED = ("batched", "trained")
 SCORED = ("scored", *BATCHED)
@@ -238,9 +238,9 @@ def _names(lines: str) -> list[str]:
 
 
 GROUPS = 1000
-"""Most groups of a page."""
+"""Largest number of groups of a page."""
 MAX_CHARACTERS = 4 << 20
-"""Characters of the prompts of a page; the group that exceeds them is the last one."""
+"""Number of characters of the prompts of a page. The group that exceeds it is the last one of the page."""
 
 
 def list_attempts(

@@ -25,7 +25,7 @@ from paceline.v1 import records_pb2 as pb
 
 LIMIT_S = 10.0
 INSTRUCTIONS = 20_000
-"""Instructions of SQLite between two checks of the deadline."""
+"""Number of SQLite's instructions between two checks of the deadline."""
 
 SPECS = 16
 RequestT = TypeVar("RequestT")
@@ -47,7 +47,7 @@ class RecordsReader:
         self.ledger = ledger
         self._limit_s = limit_s
         self._specs: dict[tuple[str, str], RunSpec] = {}
-        """Specs by run and text, cached because parsing YAML takes most of a call's time."""
+        """Cache of parsed specs, because parsing YAML takes most of a call's time. The key is run and text."""
 
     @classmethod
     def opened(cls, path: Path) -> RecordsReader:

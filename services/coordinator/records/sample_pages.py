@@ -30,18 +30,20 @@ from paceline.v1 import records_pb2 as pb
 from paceline.wire import CompletionArrays, decode_result, decode_rewards, parse_message, split_rows
 
 GROUPS = 64
-"""Most groups that a call reads."""
+"""Largest number of groups that a call reads."""
 
 MAX_BYTES = 4 << 20
-"""Most stored bytes that a call decodes, and most bytes of its answer; the group that exceeds them is the last one."""
+"""Largest number of stored bytes that a call decodes, and of bytes in its answer. The group that exceeds either is the
+last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Bytes of the largest extra.jsonl that a bounded call reads, because it reads the whole file for every page."""
+"""Size, in bytes, of the largest extra.jsonl that a bounded call reads, because it reads the whole file for every page.
+"""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
 MAX_VERSIONS = 20
-"""Most evaluations that a message names."""
+"""Largest number of evaluations that a message names."""
 STATES = tuple(state.value for state in State)
 
 

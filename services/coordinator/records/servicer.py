@@ -25,7 +25,7 @@ from paceline.v1 import records_pb2 as pb
 from paceline.v1 import records_pb2_grpc
 
 MAX_WAITING = 32
-"""Most requests that wait for the reading thread; further ones are refused."""
+"""Largest number of requests that wait for the reading thread; further ones are refused."""
 VERIFY_AGAIN_S = 10.0
 """Seconds after which a client may retry while a run's records are compared."""
 

@@ -27,7 +27,7 @@ FOLDER = "gauges"
 MAX_FILE_BYTES = 4 << 20
 MAX_FILES = 8
 MAX_MEMBERS = 512
-"""Most members of a reading; the first ones are written."""
+"""Largest number of members of a reading. If there are more, the first ones are written."""
 KEPT = ("tokens_per_s", "memory_gb", "gpu_use", "gpu_power_w")
 DIGITS = 4
 log = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class GaugeHistory:
 
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
-    """Return a member's shares of time by activity, sum 1; empty for a connected learner, whose steps have times."""
+    """Return the share of a member's time for each activity; the shares add up to 1. Empty for a connected learner,
+    because the times of its steps are recorded elsewhere."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:

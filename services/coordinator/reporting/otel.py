@@ -201,7 +201,7 @@ class WeightMeters:
 
 
 MAX_GAUGES = 512
-"""Most gauges of one process, because users name the reward functions and the values that these log."""
+"""Largest number of gauges of one process, because users name the reward functions and the values that these log."""
 MAX_NAME = 200
 
 

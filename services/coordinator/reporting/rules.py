@@ -19,7 +19,7 @@ COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator
 ROUNDING = 1e-7
 """Relative difference to a rule's number that is ignored: 0.7 as float32 is below 0.7."""
 MAX_REPLAYED = 1000
-"""Most steps before a coordinator's start that are replayed."""
+"""Largest number of steps before a coordinator's start that are replayed."""
 
 
 class Broken(NamedTuple):
@@ -42,13 +42,14 @@ class Rules:
     def __init__(self, rules: Sequence[Rule]):
         self._rules = rules
         self._held: dict[tuple[Rule, str], int] = {}
-        """Steps in a row at which a rule's condition has held, by rule and metric."""
+        """Number of consecutive steps at which a rule's condition has held. The key is the rule and the metric."""
         self._before: dict[str, float] = {}
         """Newest value of each metric whose change a rule tests."""
 
     @property
     def reach(self) -> int:
-        """Number of steps before a start that have to be replayed for the same warnings as without a restart."""
+        """After a restart, this many earlier steps have to be replayed, so that the warnings are the same as without
+        the restart."""
         return min(MAX_REPLAYED, max((rule.steps for rule in self._rules), default=0) + 1)
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Broken]:
@@ -93,8 +94,8 @@ LARGEST_ADVANTAGE = 1e3
 """Absolute advantages above this are absurd: normalised ones are about as large as the root of the group's size."""
 
 LARGEST_GRADIENT = 1e3
-"""Gradient norms above this many times the norm that they are clipped to (at least 1) are absurd; per trained token of
-a completion if the reduction sums tokens."""
+"""A gradient norm is absurd if it is above this number times the norm to which it is clipped (at least 1). If the
+reduction sums tokens, this bound is multiplied by the mean number of trained tokens of a completion."""
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:

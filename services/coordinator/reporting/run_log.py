@@ -41,11 +41,11 @@ TIME = "milliseconds"
 """Name of the counter of milliseconds for which a run was active."""
 
 STEP_WARNINGS = {"steps:no_signal": no_signal, "steps:out_of_scale": out_of_scale}
-"""Functions that warn of a step, by the name of the counter of such steps."""
+"""Functions that warn of a step. The key is the name of the counter of the steps with this warning."""
 
 POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
-"""Names of pools in metrics that differ from the role, because `reward/` are the run's reward functions and
-`environment/` its episodes."""
+"""Names of pools in metrics, where they differ from the role: `reward/` has metrics of the run's reward functions, and
+`environment/` those of its episodes. The key is the role."""
 
 log = logging.getLogger(__name__)
 
@@ -365,10 +365,10 @@ def is_added_up(gauge: str) -> bool:
 
 
 PROMPTS = 3
-"""Most prompts in the text of an evaluation."""
+"""Largest number of prompts in the text of an evaluation."""
 
 MAX_BYTES = 2000
-"""Most bytes of a prompt or a completion in the text of an evaluation."""
+"""Largest number of bytes of a prompt or a completion in the text of an evaluation."""
 
 
 def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from paceline.v1 import common_pb2, worker_pb2
 
 MAX_HOSTS = 4096
 KEPT_OPEN = 4
-"""Most versions whose records still wait for late members."""
+"""Largest number of versions whose records still wait for late members."""
 
 
 @dataclass
@@ -29,10 +29,10 @@ class VersionRecord:
     acknowledged: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Position in the chain, and seconds of receiving, by the relay id of the host."""
+    """Position in the chain, and seconds of receiving. The key is the relay id of the host."""
 
     def raise_to(self, **numbers: float) -> None:
-        """Keep the larger number of each metric."""
+        """For each metric, keep the larger one of the stored number and the new number."""
         for name, value in numbers.items():
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
 

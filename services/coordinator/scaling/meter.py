@@ -22,7 +22,7 @@ NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
 """Counters of dropped groups that no step needed."""
 
 HALF_LIFE_STEPS = 8.0
-"""Steps after which the learner's wait has half of its weight."""
+"""A wait of the learner has half of its weight after this many further steps."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Worker:
 
     role: str
     is_ready: bool
-    """True if it takes work at the end of the period."""
+    """True if the worker takes work at the end of the period."""
     ready_s: float = 0.0
-    """Seconds of the period in which it took work."""
+    """Seconds of the period in which the worker took work."""
     occupied_s: float = 0.0
-    """`ready_s`, weighted by the occupied share of the worker's room."""
+    """Seconds: `ready_s`, weighted by the occupied share of the worker's room."""
     completed: float = 0.0
     held: int = 0
 

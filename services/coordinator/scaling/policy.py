@@ -39,19 +39,21 @@ MAX_GROWTH = 2.0
 """Largest ratio of the new size to the present workers in one decision, if there are any."""
 
 HALF_LIFE_GROUPS = 1024.0
-"""Groups after which a measured rate has half of its weight."""
+"""A measured rate has half of its weight after this many further groups."""
 
 HALF_LIFE_STEPS = 8.0
-"""Steps after which a measured demand has half of its weight."""
+"""A measured demand has half of its weight after this many further steps."""
 
 NEW_LOAD = 1.5
-"""Ratio of a step's demand to the mean, or of the mean to it, from which it counts as a new load: the mean begins anew."""
+"""If a step's demand is at least this many times the mean, or the mean this many times the demand, it counts as a new
+load: the mean begins anew."""
 
 NEW_RATE = 3.0
-"""Ratio of a measured rate to the mean, or of the mean to it, from which it counts as other work: the mean begins anew."""
+"""If a measured rate is at least this many times the mean, or the mean this many times the rate, it counts as other
+work: the mean begins anew."""
 
 MIN_GROUPS = 32
-"""Fewest completed groups from which a rate is computed."""
+"""A rate is computed from at least this many completed groups."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Bounds:
     least: int = 0
     most: int = 64
     first: int = 1
-    """Workers at the beginning of a run, before anything is measured."""
+    """Number of workers at the beginning of a run, before anything is measured."""
     cold_start_s: float = 60.0
     """Seconds from the order of a worker to its first group."""
     idle_s: float = 300.0
@@ -84,13 +86,13 @@ class Measurement:
     has_run: bool
     """True if a run trains that needs the pool's role."""
     ready: int
-    """Workers that take work."""
+    """Number of workers that take work."""
     starting: int
-    """Workers that were ordered and do not take work yet."""
+    """Number of workers that were ordered and do not take work yet."""
     completed: float
-    """Groups that the pool completed."""
+    """Number of groups that the pool completed."""
     held: float
-    """Groups that the pool's workers hold now."""
+    """Number of groups that the pool's workers hold now."""
     occupied: float
     """Mean occupied share of the room of workers that take work, from 0 to 1."""
     steps: int = 0
@@ -98,7 +100,7 @@ class Measurement:
     step_s: float = 0.0
     """Mean seconds of a step without the wait for its batch."""
     groups_per_step: float = 0.0
-    """Groups that a step takes: B, and those that are dropped for each step."""
+    """Number of groups that a step takes: B, and the groups that are dropped for each step."""
     share: float = 1.0
     """Share of the demand that this pool serves, if several pools do the same work."""
 
@@ -108,13 +110,14 @@ class PoolState:
     """The policy's state of a pool between decisions."""
 
     desired: int = 0
-    """Workers that the pool should have."""
+    """Number of workers that the pool should have."""
     groups: float = 0.0
-    """Completed work in groups; older work has less weight."""
+    """Completed work, as a number of groups; older work has less weight."""
     held: float = 0.0
-    """Groups that the pool held at the previous measurement."""
+    """Number of groups that the pool held at the previous measurement."""
     full_worker_s: float = 0.0
-    """Seconds of fully occupied workers in which `groups` were completed, with the same weights."""
+    """Time in which `groups` were completed, in seconds of one fully occupied worker, with the same weights as
+    `groups`."""
     demand: float = 0.0
     """Groups/s that the learner can train; 0 while it is unknown."""
     share: float = 1.0
@@ -214,10 +217,11 @@ class PoolConfig:
     name: str
     """Name of the pool; the role for a pool of all its workers."""
     members: str = ""
-    """First characters of the member ids that belong to the pool; empty: all workers of the role."""
+    """The pool has the workers of its role whose member ids begin with this text; if it is empty, all workers of the
+    role."""
     bounds: Bounds = field(default_factory=Bounds)
     cost: float = 0.0
-    """Cost of a worker for an hour, in any currency; 0: unknown."""
+    """Cost of a worker for an hour, in any currency; 0 if it is unknown."""
 
     def has(self, role: str, member_id: str) -> bool:
         return role == self.role and member_id.startswith(self.members)

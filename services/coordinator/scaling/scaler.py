@@ -42,10 +42,10 @@ RECONNECT_S = 30.0
 """Seconds after a coordinator's restart in which its workers reconnect and nothing is decided."""
 
 UNUSED_S = 3600.0
-"""Seconds without a request for a pool's size after which it counts as not scaled."""
+"""If no request for a pool's size came for this many seconds, the pool counts as not scaled."""
 
 MAX_SHOWN = 64
-"""Most characters of an unknown pool name that a message shows."""
+"""Largest number of characters of an unknown pool name that a message shows."""
 
 NO_RUN = "no run trains on groups now"
 
@@ -95,7 +95,7 @@ class Scaler:
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
         self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
-        """Pools of all workers of a role, by role."""
+        """The pools that have all workers of a role. The key is the role."""
         declared = [Sized(pool, is_declared=True) for pool in pools]
         self._whole |= {sized.config.role: sized for sized in declared if not sized.config.members}
         self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
@@ -183,7 +183,7 @@ def _supply(sized: Sized, period: Period) -> Supply:
 
 
 MARGIN = 0.15
-"""Share by which a pool's groups have to be cheaper than those of a pool that has workers."""
+"""A pool without workers is preferred to a pool that has some only if its groups are cheaper by at least this share."""
 
 
 class Supply(NamedTuple):
@@ -192,9 +192,9 @@ class Supply(NamedTuple):
     rate: float
     """Groups/s of one fully occupied worker; 0 while it is unknown."""
     most: int
-    """Most workers of the pool."""
+    """Largest number of workers that the pool may have."""
     cost: float
-    """Cost of a worker for an hour, in any currency; 0: unknown."""
+    """Cost of a worker for an hour, in any currency; 0 if it is unknown."""
     is_used: bool
     """True if the pool has workers, or should have some."""
 
@@ -231,17 +231,18 @@ def _cost_of_group(pool: Supply, usual: float) -> float:
 
 
 BALANCED = 0.05
-"""Share of its time that the learner may wait and still be called the only limit of the run."""
+"""Largest share of its time for which the learner may wait; up to this share, the advice says that only the learner
+limits the run."""
 
 
 class PoolFacts(NamedTuple):
     """A pool's workers, state and cost, for advice."""
 
     workers: int
-    """Workers that take work."""
+    """Number of workers that take work."""
     state: PoolState
     cost: float = 0.0
-    """Cost of a worker for an hour; 0: unknown."""
+    """Cost of a worker for an hour, in any currency; 0 if it is unknown."""
 
 
 def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:

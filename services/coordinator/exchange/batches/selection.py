@@ -130,7 +130,7 @@ def batch_metrics(
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of the batch of `step` by name; `reward` is NaN if no function gave a reward. `sources_G` are
-    the values of `data.source_key`, None without one.
+    the values of `data.source_key`, None without that key.
 
     `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
     """
@@ -183,7 +183,8 @@ def _mean(values: Any) -> float:
 
 
 def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN below two."""
+    """Return the standard deviation of the numbers among `values`: exactly 0 if they are equal, NaN for fewer than two
+    numbers."""
     numbers = _numbers(values)
     if len(numbers) < 2:
         return float("nan")
@@ -311,8 +312,8 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
 
 
 def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
-    """End the life of the sample whose turn cannot be read; return whether the damaged record is a turn. The lease's
-    holder learns of it from the answer to its next turn."""
+    """End the life of the sample whose turn cannot be read; return whether the damaged record is a turn. The answer to
+    the next turn tells the holder of the lease that the life has ended."""
     turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
     row = exchange.group(run, turn["group_id"]) if turn is not None else None
     if turn is None or row is None:
@@ -324,7 +325,8 @@ def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
-    """Revoke the leases or tasks of a reply that could not be sent, so that the request is answered with others."""
+    """Revoke the leases or tasks of a reply that could not be sent. The request can then be answered with other leases
+    or tasks."""
     for task in reply.task.tasks:
         exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
     for lease in reply.lease.leases:

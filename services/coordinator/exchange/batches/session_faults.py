@@ -18,17 +18,17 @@ from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
-"""Sessions that end in a row at one step with the same kind of fault, after which the run is paused."""
+"""The run is paused after this many consecutive sessions have ended at the same step with the same kind of fault."""
 
 ANY_FAULTS = 5
-"""Sessions that end in a row at one step with any faults, after which the run is paused. The rank that reports first,
-and so the kind of fault, can vary."""
+"""The run is paused after this many consecutive sessions have ended at the same step, whatever their faults. The rank
+that reports first can vary, and with it the kind of fault."""
 
 MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 """Kinds of faults that are not exception types."""
 
 MAX_SHOWN_GROUPS = 8
-"""Most groups that a message lists as possible causes."""
+"""Largest number of groups that a message lists as possible causes."""
 
 ENDED_SILENTLY = "the learner's process ended without a report; the kernel may have killed it for lack of memory"
 
@@ -89,7 +89,8 @@ def record(
     world_size: int = 0,
 ) -> None:
     """Record that a session ended at `step`, and pause the run if too many sessions ended at it. Only the session's
-    first report counts, because other ranks fail as a consequence; but lack of memory counts from any rank."""
+    first report counts, because other ranks fail as a consequence of the first fault. A lack of memory, however,
+    counts from any rank."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
@@ -106,7 +107,7 @@ def record(
 
 
 def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
-    """Return the newest faults in a row that have the same step; newest first."""
+    """Return the newest consecutive faults that have the same step, the newest first."""
     faults = exchange.ledger.session_faults.newest(run.run_id, ANY_FAULTS)
     return list(takewhile(lambda fault: fault.step == faults[0].step, faults))
 
@@ -114,8 +115,8 @@ def _in_a_row(exchange: Exchange, run: ActiveRun) -> list[SessionFault]:
 def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
-    """Return the ids of the groups in the reporting rank's part, else in the batch; the longest first if memory may be
-    the cause."""
+    """Return the ids of the groups that may be the cause: those in the part of the rank that reported; if that part is
+    unknown, all groups of the batch. The longest come first if memory may be the cause."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

@@ -32,19 +32,19 @@ from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
 MAX_STRANGERS_SHARE = 0.25
-"""Largest number of connections on which no member has sent a message, as a share of the files that may be open."""
+"""Connections on which no member has sent a message may use at most this share of the files that may be open."""
 
 HARMLESS_BYTES = 64 << 10
-"""Number of unread bytes up to which a connection is not closed because of memory growth."""
+"""A connection with at most this many unread bytes is not closed because of memory growth."""
 
 TRIM_S = 1.0
 """Seconds after which ZeroMQ has freed the memory of a closed connection."""
 
 STRANGER_S = 15.0
-"""Most seconds that a connection may be open before a member sends a message."""
+"""Seconds. A connection on which no member has sent a message may stay open for at most this long."""
 
 BYTES_RECEIVED = 128
-"""Offset of tcpi_bytes_received in Linux's struct tcp_info."""
+"""Offset, in bytes, of tcpi_bytes_received in Linux's struct tcp_info."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,22 @@ class ConnectionLimits:
     """Limits of a socket's connections. A stranger is a connection on which no member has sent a message."""
 
     message_bytes: int = MAX_MESSAGE_BYTES + (32 << 20)
-    """Most bytes on a connection without the end of a message: arrays, texts and header of a group."""
+    """A connection may have at most this many bytes without the end of a message: the arrays, texts and header of a
+    group."""
     unread_bytes: int = 4 * MAX_MESSAGE_BYTES
-    """Most bytes on a connection while whole messages wait to be read."""
+    """A connection may have at most this many bytes while whole messages wait to be read."""
     refused: int = 256
-    """Most refused messages of a stranger."""
+    """Largest number of refused messages of a stranger."""
     strangers_bytes: int = 512 << 20
-    """Most unread bytes of all strangers together. A worker's first message may be a large group."""
+    """Largest number of unread bytes of all strangers together. A worker's first message may be a large group."""
     strangers: int = 4096
-    """Most strangers, however many files may be open, because each takes memory."""
+    """Largest number of strangers, even if more files may be open, because each stranger takes memory."""
     growth_bytes: int = 256 << 20
-    """Most bytes by which this process may grow, beyond twice the unread bytes, while a message arrives."""
+    """Largest number of bytes by which this process may grow, beyond twice the unread bytes, while a message arrives.
+    """
     discarded_at_once: int = 10_000
-    """Most frames that are discarded in one turn of the event loop, from a message with too many frames."""
+    """Largest number of frames that are discarded in one turn of the event loop, from a message with too many frames.
+    """
 
 
 DEFAULT_LIMITS = ConnectionLimits()

@@ -23,10 +23,10 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 
 OF_LEASES = ("lease", "group", "lease_return")
-"""Kinds of requests by workers that hold the run's leases."""
+"""The kinds of requests that come from the workers that hold the run's leases."""
 
 ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
-"""Role that may send a request, by kind, without the kinds in OF_LEASES."""
+"""The role that may send each kind of request. The kinds in OF_LEASES are left out."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:

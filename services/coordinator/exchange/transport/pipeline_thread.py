@@ -35,14 +35,14 @@ class PipelineThread(Generic[ItemT]):
         self._size, self._portion_size = size, portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
-        """Set when the thread must end: a `work` that waits must then give up."""
+        """Set when the thread must end. A `work` that waits must then stop waiting and return."""
 
     def put(self, item: ItemT) -> None:
         """Add an item. May be called from any thread, also before `run`."""
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run until cancelled; the current portion is finished first. Raises the error of `work`, which ends it."""
+        """Run until cancelled; the current portion is finished first. An error of `work` ends the thread and is raised."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

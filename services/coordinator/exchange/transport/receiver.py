@@ -32,7 +32,7 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
-"""Messages that are read before other tasks get a turn."""
+"""Number of messages that are read before other tasks of the event loop get a turn."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,20 @@ class ServerLimits:
     """Limits and intervals of the exchange's server."""
 
     pending_bytes: int = 128 << 20
-    """Most bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ. It is less than
-    a segment, so the segment of a record that no transaction refers to yet is among the two newest, which are never
-    removed."""
+    """Largest number of bytes of uncommitted groups in memory; while there are more, no groups are read from ZeroMQ. It
+    is less than a segment, so the segment of a record that no transaction refers to yet is among the two newest,
+    which are never removed."""
     unanswered: int = 4096
-    """Most unanswered requests of one member. Parked ones do not count, because a member parks only one of a kind."""
+    """One member may have at most this many unanswered requests. Parked requests do not count, because a member parks
+    only one of a kind."""
     wait_s: float = 30.0
-    """Longest time for which a request is parked, whatever wait it asks for."""
+    """Seconds. A request is parked for at most this long, even if it asks for a longer wait."""
     tick_s: float = 0.2
-    """Seconds between two checks of parked requests without an event, because some answers change with time alone."""
+    """If no event occurs, parked requests are checked again after this many seconds, because some answers change only
+    with time."""
     store_again_s: tuple[float, float] = (0.2, 10.0)
-    """First and longest back-off, in seconds, before groups are stored again after no segment could be created."""
+    """If no segment could be created, groups are stored again after a back-off. These are its first and its longest
+    duration, in seconds."""
 
 
 DEFAULT_LIMITS = ServerLimits()
@@ -75,7 +78,7 @@ class Receiver:
         self._limits = limits
         self.filter = RequestFilter(exchange, limits.unanswered)
         self.pending_bytes = 0
-        """Bytes of unanswered results with arrays."""
+        """Number of bytes of results with arrays that are not answered yet."""
 
     async def run(self) -> None:
         """Read the socket whenever it signals. Only changes are signaled, so the socket is read until empty."""
@@ -165,7 +168,8 @@ class Receiver:
 
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
-"""Most payload frames of a request, by kind; other kinds have none."""
+"""Largest number of payload frames of a request. The key is the kind; requests of other kinds have no payload frames.
+"""
 
 SMALL_HEADER_BYTES = 256 << 10
 MAX_HEADER_BYTES = {
@@ -176,16 +180,17 @@ MAX_HEADER_BYTES = {
     "turn": SMALL_HEADER_BYTES,
     "episode_end": SMALL_HEADER_BYTES,
 }
-"""Most bytes of a request's first frame, for kinds that must be small because they are parked or in no budget."""
+"""Largest number of bytes of a request's first frame. The key is the kind. Requests of these kinds must be small,
+because they are parked or because no budget counts them."""
 
 DEFAULT_HEADER_BYTES = 4 << 20
 
 TEXTS_HEADER_BYTES = 64 << 20
-"""Most header bytes of a lease that is returned with samples. The header has their texts, and counts as bytes that wait
-for the disk."""
+"""Largest number of header bytes of a lease that is returned with samples. The header has their texts, and counts as
+bytes that wait for the disk."""
 
 MAX_HELD = 10_000
-"""Most groups that a worker may report as held."""
+"""Largest number of groups that a worker may report as held."""
 
 MAX_RANKS = 1 << 16
 
@@ -199,7 +204,8 @@ class RequestFilter:
         self._exchange, self._max_unanswered = exchange, max_unanswered
         self.unanswered: Counter[str] = Counter()
         self.under_way: dict[Key, PendingRequest] = {}
-        """Requests with arrays, by key, that are checked, stored or wait for their transaction."""
+        """Requests with arrays that are being checked or stored, or that wait for their transaction. The type `Key` has
+        the parts of the key."""
 
     def fault(self, waiting: PendingRequest) -> str:
         """Return why a member's request is refused; empty if it is accepted."""

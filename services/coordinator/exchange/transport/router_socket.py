@@ -31,7 +31,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, parse_message
 
 DOMAIN = "exchange"
 MAX_CACHED = 4096
-"""Most keys whose decoded bytes are cached."""
+"""Largest number of keys whose decoded bytes are cached."""
 KnowsKey = Callable[[bytes], bool]
 
 quiet = logging.getLogger(f"{__name__}.pyzmq")
@@ -52,7 +52,7 @@ def key_of(frame: zmq.Frame) -> bytes:
 
 
 MAX_FRAMES = 16
-"""Most payload frames that are read of a message; no request has as many."""
+"""Largest number of payload frames that are read of a message. No request has as many."""
 
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Events of peers without CURVE, and of peers that replay another connection's bytes."""
@@ -137,8 +137,8 @@ class ExchangeSocket:
         self._discarding = False
         """True while the rest of a message with too many frames is discarded."""
         self._to_cut: int | None = None
-        """Descriptor of that message's connection, to be closed if the rest is long; only once, because the number may
-        soon be another connection's."""
+        """Descriptor of the connection with a message that has too many frames. The connection is closed if the rest of
+        the message is long; it is closed only once, because the number may soon be another connection's."""
         self.port = self._bind(host, port)
         self.connections = Connections(self.port, limits, clock)
         """Open connections."""
@@ -204,14 +204,16 @@ class ExchangeSocket:
         return False
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
-        """Note that a message was received; `first`: it is the first of its connection. The monitor is read before
-        that, because ZeroMQ reports a connection before its first message, and descriptors are reused."""
+        """Note that a message was received; `first` is true if it is the first of its connection. For a first message
+        the monitor is read before, because ZeroMQ reports a connection before the connection's first message, and
+        descriptors are reused."""
         if first or not self.connections.is_of_member(message.descriptor):
             self.read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
-        """Close connections with too many unread bytes, and those that no member uses. `all_read`: no message waits."""
+        """Close connections with too many unread bytes, and those that no member uses. `all_read` is true if no message
+        waits."""
         self.read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)

@@ -49,26 +49,28 @@ from paceline.services.coordinator.ledger.segments import DamagedRecord, Unopene
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_TRANSACTION_S = 0.006
-"""Seconds in which requests join a transaction; later ones wait for its end."""
+"""Seconds in which requests can join a transaction. Requests that come later wait for the transaction's end."""
 
 LEASES_AT_ONCE = 16
-"""Most lease requests that are answered together; their shared data is read and written once."""
+"""At most this many lease requests are answered together. The data that they share are read and written once."""
 
 OTHERS_AT_ONCE = 16
-"""Most other requests in one savepoint; a savepoint for each would cost as much as a statement."""
+"""One savepoint has at most this many requests other than lease requests. A savepoint for each would cost as much as a
+statement."""
 
 MAX_SYNC_BYTES = 4 << 20
 """Bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that needs the
 disk waits longer."""
 
 MAX_TRANSACTIONS = 1024
-"""Most transactions that share a sync: in practice all waiting ones."""
+"""At most this many transactions share a sync; in practice all that wait share one."""
 
 PARKED_AT_ONCE = 64
-"""Most parked lease requests that are checked at a tick, the longest unchecked first; there may be thousands."""
+"""At a tick at most this many parked lease requests are checked, because there may be thousands. Those that were not
+checked for the longest time come first."""
 
 WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
-"""Kinds of parked requests whose answers an arriving request can change, by the arriving request's kind."""
+"""Kinds of parked requests whose answers an arriving request can change. The key is the arriving request's kind."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -114,7 +116,7 @@ class ExchangeServer:
         encrypted: bool = False,
         limits: ServerLimits = DEFAULT_LIMITS,
     ):
-        """`encrypted`: connections use CURVE, and only members can connect."""
+        """If `encrypted` is true, connections use CURVE, and only members can connect."""
         self._exchange, self._prompts, self._lock, self._limits = exchange, prompts, lock, limits
         self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
@@ -327,7 +329,7 @@ class ExchangeServer:
         return list(zip(by_member.values(), outcomes, strict=True))
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
-        """Answer some of the other requests, until `end_s` at most."""
+        """Answer some of the requests other than lease requests, until `end_s` at the latest."""
         handled: list[PendingRequest] = []
         with handled_together(self._exchange) as outcomes:
             while self._others and len(handled) < OTHERS_AT_ONCE and (not handled or time.monotonic() < end_s):

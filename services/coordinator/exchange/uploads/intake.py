@@ -172,7 +172,7 @@ MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.flo
 MAX_ID = 2**31 - 1
 
 MAX_TEXT_BYTES = 1024
-"""Most bytes of a token's text; the longest in known vocabularies have a few hundred."""
+"""Largest number of bytes of a token's text; the longest in known vocabularies have a few hundred."""
 
 
 class Limits(NamedTuple):
@@ -180,7 +180,7 @@ class Limits(NamedTuple):
 
     max_new_tokens: int
     max_total_tokens: int
-    """Most tokens of prompt and completion together."""
+    """Largest number of tokens of a prompt together with its completion."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Limits:
@@ -229,8 +229,8 @@ def check_logprobs(name: str, values: FloatArray) -> None:
 
 
 def _are_logprobs(values: FloatArray) -> bool:
-    """Return whether all values are numbers from MIN_LOGPROB to MAX_LOGPROB. It mostly needs one pass, because it
-    checks every token.
+    """Return whether all values are numbers from MIN_LOGPROB to MAX_LOGPROB. Because this checks every token, it
+    usually reads the values only once.
 
     The bits of IEEE 754 floats of one sign are ordered as integers by magnitude, followed by infinity and NaN. As
     signed integers, negative floats are below positive ones, and the greatest negative one has the largest magnitude.
@@ -262,7 +262,8 @@ ENDINGS = ("done", "truncated")
 """Endings of a finished sample. A sample that was given up has no last turn."""
 
 MAX_SAMPLE_BYTES = 1 << 20
-"""Most bytes of a sample's texts besides those of its tokens: tool schemas and text of programs in its messages."""
+"""Largest number of bytes of a sample's texts besides those of its tokens: tool schemas and text of programs in its
+messages."""
 
 
 class UploadedTurn(NamedTuple):
@@ -389,7 +390,7 @@ def turns_of(group: Group) -> list[GroupTurn]:
     samples, turns = group.rows.samples, []
     first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
     ends = [0] * len(samples)
-    """Token index at which the last turn so far of each row ends."""
+    """For each row, the index of the token at which the row's last turn so far ends."""
     for row, start, end, _ in group.rows.turns:
         completion = group.completions[row]
         context_ids = completion.token_ids[ends[row] : start]
@@ -415,8 +416,8 @@ def turns_of(group: Group) -> list[GroupTurn]:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans with the same
-    versions."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions. The digest does not depend on how
+    tokens of one version are divided into spans."""
     lengths: list[list[int]] = []
     for session, step, start, end in spans:
         if lengths and lengths[-1][:2] == [session, step]:

@@ -37,10 +37,10 @@ from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.surroundings import passed_variables
 
 LOAD_S = 60.0
-"""Time-out for loading a tokenizer, in seconds; groups that arrive meanwhile wait for it."""
+"""A tokenizer must be loaded within this many seconds; groups that arrive meanwhile wait for it."""
 
 ANSWER_S = 10.0
-"""Time-out for the child's answer, in seconds."""
+"""The child must answer within this many seconds."""
 
 
 CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"

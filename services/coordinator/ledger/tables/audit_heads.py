@@ -12,7 +12,7 @@ from paceline.services.coordinator.ledger.database import Queries
 
 
 class AuditHead(NamedTuple):
-    """Newest record of the audit log at some time."""
+    """Newest record of the audit log at the time when it was stored."""
 
     sequence: int
     """Number of the record; 0 without one."""
@@ -24,7 +24,8 @@ NONE = AuditHead(0, "")
 
 
 class AuditHeads(Queries):
-    """Keys: the number of the file. Methods that write run inside a transaction of the ledger."""
+    """The table `audit_heads`; a row's key is the number of the file. Methods that change rows are called inside a
+    transaction of the ledger."""
 
     def put(self, file: int, head: AuditHead) -> None:
         """Store the newest record of a file, in place of an earlier one."""

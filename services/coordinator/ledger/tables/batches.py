@@ -33,7 +33,8 @@ class NewBatch(NamedTuple):
 
 
 class Batches(Queries):
-    """Keys: run and step. Methods that write run inside a transaction of the ledger."""
+    """The fixed batches; a batch's key is its run and its step. Methods that change rows are called inside a
+    transaction of the ledger."""
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
         """Return the fixed batch of a step; None without one, also for a run without batches."""
@@ -83,7 +84,7 @@ def extend_chain(chain: str, step: int, digest: str) -> str:
 
 
 MAX_SPLITS = 8
-"""Most splits in the cache: that of the current step, and some that a later session trains again."""
+"""Largest number of splits in the cache: that of the current step, and some that a later session trains again."""
 
 Split = list[list[sqlite3.Row]]
 
@@ -98,7 +99,8 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 
 class Splits:
-    """Cache of the newest splits by link of the chain, which identifies one batch despite revisions and rollbacks."""
+    """Cache of the newest splits. The key is the link of the chain, which identifies one batch despite revisions and
+    rollbacks."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._batches = Batches(db)
@@ -125,7 +127,8 @@ def balance(tokens: list[int], world_size: int) -> list[list[int]]:
 
 
 class Receipts(Queries):
-    """Keys: run, session, step and rank. Methods that write run inside a transaction of the ledger."""
+    """The receipts; a receipt's key is its run, session, step and rank. Methods that change rows are called inside a
+    transaction of the ledger."""
 
     def add(self, run_id: str, session: int, receipt: pb.Receipt) -> None:
         """Record a receipt in place of an earlier one of the same rank."""
@@ -193,7 +196,8 @@ class SessionFault(NamedTuple):
 
 
 class SessionFaults(Queries):
-    """Keys: run and session. Methods that write run inside a transaction of the ledger."""
+    """The ends of sessions; a row's key is its run and its session. Methods that change rows are called inside a
+    transaction of the ledger."""
 
     def set_in_hand(self, run_id: str, session: int, step: int, world_size: int) -> None:
         """Record the step that a session trains, unless the session has a fault."""
@@ -212,7 +216,8 @@ class SessionFaults(Queries):
         return None if row is None else (row["session"], row["step"], int(row["message"]))
 
     def add(self, run_id: str, fault: SessionFault, *, outranks: str) -> bool:
-        """Record a fault; return whether it was added. An earlier one stays unless the new one's kind is `outranks`."""
+        """Record a fault; return whether it was added. An earlier fault of the session stays unless the new fault has
+        the kind `outranks`."""
         added = self.db.execute(
             "INSERT INTO session_faults (run_id, session, step, kind, message) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET step = excluded.step, kind = excluded.kind, message = excluded.message"

@@ -51,7 +51,8 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints(Queries):
-    """Keys: run, session and step. Methods that write run inside a transaction of the ledger."""
+    """The registered checkpoints; a checkpoint's key is its run, session and step. Methods that change rows are called
+    inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)

@@ -84,7 +84,8 @@ class Total(NamedTuple):
 
 
 class Episodes(Queries):
-    """Keys: run, group, sample, life and turn. Methods that write run inside a transaction of the ledger."""
+    """The finished turns; a turn's key is its run, group, sample, life and number. Methods that change rows are called
+    inside a transaction of the ledger."""
 
     # Turns
 

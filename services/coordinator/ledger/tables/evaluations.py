@@ -10,7 +10,8 @@ from paceline.services.coordinator.ledger.database import Queries
 
 
 class Evaluations(Queries):
-    """Keys: run and step, the smallest version to evaluate. Methods that write run inside a transaction of the ledger."""
+    """The evaluations; an evaluation's key is its run and its step, the smallest version to evaluate. Methods that
+    change rows are called inside a transaction of the ledger."""
 
     def add(self, run_id: str, step: int) -> None:
         """Add an evaluation by rollout workers."""
@@ -86,6 +87,7 @@ class Evaluations(Queries):
         return [row["step"] for row in rows]
 
     def finished_steps(self, run_id: str) -> set[int]:
-        """Return the steps with a result: those for which it was requested, and those of the evaluated versions."""
+        """Return two kinds of steps of finished evaluations: the steps for which they were requested, and the steps of
+        the versions that were evaluated."""
         rows = self.rows("SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,))
         return {step for row in rows for step in row}

@@ -12,7 +12,7 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 
 MAX_CHANGES = 1000
-"""Most changes of a model that are read, newest first."""
+"""At most this many changes of a model are read: the newest ones."""
 
 
 class ModelVersion(NamedTuple):
@@ -53,7 +53,8 @@ class ModelChange(NamedTuple):
 
 
 class RegisteredModels(Queries):
-    """Keys: name and version, or name and sequence. Methods that write run inside a transaction of the ledger."""
+    """The registered models and their changes; the key of a version is name and version, that of a change is name and
+    sequence. Methods that change rows are called inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
         super().__init__(db)
