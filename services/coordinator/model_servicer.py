@@ -128,7 +128,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
 
 
 def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
-    """Return the reason for which a version was last promoted without having passed its gate; empty without one."""
+    """Return the reason for which a version that had not passed its gate was last promoted; empty if there is none."""
     promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
     return promotions[-1].reason if promotions else ""
 

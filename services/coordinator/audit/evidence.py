@@ -187,7 +187,7 @@ def _compare_scores(report: VerifyReport, subject: str, row: sqlite3.Row | None,
 def _compare_with_batch(
     of_run: RunRows, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
-    """Check that a session's receipts have each group of the step's batch exactly once, and with the group's digests."""
+    """Check that a session's receipts have each group of the step's batch exactly once, with the group's digests."""
     groups = of_run.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}

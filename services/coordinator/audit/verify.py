@@ -239,7 +239,7 @@ def _replaced(of_run: RunRows, report: VerifyReport, chain: str, batch: sqlite3.
 
 
 def _by_reason(counters: dict[str, int], what: str) -> dict[str, int]:
-    """Return the counters `<what>:dropped:<reason>`, by reason."""
+    """Return the counters `<what>:dropped:<reason>`. The key is the reason."""
     prefix = f"{what}:dropped:"
     return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 

@@ -60,7 +60,7 @@ def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
 
 
 def pinned_member(exchange: Exchange, run: ActiveRun) -> str | None:
-    """Return the rollout worker that is pinned for an evaluation; None without one."""
+    """Return the rollout worker that is pinned for an evaluation; None if there is none."""
     row = pending(exchange, run)
     return row["member_id"] if row else None
 

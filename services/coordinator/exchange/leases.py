@@ -205,7 +205,7 @@ class _NewLeases:
         return True
 
     def _tools(self, row: sqlite3.Row, source: PromptSource | None) -> str:
-        """Return the tools of a group's prompt as JSON; empty without any."""
+        """Return the tools of a group's prompt as JSON; empty if there are none."""
         if source is None or not source.has_tools:
             return ""
         columns = self._exchange.group_queries.columns(self._run.run_id, row["group_id"])

@@ -260,7 +260,7 @@ class SpotCheck:
         }
 
     def chosen(self, chain: str) -> dict[int, str]:
-        """Return the groups already chosen for a batch, with their workers; empty without any."""
+        """Return the groups already chosen for a batch, with their workers; empty if there are none."""
         return self._choices.get(chain, {})
 
     def _trim(self, chain: str, chosen: dict[int, str]) -> None:

@@ -134,7 +134,7 @@ class RunState:
     ranks: int = 0
     """Number of ranks of the newest session's learner; 0 until it is reported."""
     end_step: int = 0
-    """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before they are over."""
+    """Number of steps after which the run ends because its hours are over (`max_hours`); 0 before that."""
     yields_to: str = ""
     """Id of a run of higher priority that waits for the active run. While it is set, nothing new is leased, and no
     batch is fixed."""
@@ -211,7 +211,7 @@ class Exchange(RunState):
         self.offered[member_id] = max(version, self.offered.get(member_id, version))
 
     def newest_of(self, member_id: str) -> Version | None:
-        """Return the newest version that a worker's tokens can have; None without one."""
+        """Return the newest version that a worker's tokens can have; None if there is none."""
         versions = (self.versions.get(member_id), self.offered.get(member_id))
         return max((version for version in versions if version is not None), default=None)
 

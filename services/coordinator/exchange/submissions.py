@@ -254,7 +254,7 @@ class Prefix(NamedTuple):
 
 
 def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix | None:
-    """Return the stored prefix of a group; None without one. Raises DamagedRecord, UnopenedSegment."""
+    """Return the stored prefix of a group; None if there is none. Raises DamagedRecord, UnopenedSegment."""
     if row["attempt"] < 2:
         return None
     stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")

@@ -65,7 +65,8 @@ def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, Sam
 
 
 def frames_of(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-    """Return arrays and note of each turn of a group, by sample. Raises DamagedRecord, UnopenedSegment."""
+    """Return the arrays and the note of each turn of a group. The key is the sample. Raises DamagedRecord,
+    UnopenedSegment."""
     frames: dict[int, list[tuple[Frame, Frame]]] = {}
     for turn in exchange.ledger.episodes.of_group(run.run_id, group_id):
         payload = exchange.ledger.payloads.payload(turn)

@@ -56,7 +56,7 @@ class LedgerFile(database.Queries):
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Called with the fault when the disk refuses a transaction; the ledger's owner must then stop."""
         self.set_aside: Path | None = None
-        """Folder with files of another ledger that were beside a backup; None without any."""
+        """Folder with files of another ledger that were beside a backup; None if there is none."""
         self._locks: list[IO[bytes]] = []
         self.term = 0
         """Number of this opening of the ledger; 0 before it is assigned."""

@@ -42,7 +42,7 @@ class Queries:
         return self.db.execute(query, values).fetchall()
 
     def row(self, query: str, values: Sequence[object] = ()) -> sqlite3.Row | None:
-        """Return the first row of a query; None without one."""
+        """Return the first row of a query; None if there is none."""
         row: sqlite3.Row | None = self.db.execute(query, values).fetchone()
         return row
 

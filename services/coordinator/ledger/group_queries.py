@@ -194,17 +194,17 @@ class GroupQueries(Queries):
         return int(self.value(f"SELECT COUNT(*) {TO_TRAIN} AND state = 'scored'", (run_id,)))
 
     def scored(self, run_id: str) -> list[sqlite3.Row]:
-        """Return the groups that a batch could get, by slot."""
+        """Return the groups that a batch could get, in the order of their slots."""
         query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' ORDER BY slot, group_id"
         return self.rows(query, (run_id,))
 
     def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
-        """Return the scored groups of slots [start, end), by slot."""
+        """Return the scored groups of slots [start, end), in the order of their slots."""
         query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
         return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the id of the first group in scoring (reason `reward_failed`) or generation; None without one."""
+        """Return the id of the first group in scoring (reason `reward_failed`) or generation; None if there is none."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"

@@ -123,7 +123,7 @@ class Ledger(LedgerFile):
         return self.rows(f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence")
 
     def first_queued(self) -> sqlite3.Row | None:
-        """Return id and `priority` of the queued run that starts first; None without one."""
+        """Return id and `priority` of the queued run that starts first; None if there is none."""
         return next(iter(self.queue()), None)
 
     def priority(self, run_id: str) -> int:
@@ -166,11 +166,11 @@ class Ledger(LedgerFile):
         return f"{self.store}/{run_id}" if self.store else str(self.run_directory(run_id))
 
     def export_path(self, run_id: str) -> str:
-        """Return the folder of a run's final export; empty without one. Raises NotFound."""
+        """Return the folder of a run's final export; empty if there is none. Raises NotFound."""
         return resolved(self.path.parent, self.run(run_id)["export_path"])
 
     def run_of_submission(self, submission: str) -> str | None:
-        """Return the id of the run with this submission name, from the run's first event; None without one."""
+        """Return the id of the run with this submission name, from the run's first event; None if there is none."""
         row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
@@ -188,7 +188,7 @@ class Ledger(LedgerFile):
         return str(self._newest_event(run_id, "session").get("member_id", ""))
 
     def newest_of_member(self, run_id: str, member_id: str) -> str:
-        """Return the text of a run's newest event about a member (`joined`, `left: …`); empty without one."""
+        """Return the text of a run's newest event about a member (`joined`, `left: …`); empty if there is none."""
         query = (
             "SELECT json FROM events WHERE run_id = ? AND kind = 'member' AND json_extract(json, '$.member_id') = ?"
             " ORDER BY sequence DESC LIMIT 1"
@@ -230,7 +230,7 @@ class Ledger(LedgerFile):
         )
 
     def last_sequence(self, run_id: str) -> int:
-        """Return the sequence number of a run's newest event; 0 without one."""
+        """Return the sequence number of a run's newest event; 0 if there is none."""
         return int(self.value("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)) or 0)
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
@@ -250,7 +250,7 @@ class Ledger(LedgerFile):
         return [json.loads(row["json"]) for row in reversed(rows)]
 
     def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
-        """Return the event of a trained step; None without one."""
+        """Return the event of a trained step; None if there is none."""
         row = self.row(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
             (run_id, step),
@@ -266,7 +266,7 @@ class Ledger(LedgerFile):
         return str(self._newest_event(run_id, "state").get("drop_reason", ""))
 
     def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
-        """Return the content of the newest event of a kind; empty without one."""
+        """Return the content of the newest event of a kind; empty if there is none."""
         query = "SELECT json FROM events WHERE run_id = ? AND kind = ? ORDER BY sequence DESC LIMIT 1"
         return dict(json.loads(self.value(query, (run_id, kind)) or "{}"))
 
@@ -279,7 +279,7 @@ class Ledger(LedgerFile):
         return self._newest_fact(run_id, "functions")
 
     def bundle(self, run_id: str) -> str:
-        """Return the digest of the newest bundle that the run was submitted or resumed with; empty without one."""
+        """Return the digest of the newest bundle that the run was submitted or resumed with; empty if there is none."""
         return self._newest_fact(run_id, "bundle")
 
     def end_step(self, run_id: str) -> int:
@@ -336,7 +336,7 @@ class Ledger(LedgerFile):
         )
 
     def mean_result_bytes(self, run_id: str) -> float:
-        """Return the mean size in bytes of the newest kept results; 0 without any."""
+        """Return the mean size in bytes of the newest kept results; 0 if there are none."""
         query = (
             "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) FROM"
             " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)"

@@ -184,7 +184,7 @@ class Member:
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of the worker's reward functions since the last step."""
     host: worker_pb2.HostAgent | None = None
-    """Relay of the worker's host; None without one."""
+    """Relay of the worker's host; None if there is none."""
     host_plan: worker_pb2.HostPlan | None = None
     """Plan that was sent for the worker's host on this stream."""
     engines: worker_pb2.Engines | None = None
@@ -312,7 +312,7 @@ class Standing(enum.Enum):
 
 
 class Senders:
-    """Members whose requests are answered, by id."""
+    """The members whose requests are answered. The key is the member id."""
 
     def __init__(self, max_earlier: int = MAX_EARLIER) -> None:
         self._max_earlier = max_earlier
@@ -347,18 +347,18 @@ class Senders:
         return self._members.get(member_id)
 
     def knows_key(self, key: bytes) -> bool:
-        """Return whether a public key belongs to a member. From any thread."""
+        """Return whether a public key belongs to a member. May be called from any thread."""
         return key in self._keys
 
     def owner_of(self, key: bytes) -> str | None:
-        """Return the id of the member with a public key; None without one."""
+        """Return the id of the member with a public key; None if there is none."""
         return self._keys.get(key)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
         return [member for member in self._members.values() if member.role == role]
 
     def standing(self, member_id: str, secret: bytes) -> Standing:
-        """Return the sender's standing, by member id and secret of a request."""
+        """Return the standing of the sender of a request with this member id and secret."""
         member = self._members.get(member_id)
         if member is not None and hmac.compare_digest(member.secret, secret):
             return Standing.MEMBER

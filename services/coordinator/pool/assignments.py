@@ -181,8 +181,8 @@ class Assignments:
     # Sessions
 
     def learner(self) -> Member | None:
-        """Return rank 0 of the learner with the run's newest session; None without one. A learner keeps the session
-        while it is a member, even if its stream breaks."""
+        """Return rank 0 of the learner with the run's newest session; None if there is none. A learner keeps the
+        session while it is a member, even if its stream breaks."""
         run = self._exchange.active
         if run is None:
             return None
@@ -214,8 +214,8 @@ class Assignments:
         return newest
 
     def restore_session(self) -> str | None:
-        """Return the id of the learner with the active run's newest session, from the ledger after a restart; None
-        without one."""
+        """Return the id of the learner with the active run's newest session, from the ledger after a restart; None if
+        there is none."""
         run = self._exchange.active
         member_id = self._ledger.session_holder(run.run_id) if run is not None else ""
         if run is None or not member_id:

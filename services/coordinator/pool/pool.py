@@ -39,10 +39,10 @@ OVERDUE_CHECK_S = 5.0
 """Seconds between two checks for overdue leases."""
 
 SILENT_TIMEOUTS = 1.5
-"""Silence of a learner's rank, in time-outs, after which its learner ends: 15 s with the default time-out."""
+"""A learner ends if one of its ranks is silent for this many time-outs: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
-"""Recorded reason of a member that leaves without a fault."""
+"""Reason that is recorded when a member leaves without a fault."""
 
 LEFT = "left: "
 """Prefix of the event of a member that has left."""
@@ -109,7 +109,7 @@ class Pool:
         await self._take_overdue()
 
     def _end_learners_without_rank(self, now_s: float) -> None:
-        """Notify the other ranks of a learner that one is silent, because they wait for it in collectives."""
+        """If a rank of a learner is silent, notify the other ranks, because they wait for it in collectives."""
         learners = self.members.of_role(common_pb2.ROLE_LEARNER)
         for reason, others in self._lost_ranks.check(learners, now_s):
             log.warning("%s; its learner's other ranks end: %s", reason, ", ".join(m.member_id for m in others))
@@ -342,7 +342,7 @@ class _Learner:
     joined_s: float
     """Monotonic time at which the last of its ranks joined or returned."""
     heard_s: dict[str, float] = field(default_factory=dict)
-    """Monotonic time of each rank's last report, by member id."""
+    """Monotonic time of each rank's last report. The key is the rank's member id."""
 
 
 class LostRanks:

@@ -44,7 +44,7 @@ class GaugeHistory:
         self._max_file_bytes, self._max_files = max_file_bytes, max_files
         self._due_s = 0.0
         self._paused_s: dict[str, float] = {}
-        """Seconds for which each member had paused for weights at the last reading, by member id."""
+        """Seconds for which each member had paused for weights until the last reading. The key is the member id."""
         self._read_s = 0.0
         self.writing: asyncio.Future[None] | None = None
         """Task that writes the newest line; the coordinator waits for it before it ends."""
@@ -85,7 +85,7 @@ class GaugeHistory:
 
 def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
     """Return the share of a member's time for each activity; the shares add up to 1. Empty for a connected learner,
-    because the times of its steps are recorded elsewhere."""
+    because the metrics of its steps have the times."""
     if not member.connected or member.suspected:
         return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
     if member.role == common_pb2.ROLE_LEARNER:

@@ -147,7 +147,8 @@ SECONDS = {
     "swap_s": "Time in which the engine swapped its weights",
     "pause_s": "Pause of the sampler",
 }
-"""Instruments by the name in `VersionRecord.numbers`; the instrument's name has no suffix for the unit."""
+"""The instruments. The key is the name in `VersionRecord.numbers`; the name of the instrument has no suffix for the
+unit."""
 SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
 """Bounds of histograms in bytes, from 1 KiB to 256 GiB."""

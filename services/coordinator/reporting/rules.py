@@ -37,7 +37,7 @@ class Broken(NamedTuple):
 
 
 class Rules:
-    """The rules of one run, and for how many steps each has held."""
+    """The rules of one run, and the number of steps for which the condition of each has held."""
 
     def __init__(self, rules: Sequence[Rule]):
         self._rules = rules

@@ -63,7 +63,8 @@ class Watchdog:
         return [*others, *self.stalls]
 
     def _bytes_to_come(self, run: ActiveRun) -> int:
-        """Return the bytes that admitted and leased groups will take, by the mean size of recent groups."""
+        """Return the number of bytes that admitted and leased groups will take, estimated from the mean size of recent
+        groups."""
         groups = self._ledger.groups_by_state(run.run_id)
         return int((groups[State.ADMITTED] + groups[State.LEASED]) * self._ledger.mean_result_bytes(run.run_id))
 
@@ -178,7 +179,7 @@ class Facts:
     tasks: int
     """Number of score tasks that reward workers hold."""
     groups: Mapping[str, int]
-    """Number of open groups, by state."""
+    """Number of open groups in each state. The key is the state."""
     batch: int
     """B, the number of groups in a step."""
     max_age: int

@@ -50,7 +50,7 @@ class VersionRecord:
             self.numbers[name] = self.numbers.get(name, 0.0) + float(value)
 
     def metrics(self) -> dict[str, float]:
-        """Return all numbers by name."""
+        """Return all numbers of the record. The key is the metric's name."""
         return {
             "session": float(self.version.session),
             "epoch": float(self.epoch),

@@ -84,7 +84,7 @@ class Measurement:
 
     seconds: float
     has_run: bool
-    """True if a run trains that needs the pool's role."""
+    """True if a run that needs the pool's role trains now."""
     ready: int
     """Number of workers that take work."""
     starting: int

@@ -67,7 +67,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Report:
-    """The limit of the run, in words and by pool."""
+    """The limit of the run as a text, and the pools with their states."""
 
     text: str
     wait_fraction: float

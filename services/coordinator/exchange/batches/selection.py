@@ -177,7 +177,7 @@ def _by_function(functions: Sequence[RewardFunctionSection], rewards_SF: FloatAr
 
 
 def _mean(values: Any) -> float:
-    """Return the mean of the numbers among `values`; NaN without any."""
+    """Return the mean of the numbers among `values`; NaN if there are none."""
     numbers = _numbers(values)
     return float(numbers.mean()) if len(numbers) else float("nan")
 

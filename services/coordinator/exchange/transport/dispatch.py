@@ -114,7 +114,7 @@ def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) 
 
 
 def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
-    """Answer a member's request that needs no handler; None if it needs one."""
+    """Answer a member's request if it needs no handler; return None if it needs one."""
     request, kind, run = arrived.request, arrived.kind, exchange.active
     if run is None or request.run_id != run.run_id:
         if kind == "batch":
@@ -197,7 +197,7 @@ def handled_together(exchange: Exchange) -> Iterator[list[Outcome]]:
 
 @contextmanager
 def _undone_alone(exchange: Exchange) -> Iterator[None]:
-    """Roll back the body's part of the transaction if it fails."""
+    """If the body fails, roll back the body's part of the transaction."""
     notices = len(exchange.notices)
     try:
         with exchange.ledger.savepoint():

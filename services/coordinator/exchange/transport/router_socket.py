@@ -44,7 +44,7 @@ def _decoded(text: str) -> bytes:
 
 
 def key_of(frame: zmq.Frame) -> bytes:
-    """Return the public key of the connection that a frame came on; empty if it is not encrypted."""
+    """Return the public key of the connection that a frame came on; empty if the connection is not encrypted."""
     try:
         return _decoded(str(frame.get("User-Id")))
     except (zmq.ZMQError, ValueError):

@@ -49,7 +49,7 @@ class Arrived:
     limits: Limits | None = None
     """Limits of the run; None without a run."""
     kind: str = field(init=False)
-    """Name of the request's body; empty without one."""
+    """Name of the request's body; empty if there is none."""
     group: Group | None = None
     """The group or prefix without its texts, if its bytes are valid; its arrays are views into the frame."""
     turns: list[GroupTurn] = field(default_factory=list)
@@ -200,7 +200,7 @@ def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
 
 
 def check_ids(name: str, ids: IntArray) -> int:
-    """Return the largest token id; 0 without any. Raises WireError."""
+    """Return the largest token id; 0 if there is none. Raises WireError."""
     if not len(ids):
         return 0
     highest = int(np.maximum.reduce(ids.view(np.uint32)))  # negative ids become huge

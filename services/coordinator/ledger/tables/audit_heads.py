@@ -15,7 +15,7 @@ class AuditHead(NamedTuple):
     """Newest record of the audit log at the time when it was stored."""
 
     sequence: int
-    """Number of the record; 0 without one."""
+    """Number of the record; 0 if there is none."""
     hash: str
     """SHA-256 over the record and all earlier ones, in hexadecimal digits."""
 

@@ -37,7 +37,7 @@ class Batches(Queries):
     transaction of the ledger."""
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
-        """Return the fixed batch of a step; None without one, also for a run without batches."""
+        """Return the fixed batch of a step; None if there is none, as in a run without batches."""
         return self.row("SELECT * FROM batches WHERE run_id = ? AND step = ?", (run_id, step))
 
     def add(self, run_id: str, step: int, batch: NewBatch) -> None:

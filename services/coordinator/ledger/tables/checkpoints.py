@@ -30,7 +30,7 @@ def stored(base: Path, path: str) -> str:
 
 
 def resolved(base: Path, path: str) -> str:
-    """Return the current path: an absolute path or a URL; empty for none."""
+    """Return the current path, an absolute path or a URL; empty if `path` is empty."""
     if not path or is_url(path):
         return path.removeprefix(FILE_SCHEME)
     return str(base / path)
@@ -74,15 +74,16 @@ class Checkpoints(Queries):
         return True
 
     def kept(self, run_id: str) -> list[Checkpoint]:
-        """Return the checkpoints of a run that are not removed, by session and step; damaged ones included."""
+        """Return the checkpoints of a run that are not removed, in the order of session and step. Damaged ones are
+        included."""
         rows = self.db.execute(
             "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
         )
         return [self.from_row(row) for row in rows]
 
     def newest(self, run_id: str) -> Checkpoint | None:
-        """Return the loadable checkpoint of the highest trained step whose chain agrees with the ledger's; None without
-        one.
+        """Return the loadable checkpoint of the highest trained step whose chain agrees with the ledger's; None if
+        there is none.
 
         A checkpoint that is ahead of the receipts is skipped: the step before it would never get receipts.
         """
@@ -97,7 +98,7 @@ class Checkpoints(Queries):
         return None if row is None else self.from_row(row)
 
     def oldest_step(self, run_id: str) -> int:
-        """Return the number of steps before the oldest kept, loadable checkpoint; 0 without one."""
+        """Return the number of steps before the oldest kept, loadable checkpoint; 0 if there is none."""
         return int(
             self.value(
                 "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",

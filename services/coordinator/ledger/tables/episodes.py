@@ -19,13 +19,13 @@ from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"
-"""Reason of turns that are not part of a trained sample."""
+"""Reason for which turns are dropped that are not part of a trained sample."""
 
 FAILED = "environment_failed"
-"""Reason of a life that ended by a fault of the user's code."""
+"""Reason for the end of a life by a fault of the user's code."""
 
 RESTARTED = "restarted"
-"""Reason of a life that was lost with its process."""
+"""Reason for the end of a life that was lost with its process."""
 
 OF_SAMPLE = "run_id = ? AND group_id = ? AND sample = ? AND life = ?"
 
@@ -145,7 +145,7 @@ class Episodes(Queries):
         return self.lives_of_group(run_id, group_id).get(sample, Lives(1, 0, False))
 
     def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
-        """Return a summary of the lives of each sample with ended lives, by sample."""
+        """Return a summary of the lives of each sample that has ended lives. The key is the sample."""
         rows = self.rows(
             "SELECT sample, MAX(life) + 1, SUM(counts), MAX(given_up) FROM restarts WHERE run_id = ? AND group_id = ?"
             " GROUP BY sample ORDER BY sample",
@@ -200,7 +200,7 @@ class Episodes(Queries):
         )
 
     def tokens_by_reason(self, run_id: str) -> dict[str, int]:
-        """Return the tokens of ended lives of the groups to train, by reason."""
+        """Return the number of tokens in ended lives of the groups to train. The key is the reason."""
         rows = self.rows(
             "SELECT r.reason, SUM(r.tokens) FROM restarts r JOIN groups g USING (run_id, group_id)"
             " WHERE run_id = ? AND g.class = 'train' GROUP BY r.reason",

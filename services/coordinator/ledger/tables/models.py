@@ -78,11 +78,12 @@ class RegisteredModels(Queries):
         return None if row is None else self.from_row(row)
 
     def newest(self, name: str) -> int:
-        """Return the number of a model's newest version; 0 without any."""
+        """Return the number of a model's newest version; 0 if there is none."""
         return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
-        """Return the versions after a given one, by name and then newest first; with `only`, those of one model."""
+        """Return the versions after a given one, in the order of names, and for each name the newest first; with
+        `only`, those of one model."""
         rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",
@@ -108,7 +109,7 @@ class RegisteredModels(Queries):
         return 0 if row is None else int(row["version"])
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return the number of the version that has each alias of a model."""
+        """Return the number of the version that has an alias, for each alias of a model. The key is the alias."""
         rows = self.db.execute(
             "SELECT alias, version FROM model_changes c WHERE name = ? AND sequence ="
             " (SELECT MAX(sequence) FROM model_changes WHERE name = c.name AND alias = c.alias) ORDER BY alias",
