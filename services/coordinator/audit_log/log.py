@@ -60,7 +60,7 @@ class _Counted:
 class RefusalLimits:
     """Decides which refusals are recorded one by one: in a window, at most FIRST of one source (a caller's name, else
     the peer's host) and MOST of all sources. Further refusals are counted, and one record for each source has their
-    number; sources beyond MAX_SOURCES share that record. A pure state machine."""
+    number; the sources beyond MAX_SOURCES share one record. A pure state machine."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _Counted] = {}

@@ -170,7 +170,7 @@ class Groups(Queries):
         )
 
     def revoke_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
-        """Revoke the member's leases of groups that are not in `held`, and remove its name from these groups."""
+        """Revoke the member's leases of groups that are not in `held`, and clear the member's name there."""
         self.db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
             " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",

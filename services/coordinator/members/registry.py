@@ -36,7 +36,7 @@ REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expe
 
 
 class DirectiveQueue:
-    """Directives for one member. One reader; all writers are on its event loop."""
+    """Directives for one member. The queue has one reader, and all writers are on the reader's event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, worker_pb2.ConnectResponse] = {}
@@ -252,8 +252,8 @@ class Members:
         ]
 
     def silent(self, now_s: float) -> list[Member]:
-        """Return members that have been silent for the time-out. If the stream broke, half of it is enough, except for
-        a learner with a session, because a short break does not end a session."""
+        """Return members that have been silent for the time-out. If the stream broke, half of the time-out is enough,
+        except for a learner with a session, because a short break does not end a session."""
         return [
             member
             for member in self._members.values()

@@ -42,8 +42,8 @@ class Watchdog:
         """Last monotonic time at which the run was paused or yielded to another run. Waiting before that time is not
         counted."""
         self._idle: tuple[int, int, float] | None = None
-        """Session and step of a batch that the learner has not requested, though it has no other to train, and since
-        when."""
+        """Session and step of a batch that the learner has not requested although it has no other batch to train, and
+        the time at which this began."""
         self._unreadable_data = ""
         """Last warning about the data set."""
         self._step = -1

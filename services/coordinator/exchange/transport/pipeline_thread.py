@@ -42,7 +42,8 @@ class PipelineThread(Generic[ItemT]):
         self._items.put(item)
 
     async def run(self) -> None:
-        """Run until cancelled; the current portion is finished first. An error of `work` ends the run and is raised."""
+        """Run the thread until cancelled; the current portion is finished first. If `work` fails, the thread ends, and
+        the error is raised."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

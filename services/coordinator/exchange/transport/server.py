@@ -59,8 +59,8 @@ OTHERS_AT_ONCE = 16
 statement."""
 
 MAX_SYNC_BYTES = 4 << 20
-"""Bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that needs the
-disk waits longer."""
+"""Number of bytes of groups that are stored at a time. A larger sync moves more bytes a second, but everything that
+needs the disk waits longer."""
 
 MAX_TRANSACTIONS = 1024
 """At most this many transactions share a sync; in practice all that wait share one."""
@@ -131,7 +131,7 @@ class ExchangeServer:
         self._ticked = False
         """True if a tick has passed since parked requests were checked."""
         self._leases_were_alone = False
-        """True if the last transaction answered leases only; then the others come next."""
+        """True if the last transaction answered lease requests only; then other requests come next."""
         self._damaged: deque[ToRead] = deque()
         """Answers that cannot be sent, because one of their records is unreadable."""
         self._bell = asyncio.Event()
