@@ -49,7 +49,7 @@ class AnsweredRequest:
     """An agent's request with its answer."""
 
     conversation: Conversation
-    """In the form that templates take; without messages if the request has token ids."""
+    """The request's conversation in the form that templates take. It has no messages if the request has token ids."""
     prompt_ids: IntArray
     turn: SampledTurn
     answer: Json

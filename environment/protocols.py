@@ -208,7 +208,8 @@ class ServiceAway(EnvironmentLost):
 
 
 class CannotGoOn(EnvironmentLost):
-    """A life with turns can be neither replayed nor restored. It restarts and does not count as a failure."""
+    """This life of an episode already has turns, and it can be neither replayed nor restored. The episode begins again
+    from the start; this does not count as a failure."""
 
 
 class TimeIsUp(EpisodeFault):

@@ -25,7 +25,7 @@ MISSING = (
     "template"
 )
 MAX_RENDERERS = 16
-"""Cached renderers, one for each set of arguments."""
+"""Largest number of cached renderers, one for each set of arguments."""
 
 
 def family_of(model_name: str) -> str:

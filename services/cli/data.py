@@ -323,7 +323,7 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
 
 
 def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
-    """Return a message on a text of the row that the tokenizer does not preserve; empty if it preserves all."""
+    """Return a message about a text of the row that the tokenizer does not preserve; empty if it preserves all texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
         return ""

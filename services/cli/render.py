@@ -186,8 +186,8 @@ def outcome(
     values: Sequence[float] = (),
     measure: str = "reward",
 ) -> str:
-    """Return the last lines about a run. `evaluations` are the contents of its evaluation events, oldest first;
-    `values` are the rewards or losses of the steps, as `measure` says."""
+    """Return the last lines about a run. `evaluations` are the contents of its evaluation events, oldest first.
+    `values` are the rewards or the losses of the steps; `measure` says which."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"

@@ -22,7 +22,7 @@ from paceline.spec import ClusterSection
 ROLES = ("learner", "rollout", "reward")
 """Roles with a key `ROLE_gpus` in the section `cluster`."""
 LISTING_S = 20.0
-"""Seconds for `nvidia-smi -L`, which may have to wake the driver."""
+"""Longest time in seconds for `nvidia-smi -L`, which may have to wake the driver."""
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 

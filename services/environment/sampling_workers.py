@@ -145,11 +145,11 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""Number of broken answers of a turn after which it may be the cause of ended workers. Only one such turn is sampled at
-a time."""
+"""If this many answers of a turn were broken, the turn may be the reason why workers ended. Only one such turn is
+sampled at a time."""
 
 MAX_BREAKS = 4
-"""Number of broken answers after which the turn counts as the cause."""
+"""If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
 
 TROUBLE_LOG_S = 60.0
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]

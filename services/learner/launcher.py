@@ -34,7 +34,7 @@ from paceline.services.common.processes.tether import tethered
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
 """Environment variable with the path of the file in which the ranks meet."""
 KILL_AFTER_S = 10.0
-"""Seconds after their grace until stopping ranks are killed."""
+"""A rank that must stop is killed this many seconds after its grace."""
 OTHERS_END_S = 10.0
 """Seconds in which the other ranks may notice a failed rank in a collective and end by themselves."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -39,17 +39,16 @@ LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
 """Default ports of the coordinator and of its page, if they are free."""
 NOT_READY_S = 60.0
-"""Seconds after which a line says that the coordinator does not listen yet; the line is repeated after each such time.
-"""
+"""If the coordinator does not listen after this many seconds, a line says so; it is repeated at this interval."""
 
 GRACE_S = 25.0
-"""Default of the seconds that a service may take to end after SIGTERM."""
+"""Default of `grace_s`: seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""Seconds after a service's grace until it is killed, because leaving and unloading are not part of the grace."""
+"""A service is killed this many seconds after its grace, because leaving and unloading are not part of the grace."""
 
 EXPLAIN_AFTER_S = 3.0
-"""Seconds of waiting for services to end, after which a line names them."""
+"""If services that must end have not ended after this many seconds, a line names them."""
 
 LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
@@ -200,8 +199,9 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name, which is the name of a removed service that has ended,
-        if there is one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        """Start one more service of `role` and return its name. If a removed service has ended, the new service gets
+        the name of the removed one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others
+        in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],

@@ -38,7 +38,7 @@ from paceline.spec.reading import load_spec, parse_spec
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up, because a caller prefers an error to waiting."""
 RETRIED = "It is retried automatically"
-"""End of the message of a pause that the coordinator ends by itself."""
+"""Last words of the message about a pause that the coordinator ends by itself."""
 
 Reward = Callable[..., Any] | str | RewardFunctionSection | Mapping[str, Any]
 Data = str | Path | Sequence[Mapping[str, Any]]

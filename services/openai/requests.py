@@ -60,7 +60,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Fields that all kinds of request have. For None the run's value is used."""
+    """Fields that all kinds of request have. If a field is None, the run's value is used."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,7 +100,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; none if the run's apply."""
+        """Return the stop strings of the request; if there are none, those of the run apply."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

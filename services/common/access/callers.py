@@ -166,7 +166,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Most answers of the coordinator that are kept, the newest ones."""
+"""At most this many answers of the coordinator are kept; the newest ones stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

@@ -22,7 +22,7 @@ from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."
 MAX_NAMES = 256
-"""Most gauges of one process; further names are left out."""
+"""Largest number of gauges of one process; further names are left out."""
 _SUMS = (PREFIX, SUM, COUNT)
 
 

@@ -38,7 +38,7 @@ ENDPOINT_METRICS = {
 }
 """Metric for each sum of requests to services (`paceline.reward.trainer_view.USAGE`)."""
 MAX_SUMS = 256
-"""Most sums of one worker; further ones are left out."""
+"""Largest number of sums of one worker; further ones are left out."""
 
 
 class FunctionSums:
@@ -90,7 +90,7 @@ class FunctionSums:
 
 SUM, COUNT = "logged_sum/", "logged_count/"
 MAX_NAMES = 32
-"""Most names of logged values of one worker; further names are left out."""
+"""Largest number of names of logged values of one worker; further names are left out."""
 
 
 class LoggedMetrics:
@@ -132,7 +132,7 @@ class LoggedMetrics:
 
 EXTRA_NAME = "extra.jsonl"
 MAX_BYTES = 256 << 10
-"""Most characters of one group's columns on the wire."""
+"""Largest number of characters of one group's columns on the wire."""
 
 
 def extra_json(columns: Mapping[str, list[Any]]) -> str:
@@ -187,7 +187,8 @@ TRAINER_STATE = "paceline.trainer_state"
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
     """Return the trainer's state after `trained_steps`: steps trained, steps of the run, and epochs trained. It
-    includes the number of reward workers, which divide limits of services by it; user functions do not see that."""
+    includes the number of reward workers, by which each of them divides the limits of services; user functions do
+    not see this number."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,

@@ -160,8 +160,9 @@ class BatchClient:
 
 
 def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
-    """Return a comparison for the groups of `batch` that the coordinator has marked; None without any. It skips groups
-    with tokens of another version than (session, step), which the step starts from: an earlier session's may differ."""
+    """Return a comparison for those groups of `batch` that the coordinator has marked; None if there are none. Groups
+    with tokens of another version than (session, step) are skipped. The step starts from that version, and a version
+    of an earlier session may differ from it."""
     group_ids = [
         sent.group_id
         for sent, group in zip(batch.reply.groups, batch.groups, strict=True)

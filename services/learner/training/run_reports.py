@@ -77,7 +77,7 @@ class RunReports:
 
 
 MAX_TOKENS = 100_000
-"""Most tokens in one report of token statistics; further completions are left out."""
+"""Largest number of tokens in one report of token statistics; further completions are left out."""
 
 
 def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatistics | None:
@@ -107,7 +107,7 @@ def report_of(
 
 
 MAX_TEXT = 2000
-"""Most characters of an exception's text in a report."""
+"""Largest number of characters of an exception's text in a report."""
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts of torch's errors that mean a lack of memory."""
 
