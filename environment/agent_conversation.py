@@ -111,7 +111,7 @@ def _same_tokens(first: AnsweredRequest, other: AnsweredRequest) -> bool:
 
 
 def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
-    """Return the digests of all prefixes of the messages: `[n]` covers the first n."""
+    """Return the digests of all prefixes of the messages. The entry with index n is the digest of the first n messages."""
     chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
     chains = [chain]
     for message in sent:

@@ -102,8 +102,8 @@ class UserCode:
         return instance
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
-        """Run the agent and return its reward. Cancelling this call cancels a coroutine; a thread ends only with its
-        process. Raises EnvironmentFailed, EnvironmentLost."""
+        """Run the agent and return its reward. If this call is cancelled, an agent that is a coroutine is cancelled
+        too; an agent in a thread continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         lane = slot.enter()
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}

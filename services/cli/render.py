@@ -301,7 +301,7 @@ def print_all(
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Print a table on stdout, or `empty` for an empty table. Off a terminal cells are never cut."""
+    """Print a table on stdout, or `empty` for an empty table. If the output is not a terminal, cells are never cut."""
     import sys
 
     from rich.console import Console

@@ -75,7 +75,7 @@ def visible_gpus(
 
 
 def torch_is_for_cpus() -> bool:
-    """Return whether the installed torch is a build without CUDA and ROCm. It reads one file and does not import torch."""
+    """Return whether the installed torch is a build without CUDA and ROCm. One file is read, and torch is not imported."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

@@ -123,7 +123,8 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """Make gloo and NCCL use the interface of `host`, else that of the route to `address`, for ranks on several hosts."""
+    """For ranks on several hosts: make gloo and NCCL use the interface of `host`. If `host` has none, make them use the
+    interface of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -83,11 +83,11 @@ class LocalCluster:
         gpus: Sequence[str] | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
-        `--grace`; `options` are further options of a role's command line, and `launchers` commands that start a
-        role's services, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a
-        service that dies so often in a row is given up, and `check` raises, for callers who prefer a failure to
-        waiting. `gpus` are this host's, by their names in CUDA_VISIBLE_DEVICES; by default they are detected.
-        Services get those that `cluster` names. Raises SpecError if they cannot be divided."""
+        `--grace`. `options` are further options of a role's command line. `launchers` are commands that start a
+        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. If `max_deaths` is set, a
+        service that has died this often in a row is given up, and `check` then raises; it is for callers who prefer
+        a failure to waiting. `gpus` are this host's GPUs, by their names in CUDA_VISIBLE_DEVICES; by default they
+        are detected. Services get those GPUs that `cluster` names. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -313,7 +313,7 @@ class LocalCluster:
         return service
 
     def _free_index(self, role: str) -> int:
-        """Return the index of a removed service that has ended, else the next one."""
+        """Return the index of a removed service that has ended; if there is none, return the next unused index."""
         services = self._services[role]
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 

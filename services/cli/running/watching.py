@@ -129,7 +129,7 @@ def in_front_of(source: Source, run_id: str) -> render.Facts | None:
 
 
 def advice(run_id: str, ahead: render.Facts) -> str:
-    """Return which run a queued one waits for, and how to end that."""
+    """Return which run a queued one waits for, and how to end the run that it waits for."""
     state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
     reason = f": {ahead['message']}" if ahead["message"] else ""
     return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"

@@ -69,7 +69,8 @@ class Death:
 
 
 class RestartPolicy:
-    """The rule for restarts of one service and for the log lines about them, with its deaths so far. Pure."""
+    """The rule for restarts of one service and for the log lines about them, with its deaths so far. The rule only
+    computes: it starts and logs nothing."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
         self._max_backoff_s = max_backoff_s

@@ -27,7 +27,7 @@ _SUMS = (PREFIX, SUM, COUNT)
 
 
 class MemberMetrics:
-    """The gauges of one worker as instruments, made when a name is first seen. Any thread."""
+    """The gauges of one worker as instruments, made when a name is first seen. Any thread may call its methods."""
 
     def __init__(self, role: str, is_connected: Callable[[], bool]) -> None:
         self._attributes = {"paceline.role": role}

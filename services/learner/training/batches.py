@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives;
-`BackgroundLoop.wait` raises if it has given up."""
+"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives. If the
+connection has given up, `BackgroundLoop.wait` raises."""
 
 
 class RankBatch(NamedTuple):

@@ -219,7 +219,8 @@ class SessionCheckpoints:
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
-        reason on the ranks that have it; the run continues, and the next checkpoint is a new attempt."""
+        reason on each rank that knows the reason, and an empty text on the others. The run continues, and the next
+        checkpoint is a new attempt."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None

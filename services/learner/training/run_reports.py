@@ -239,8 +239,9 @@ def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[st
 
 
 def _facts(group: Group) -> list[tuple[float, ...]]:
-    """Return (sampled tokens, truncated, transcripts, turns, of several versions) of each sample that has tokens; 0
-    transcripts and turns without an environment."""
+    """For each sample that has tokens, return (number of sampled tokens, whether it is truncated, number of
+    transcripts, number of turns, whether its tokens have several versions). Without an environment, transcripts and
+    turns are 0."""
     if group.rows is None:
         return [(len(c.token_ids), c.finish_reason == "length", 0, 0, False) for c in group.completions]
     turns = Counter(group.rows.samples[turn.row] for turn in group.rows.turns)
