@@ -117,7 +117,7 @@ class EpisodeLease:
     seed: int
     params: TurnParams
     recorded: Mapping[int, RecordedSample] = field(default_factory=dict)
-    """Recorded turns by sample; a sample without any is missing."""
+    """Maps the index of a sample to the sample's recorded turns. A sample without recorded turns is missing."""
 
 
 class FinishedGroup(NamedTuple):

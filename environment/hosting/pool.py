@@ -349,7 +349,7 @@ class Slot:
         self.killed = False
         """True if the pool killed the process because of one of its calls."""
         self.emptied = asyncio.Event()
-        """Set while the slot has no episode."""
+        """Event that is set while the slot has no episode."""
         self.emptied.set()
         self.num_calls = 0
         """Number of calls of user code that run in the process."""

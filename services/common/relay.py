@@ -92,7 +92,7 @@ fabric_option = click.option(
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0
-"""Seconds to wait for the host's relay; if none appears, weights come by the object store."""
+"""Seconds to wait for the host's relay; if none appears, weights come through the object store."""
 MAX_ZONE = 64
 
 log = logging.getLogger(__name__)

@@ -191,7 +191,7 @@ class SamplingWorkers:
         """Number of unanswered calls, by address."""
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
-        """Held while a turn is sampled that may be the cause of ended workers."""
+        """Lock that is held while a turn is sampled that may be the reason why workers ended."""
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self.num_broken = 0
         """Number of broken answers; each lost at most the tokens of one turn."""

@@ -36,7 +36,7 @@ MEETING_VARIABLE = "PACELINE_RANKS_FILE"
 KILL_AFTER_S = 10.0
 """A rank that must stop is killed this many seconds after its grace."""
 OTHERS_END_S = 10.0
-"""Seconds in which the other ranks may notice a failed rank in a collective and end by themselves."""
+"""If a rank fails, the other ranks have this many seconds to notice it in a collective and to end by themselves."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 

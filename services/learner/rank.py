@@ -267,7 +267,7 @@ class LearnerRank:
 
 
 MAX_REPLACEABLE = 1024
-"""Replaceable reports that may wait; beyond this number the oldest is dropped."""
+"""At most this many replaceable reports may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
 """The token statistics of at most this many steps may wait; beyond that number the oldest are replaced."""
 Key = tuple[str, str | int]

@@ -36,7 +36,7 @@ LOADING_TIMEOUT_S = 1800.0
 """Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
 """
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Seconds of a rank's silence after which the others end, once the first step has been trained."""
+"""Seconds. Once the first step has been trained, the other ranks end if a rank is silent for this long."""
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:

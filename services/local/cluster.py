@@ -37,7 +37,7 @@ from paceline.spec import ClusterSection
 
 LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
-"""Default ports of the coordinator and of its page, if they are free."""
+"""Ports that the coordinator and its page take by default, if these ports are free."""
 NOT_READY_S = 60.0
 """If the coordinator does not listen after this many seconds, a line says so; it is repeated at this interval."""
 

@@ -54,7 +54,7 @@ class TrainedRun:
     export_path: Path | None
     """Model folder for `from_pretrained`; None if the run has exported none."""
     metrics: list[dict[str, float]]
-    """Metrics of each step, with its number as `step`: rows for a DataFrame."""
+    """Metrics of each step, with the step's number as `step`: rows for a DataFrame."""
     evaluations: list[dict[str, float]]
     """Results of each evaluation, with the version as `step`."""
     summary: dict[str, Any] = field(repr=False)

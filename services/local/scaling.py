@@ -28,7 +28,8 @@ AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 """Statuses of a failed request after which it is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Seconds in the settings of a host's pools: processes start faster than hosts do, and cost only the host's cores."""
+"""Seconds: values of coldStartSeconds, idleSeconds and holdSeconds for a host's pools. Processes start faster than
+hosts do, and cost only the host's cores."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:

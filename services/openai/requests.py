@@ -166,8 +166,8 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. Must be true if the last message is the assistant's, which is always continued, else
-    false."""
+    """Field of other servers. It must be true if the last message is the assistant's, because such a message is always
+    continued; otherwise it must be false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 

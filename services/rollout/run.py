@@ -45,7 +45,7 @@ LEASE_WAIT_S = 10.0
 RETURN_S = 5.0
 """Seconds of a drain's grace for the return of unfinished groups, in addition to the time of their upload."""
 RETURN_BYTES_PER_S = 8 << 20
-"""Upload rate of one worker while many drain."""
+"""Upload rate of one worker while many workers drain, in bytes a second."""
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4

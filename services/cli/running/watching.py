@@ -20,7 +20,8 @@ from paceline.services.common.options import print_json
 from paceline.services.common.reporting.terminal import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
-"""Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
+"""Maps the state of a run to the exit status of `paceline submit --wait`. Status 2 is absent, because click uses it for
+a misspelt command."""
 QUEUE_S = 2.0
 """Seconds between two queries for the run that a queued run waits for."""
 

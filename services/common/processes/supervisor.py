@@ -113,7 +113,7 @@ CANNOT_START = 127
 """Exit status of a service that could not be started, as in shells."""
 KEPT_DEATHS = 1000
 SHOWN_LINES = 5
-"""Lines of the log that are shown when a service is given up."""
+"""Number of the log's last lines that are shown when a service is given up."""
 
 
 class Service:

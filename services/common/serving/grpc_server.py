@@ -37,7 +37,7 @@ HANDSHAKE_S = 10.0
 """Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
 """Seconds after which a connection without a call is closed, so that strangers cannot occupy all connections of a port.
-A channel opens the next one when it needs it."""
+A channel opens a new connection when it needs one."""
 MAX_STREAMS = 4096
 """Largest number of calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096
@@ -146,9 +146,10 @@ class GrpcServer:
         people_port: int | None = None,
         options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ):
-        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new
-        connection is closed at once. Under TLS `mutual` accepts only clients with a certificate, and `people_port` is a
-        second port for those without. Raises Conflict if a port is taken, InvalidInput for unusable certificates."""
+        """`guard` checks every call first, then `CallLimits` do. If a port has `max_connections`, a further connection
+        is closed at once. Under TLS, `mutual` accepts only clients with a certificate, and `people_port` is a second
+        port for clients without a certificate. Raises Conflict if a port is taken, InvalidInput for unusable
+        certificates."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         # The guard runs before the limits, because they count by the caller that it identifies.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]

@@ -28,7 +28,7 @@ from paceline.tls.folder import tls_folder
 MAX_CONNECTIONS = 512
 """Largest number of connections to a port; bounded because the process needs files for other purposes."""
 SHARE_OF_ADDRESS = 0.5
-"""Share of the connections that one address may have, so that none excludes all others."""
+"""Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
 """Seconds for which a connection may be without a request: before the first request is complete, or between two.
 Proxies keep idle connections for a minute."""

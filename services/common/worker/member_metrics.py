@@ -63,7 +63,7 @@ class MemberMetrics:
 @asynccontextmanager
 async def member_metrics(role: str, membership: Membership, host: str, port: int | None) -> AsyncIterator[int | None]:
     """Serve a worker's numbers while the context is open, on a free port for 0; None serves nothing. Yields the port.
-    Raises Conflict if it is taken."""
+    Raises Conflict if the port is taken."""
     if port is not None:
         set_up_metrics(role, scraped=True)
         membership.on_beat = MemberMetrics(role, lambda: membership.has_stream).note

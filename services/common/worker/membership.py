@@ -121,11 +121,12 @@ class Membership:
         self._diagnosis = ""
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
-        """Report that was taken from the queue but not written yet, because the stream may break before."""
+        """Report that was taken from the queue but not written yet. It is kept because the stream may break before the
+        report is written."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """Set while there is a connection to the exchange."""
+        """Event that is set while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
@@ -259,9 +260,9 @@ class Membership:
                 await asyncio.wait((writing,))
 
     async def _write_stream(self, call: Stream, heard: asyncio.Event) -> None:
-        """Send Hello, then after Welcome all reports and, while the exchange can be reached, a heartbeat every second,
-        until the stream breaks. Nothing is sent before Welcome, because it would be lost if the stream is refused.
-        After an error of this worker it sends nothing more: then the coordinator ends the silent stream."""
+        """Until the stream breaks, send Hello, then after Welcome all reports and, while the exchange can be reached, a
+        heartbeat every second. Nothing is sent before Welcome, because it would be lost if the coordinator refused
+        the stream. After an error, this worker sends nothing more: then the coordinator ends the silent stream."""
         try:
             await self._speak_on(call, heard)
         except Exception as error:

@@ -36,7 +36,7 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Metric for each sum of requests to services (`paceline.reward.trainer_view.USAGE`)."""
+"""Maps the name of each sum of requests to services (`paceline.reward.trainer_view.USAGE`) to its metric."""
 MAX_SUMS = 256
 """Largest number of sums of one worker; further ones are left out."""
 

@@ -84,7 +84,7 @@ class BatchClient:
 
     def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
-        """Set when this session is over, by this thread or by the control plane's thread."""
+        """Event that is set when this session is over, by this thread or by the control plane's thread."""
         self.receipted = 0
         """Number of steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first
         receipt."""

@@ -64,7 +64,8 @@ class Publishing:
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Guards the channel and the roster, because a roster that comes while the channel opens must reach it."""
+        """Lock that guards the channel and the roster, because a roster that comes while the channel opens must reach
+        the channel."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""

@@ -41,7 +41,7 @@ class RunReports:
         self._send, self._is_first = send, is_first
         self._kept: list[worker_pb2.ConnectRequest] = []
         self._lock = threading.Lock()
-        """Guards the kept reports, because uploads report checkpoints from another thread."""
+        """Lock that guards the kept reports, because uploads report checkpoints from another thread."""
 
     def fail(self, **facts: Any) -> None:
         """Report a fault of this rank; `facts` are fields of `RunReport`."""
