@@ -78,8 +78,8 @@ class History:
     def parent(
         self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
     ) -> tuple[AnsweredRequest, int] | None:
-        """Return the request that this one continues, and the number of messages up to its answer. Return None if there
-        is none, or if several with different tokens match."""
+        """Return the request that this one continues, and the number of messages up to its answer. Return None if no
+        request matches, or if several with different tokens match."""
         chains = _chains(sent, conversation)
         for count in range(len(sent) - 1, 0, -1):
             matches = self._by_end.get(chains[count])
@@ -333,7 +333,8 @@ class AgentTurns:
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
         """Return a turn of one token that no program requested. It is needed if the newest turn is recorded already,
-        because the last turn of a sample carries its texts. It is left out of the transcripts."""
+        because the last turn of a sample carries the sample's texts. The returned turn is left out of the
+        transcripts."""
         params = self._context.params(1, 1)
         seed = self._life.seed(self._context.lease.seed, next(self._arrivals))
         turn = await self._context.source.sample(

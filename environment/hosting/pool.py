@@ -69,8 +69,8 @@ class UserCode:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable: not now), Unavailable if a
-        process was killed or took too long. After an error no process runs."""
+        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable if it cannot be loaded now
+        but perhaps later), Unavailable if a process was killed or took too long. After an error no process runs."""
         if self._state != "new":
             raise Conflict(f"the processes of the user code are {self._state}; create a new UserCode")
         self._state = "running"

@@ -131,9 +131,9 @@ class LocalCluster:
 
     def start_coordinator(self) -> str:
         """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
-        in the directory, and PacelineError, with the end of its log, if the coordinator ends before it listens,
-        because a second start would fail too. Waits without a limit for a coordinator that waits itself, for example
-        for room on the disk."""
+        in the directory. Raises PacelineError, with the end of the coordinator's log, if the coordinator ends before
+        it listens, because a second start would fail too. Waits without a limit for a coordinator that itself waits,
+        for example for room on the disk."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -218,8 +218,8 @@ class LocalCluster:
         return name
 
     def remove(self, role: str) -> str:
-        """Terminate the newest service of `role` and return its name, without waiting: it returns its work within its
-        grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work
+        within its grace, and is killed if it needs much longer. Raises NotFound without a service."""
         staying = [service for service in self._services[role] if service.stays]
         if not staying:
             raise NotFound(f"there is no {role} service to remove")
@@ -254,8 +254,9 @@ class LocalCluster:
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Send a signal to a service and to all its processes; it is restarted after half a second and the death does
-        not count against it. Return False if it is just being restarted. Raises NotFound."""
+        """Send a signal to a service and to all its processes. The service is restarted after half a second, and this
+        death does not count against the service. Return False if the service is just being restarted. Raises
+        NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:

@@ -87,8 +87,9 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy is sent while the next step trains. Versions below the highest
-        that an engine has acknowledged from an earlier session are not published again, except the last."""
+        """Copy the model as version `step`; the copy is sent while the next step trains. If an engine has acknowledged
+        versions of an earlier session, the steps below the highest of these are not published again, except the last
+        step of the run."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
         self._channel.publish(Version(self._assignment.session, step), self._model)

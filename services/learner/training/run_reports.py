@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 class RunReports:
     """Sends the reports of one rank. Ranks other than 0 report only their faults, because rank 0 reports what all ranks
-    have in common; it keeps the newest report of each kind."""
+    have in common. Rank 0 keeps the newest report of each kind."""
 
     def __init__(
         self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
