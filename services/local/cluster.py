@@ -269,8 +269,9 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all services: SIGTERM to the workers and the learner, which return their leases and write a checkpoint,
-        then to the coordinator, which receives both. A service that needs longer than its grace is killed."""
+        """End all services. The workers and the learner get SIGTERM first: the workers return their leases, and the
+        learner writes a checkpoint. Then the coordinator, which receives both, gets SIGTERM. A service that needs
+        longer than its grace is killed."""
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:

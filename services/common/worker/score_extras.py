@@ -53,7 +53,8 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group. `functions` are all functions of the run, of which the first ones ran."""
+        """Add the calls of one group. `functions` are all functions of the run; if only the first ones ran, only their
+        calls are added."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
