@@ -49,7 +49,7 @@ class AnsweredRequest:
     """An agent's request with its answer."""
 
     conversation: Conversation
-    """In the form that templates take; without messages if the request has token ids."""
+    """The request's conversation in the form that templates take. It has no messages if the request has token ids."""
     prompt_ids: IntArray
     turn: SampledTurn
     answer: Json
@@ -78,8 +78,8 @@ class History:
     def parent(
         self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
     ) -> tuple[AnsweredRequest, int] | None:
-        """Return the request that this one continues, and the number of messages up to its answer. Return None if there
-        is none, or if several with different tokens match."""
+        """Return the request that this one continues, and the number of messages up to its answer. Return None if no
+        request matches, or if several with different tokens match."""
         chains = _chains(sent, conversation)
         for count in range(len(sent) - 1, 0, -1):
             matches = self._by_end.get(chains[count])
@@ -111,7 +111,7 @@ def _same_tokens(first: AnsweredRequest, other: AnsweredRequest) -> bool:
 
 
 def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
-    """Return the digests of all prefixes of the messages: `[n]` covers the first n."""
+    """Return the digests of all prefixes of the messages. The entry with index n is the digest of the first n messages."""
     chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
     chains = [chain]
     for message in sent:
@@ -157,7 +157,7 @@ class AgentTurns:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails if the lease is lost or `train_call` fails."""
         self.changed = asyncio.Event()
-        """Set when the program begins or stops waiting for an answer."""
+        """Event that is set when the program begins or stops waiting for an answer."""
 
     @property
     def waits(self) -> bool:
@@ -333,7 +333,8 @@ class AgentTurns:
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
         """Return a turn of one token that no program requested. It is needed if the newest turn is recorded already,
-        because the last turn of a sample carries its texts. It is left out of the transcripts."""
+        because the last turn of a sample carries the sample's texts. The returned turn is left out of the
+        transcripts."""
         params = self._context.params(1, 1)
         seed = self._life.seed(self._context.lease.seed, next(self._arrivals))
         turn = await self._context.source.sample(

@@ -82,10 +82,10 @@ class TurnLog(Protocol):
     """Records a leased group's turns in the ledger. Calls of different samples overlap; those of one sample do not."""
 
     async def turn(self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool) -> None:
-        """Record a finished turn and return when it is committed. Raises LeaseLost."""
+        """Record a finished turn and return once the record is committed. Raises LeaseLost."""
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
-        """Record that a life ends before its sample is finished, and return when it is committed. `reason` is
+        """Record that a life ends before its sample is finished, and return once the record is committed. `reason` is
         `restarted` or `environment_failed`. Raises LeaseLost."""
 
 
@@ -117,7 +117,7 @@ class EpisodeLease:
     seed: int
     params: TurnParams
     recorded: Mapping[int, RecordedSample] = field(default_factory=dict)
-    """Recorded turns by sample; a sample without any is missing."""
+    """Maps the index of a sample to the sample's recorded turns. A sample without recorded turns is missing."""
 
 
 class FinishedGroup(NamedTuple):
@@ -199,8 +199,8 @@ class EnvironmentFailed(EpisodeFault):
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance was lost for a reason outside of it, for example because its process died in another episode's call.
-    The episode is replayed, restored or restarted, and does not count as a failure."""
+    """The instance was lost for a reason outside of the instance, for example because its process died in another
+    episode's call. The episode is replayed, restored or restarted, and does not count as a failure."""
 
 
 class ServiceAway(EnvironmentLost):
@@ -208,7 +208,8 @@ class ServiceAway(EnvironmentLost):
 
 
 class CannotGoOn(EnvironmentLost):
-    """A life with turns can be neither replayed nor restored. It restarts and does not count as a failure."""
+    """This life of an episode already has turns, and it can be neither replayed nor restored. The episode begins again
+    from the start; this does not count as a failure."""
 
 
 class TimeIsUp(EpisodeFault):

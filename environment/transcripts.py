@@ -41,8 +41,8 @@ class TranscriptTokens:
         return len(self._transcripts)
 
     def continuation(self, prompt_ids: IntArray) -> Continuation:
-        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two of that
-        length match, it begins a new transcript."""
+        """Return how a turn with this prompt continues: the longest transcript that the prompt extends. If two
+        transcripts of that length match, the turn begins a new transcript."""
         best: list[int] = []
         for index, tokens in enumerate(self._transcripts):
             if index in self._closed or len(tokens) > len(prompt_ids):

@@ -1,1 +1,1 @@
-"""One gRPC server for each role, and the coordinator that holds exchange and ledger."""
+"""The gRPC server of each role, and the coordinator, which contains the exchange and the ledger."""

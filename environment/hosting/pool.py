@@ -69,8 +69,8 @@ class UserCode:
         await self.close()
 
     async def start(self) -> None:
-        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable: not now), Unavailable if a
-        process was killed or took too long. After an error no process runs."""
+        """Start the processes. Raises InvalidInput if the code cannot be loaded (Unreadable if it cannot be loaded now
+        but perhaps later), Unavailable if a process was killed or took too long. After an error no process runs."""
         if self._state != "new":
             raise Conflict(f"the processes of the user code are {self._state}; create a new UserCode")
         self._state = "running"
@@ -102,8 +102,8 @@ class UserCode:
         return instance
 
     async def solve(self, row: Mapping[str, Any], base_url: str, api_key: str, deaths: SampleDeaths) -> float | None:
-        """Run the agent and return its reward. Cancelling this call cancels a coroutine; a thread ends only with its
-        process. Raises EnvironmentFailed, EnvironmentLost."""
+        """Run the agent and return its reward. If this call is cancelled, an agent that is a coroutine is cancelled
+        too; an agent in a thread continues until its process ends. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         lane = slot.enter()
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
@@ -349,7 +349,7 @@ class Slot:
         self.killed = False
         """True if the pool killed the process because of one of its calls."""
         self.emptied = asyncio.Event()
-        """Set while the slot has no episode."""
+        """Event that is set while the slot has no episode."""
         self.emptied.set()
         self.num_calls = 0
         """Number of calls of user code that run in the process."""

@@ -308,7 +308,8 @@ def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 
 
 MAX_TEXT_CHARS = 4 << 20
-"""Characters of the longest text that is sent to the service, which cuts it to tokens."""
+"""Largest number of characters of a text that is sent to the service, which then cuts the text to a number of tokens.
+"""
 MAX_STATE_BYTES = 8 << 20
 
 

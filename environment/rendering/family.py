@@ -25,7 +25,7 @@ MISSING = (
     "template"
 )
 MAX_RENDERERS = 16
-"""Cached renderers, one for each set of arguments."""
+"""Largest number of cached renderers, one for each set of arguments."""
 
 
 def family_of(model_name: str) -> str:
@@ -87,8 +87,8 @@ class FamilyRendering(Rendering):
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
         """Return the content, reasoning and calls of a turn. This method parses two cases itself, because the package
-        takes any JSON with a name for a call of Llama 3, and in `<parameter=…>` strips white space and knows no
-        literals of Python."""
+        reads any JSON with a name as a call of Llama 3, and in `<parameter=…>` strips white space and does not know
+        Python's literals."""
         if self.family == "llama-3":
             return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)

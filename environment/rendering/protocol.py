@@ -83,8 +83,8 @@ class Rendering(Protocol):
         """Return the content, reasoning and calls of a turn."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that reports an unreadable call to the model: a tool's, or a kind that the template
-        allows."""
+        """Return the message that reports an unreadable call to the model: a tool message, or a message of another role
+        that the template allows."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 

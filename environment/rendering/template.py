@@ -32,7 +32,7 @@ from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 MAX_OPENINGS = 64
-"""Cached openings of the model's turn, one for each set of tools and arguments."""
+"""Largest number of cached openings of the model's turn, one for each set of tools and arguments."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def prepare(
 
 
 def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
-    """Return the function that reads the scored groups of a run, by its id or its folder, from the options' source."""
+    """Return a function that takes the id or the folder of a run and reads the run's scored groups from the options'
+    source."""
 
     def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
         with records_of_run(run, directory, coordinator) as (source, run_id):
@@ -85,7 +86,7 @@ def attempts_in(directory: Path, coordinator: str | None) -> Callable[[str], Ite
 
 
 MAX_COMPARED = 100_000
-"""Rows from the start of the training data that are compared with the evaluation sets."""
+"""At most this many rows, from the start of the training data, are compared with the evaluation sets."""
 
 
 @click.group()
@@ -254,7 +255,8 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
 
 
 def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
-    """Yield the text of each prompt as the algorithm reads it; if a text is trained as a whole, the text."""
+    """Yield the text of each prompt as the algorithm reads it. If the algorithm trains on a text as a whole, yield that
+    text."""
     from paceline.data.preparation.filters import text_of
 
     for index in range(len(rows)):
@@ -323,7 +325,7 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
 
 
 def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
-    """Return a message on a text of the row that the tokenizer does not preserve; empty if it preserves all."""
+    """Return a message about a text of the row that the tokenizer does not preserve; empty if it preserves all texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
         return ""

@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
 
     @functools.cached_property
     def sections(self) -> Sections:
-        """Commands by heading; headings that only apps have come last."""
+        """Commands by heading. Headings that only apps have are at the end."""
         of_apps = sections_of_apps()
         if self.name == "serve":
             of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
@@ -148,7 +148,7 @@ MEANT = {
     }.items()
     for word in words.split()
 }
-"""Command of Paceline for each word of other libraries and command lines."""
+"""Maps a word of other libraries or command lines to the command of Paceline."""
 
 
 def remedy(word: str, commands: Iterable[str]) -> str:

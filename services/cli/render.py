@@ -186,8 +186,8 @@ def outcome(
     values: Sequence[float] = (),
     measure: str = "reward",
 ) -> str:
-    """Return the last lines about a run. `evaluations` are the contents of its evaluation events, oldest first;
-    `values` are the rewards or losses of the steps, as `measure` says."""
+    """Return the last lines about a run. `evaluations` are the contents of its evaluation events, oldest first.
+    `values` are the rewards or the losses of the steps; `measure` says which."""
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
@@ -301,7 +301,7 @@ def print_all(
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Print a table on stdout, or `empty` for an empty table. Off a terminal cells are never cut."""
+    """Print a table on stdout, or `empty` for an empty table. If the output is not a terminal, cells are never cut."""
     import sys
 
     from rich.console import Console

@@ -22,7 +22,7 @@ from paceline.spec import ClusterSection
 ROLES = ("learner", "rollout", "reward")
 """Roles with a key `ROLE_gpus` in the section `cluster`."""
 LISTING_S = 20.0
-"""Seconds for `nvidia-smi -L`, which may have to wake the driver."""
+"""Longest time in seconds for `nvidia-smi -L`, which may have to wake the driver."""
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -75,7 +75,7 @@ def visible_gpus(
 
 
 def torch_is_for_cpus() -> bool:
-    """Return whether the installed torch is a build without CUDA and ROCm. It reads one file and does not import torch."""
+    """Return whether the installed torch is a build without CUDA and ROCm. One file is read, and torch is not imported."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

@@ -33,9 +33,9 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def fabric_address(fabric: str) -> str:
-    """Return this host's address on `fabric`; empty if `fabric` is. `fabric` is an interface's name, an address of this
-    host, or a network in CIDR notation that has one address of this host. Of an interface the first IPv4 address is
-    taken. Raises InvalidInput, which names the interfaces of this host."""
+    """Return this host's address on `fabric`; empty if `fabric` is empty. `fabric` is an interface's name, an address
+    of this host, or a network in CIDR notation that has one address of this host. If it is an interface's name, the
+    first IPv4 address of the interface is returned. Raises InvalidInput, which names the interfaces of this host."""
     if not fabric:
         return ""
     by_interface = addresses_by_interface()
@@ -92,7 +92,7 @@ fabric_option = click.option(
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0
-"""Seconds to wait for the host's relay; if none appears, weights come by the object store."""
+"""Seconds to wait for the host's relay; if none appears, weights come through the object store."""
 MAX_ZONE = 64
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class RelayConnection:
 
 
 def goes_by_host(spec: RunSpec) -> bool:
-    """Return whether the run's weights are sent through hosts' relays, if there are any."""
+    """Return whether the run's weights are sent through the relays of those hosts that have one."""
     return spec.weights.channel == "collective"
 
 

@@ -43,7 +43,7 @@ from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Most connections from programs on this host, each of which may open several."""
+"""Largest number of connections from programs on this host; one program may open several connections."""
 
 MAX_BODIES = 64
 MAX_STOP_IDS = 16

@@ -145,11 +145,11 @@ class Pauses(NamedTuple):
 
 PAUSES = Pauses()
 SUSPECT_BREAKS = 2
-"""Number of broken answers of a turn after which it may be the cause of ended workers. Only one such turn is sampled at
-a time."""
+"""If this many answers of a turn were broken, the turn may be the reason why workers ended. Only one such turn is
+sampled at a time."""
 
 MAX_BREAKS = 4
-"""Number of broken answers after which the turn counts as the cause."""
+"""If this many answers of a turn were broken, the turn counts as the reason why workers ended."""
 
 TROUBLE_LOG_S = 60.0
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]
@@ -191,7 +191,7 @@ class SamplingWorkers:
         """Number of unanswered calls, by address."""
         self._closing: set[asyncio.Future[None]] = set()
         self._suspects = asyncio.Lock()
-        """Held while a turn is sampled that may be the cause of ended workers."""
+        """Lock that is held while a turn is sampled that may be the reason why workers ended."""
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self.num_broken = 0
         """Number of broken answers; each lost at most the tokens of one turn."""

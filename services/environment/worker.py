@@ -53,7 +53,7 @@ class EnvironmentWorker:
         self.address = ""
         self.assigned = AssignedRun()
         self.drained = asyncio.Event()
-        """Set by `drain` and by the coordinator's directive to drain."""
+        """Event that is set by `drain` and by the coordinator's directive to drain."""
         self._coordinator = coordinator
         self._num_processes = num_processes
         self._functions_from = functions_from

@@ -93,7 +93,7 @@ class BackgroundLoop:
 
 
 MAX_ORDERS = 16
-"""Most orders of each kind that may wait at the same time."""
+"""At most this many orders of each kind may wait at the same time."""
 
 
 class ExportOrder(NamedTuple):

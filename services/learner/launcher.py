@@ -34,9 +34,9 @@ from paceline.services.common.processes.tether import tethered
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
 """Environment variable with the path of the file in which the ranks meet."""
 KILL_AFTER_S = 10.0
-"""Seconds after their grace until stopping ranks are killed."""
+"""A rank that must stop is killed this many seconds after its grace."""
 OTHERS_END_S = 10.0
-"""Seconds in which the other ranks may notice a failed rank in a collective and end by themselves."""
+"""If a rank fails, the other ranks have this many seconds to notice it in a collective and to end by themselves."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class Ended(NamedTuple):
 
 
 class EndAll(NamedTuple):
-    """An order to end all ranks, for a reason outside of them."""
+    """An order to end all ranks, for a reason outside of the ranks."""
 
     reason: str
     orderly: bool
-    """True if the ranks may end as at a signal; otherwise they have only OTHERS_END_S seconds."""
+    """True if the ranks may end in the same way as after a signal; otherwise they have only OTHERS_END_S seconds."""
 
 
 @dataclass
@@ -173,8 +173,8 @@ def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> in
 
 
 def end_as(status: int) -> None:
-    """End this process with a rank's return code or signal, because a supervisor distinguishes signals from outside
-    from faults."""
+    """End this process with a rank's return code or signal, so that a supervisor can distinguish a fault from a signal
+    that came from outside."""
     if -status in FROM_OUTSIDE:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

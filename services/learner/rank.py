@@ -51,7 +51,7 @@ from paceline.wire import PROTOCOL
 
 ASSIGNMENT_POLL_S = 2.0
 OUTBOX_SIZE = 8
-"""Most reports in the stream's outbox, where a newer report can no longer replace them."""
+"""Largest number of reports in the stream's outbox, where a newer report can no longer replace them."""
 log = logging.getLogger(__name__)
 
 
@@ -267,9 +267,9 @@ class LearnerRank:
 
 
 MAX_REPLACEABLE = 1024
-"""Replaceable reports that may wait; beyond this number the oldest is dropped."""
+"""At most this many replaceable reports may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
-"""Most steps whose token statistics may wait; beyond that the oldest are replaced."""
+"""The token statistics of at most this many steps may wait; beyond that number the oldest are replaced."""
 Key = tuple[str, str | int]
 
 

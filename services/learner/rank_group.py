@@ -36,7 +36,7 @@ LOADING_TIMEOUT_S = 1800.0
 """Seconds that a rank may be silent while models are loaded or files are written; the launcher notices a death earlier.
 """
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Seconds of a rank's silence after which the others end, once the first step has been trained."""
+"""Seconds. Once the first step has been trained, the other ranks end if a rank is silent for this long."""
 
 
 def form_rank_group(host: str, *, cuda: bool) -> None:
@@ -123,7 +123,8 @@ def _keep_to_this_host(host: str) -> None:
 
 
 def _keep_to_interface(host: str, address: str) -> None:
-    """Make gloo and NCCL use the interface of `host`, else that of the route to `address`, for ranks on several hosts."""
+    """For ranks on several hosts: make gloo and NCCL use the interface of `host`. If `host` has none, make them use the
+    interface of the route to `address`."""
     name = interface_of(host) or interface_of(advertised_host("", "", address))
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

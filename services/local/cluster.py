@@ -37,19 +37,18 @@ from paceline.spec import ClusterSection
 
 LOCK_NAME = "up.lock"
 USUAL_PORT, PAGE_PORT = 7070, 7080
-"""Default ports of the coordinator and of its page, if they are free."""
+"""Ports that the coordinator and its page take by default, if these ports are free."""
 NOT_READY_S = 60.0
-"""Seconds after which a line says that the coordinator does not listen yet; the line is repeated after each such time.
-"""
+"""If the coordinator does not listen after this many seconds, a line says so; it is repeated at this interval."""
 
 GRACE_S = 25.0
-"""Default of the seconds that a service may take to end after SIGTERM."""
+"""Default of `grace_s`: seconds that a service may take to end after SIGTERM."""
 
 KILL_AFTER_S = 15.0
-"""Seconds after a service's grace until it is killed, because leaving and unloading are not part of the grace."""
+"""A service is killed this many seconds after its grace, because leaving and unloading are not part of the grace."""
 
 EXPLAIN_AFTER_S = 3.0
-"""Seconds of waiting for services to end, after which a line names them."""
+"""If services that must end have not ended after this many seconds, a line names them."""
 
 LEARNER_ENDS = ": the learner ends its step and writes a checkpoint; if it is killed before that, training continues from the previous checkpoint"
 WORKERS = ("rollout", "reward", "environment", "learner")
@@ -84,11 +83,11 @@ class LocalCluster:
         gpus: Sequence[str] | None = None,
     ):
         """`directory` holds the ledger, the runs and `logs/`; `port` 0 takes a free port; `grace_s` is every service's
-        `--grace`; `options` are further options of a role's command line, and `launchers` commands that start a
-        role's services, such as `ip netns exec NAME`; `say` gets one line for each death. With `max_deaths` a
-        service that dies so often in a row is given up, and `check` raises, for callers who prefer a failure to
-        waiting. `gpus` are this host's, by their names in CUDA_VISIBLE_DEVICES; by default they are detected.
-        Services get those that `cluster` names. Raises SpecError if they cannot be divided."""
+        `--grace`. `options` are further options of a role's command line. `launchers` are commands that start a
+        role's services, such as `ip netns exec NAME`. `say` gets one line for each death. If `max_deaths` is set, a
+        service that has died this often in a row is given up, and `check` then raises; it is for callers who prefer
+        a failure to waiting. `gpus` are this host's GPUs, by their names in CUDA_VISIBLE_DEVICES; by default they
+        are detected. Services get those GPUs that `cluster` names. Raises SpecError if the GPUs cannot be divided."""
         require_linux("LocalCluster")
         self.directory = Path(directory).resolve()
         self.cluster = cluster
@@ -132,9 +131,9 @@ class LocalCluster:
 
     def start_coordinator(self) -> str:
         """Start the coordinator, wait until it listens and return its address. Raises Conflict if another cluster works
-        in the directory, and PacelineError, with the end of its log, if the coordinator ends before it listens,
-        because a second start would fail too. Waits without a limit for a coordinator that waits itself, for example
-        for room on the disk."""
+        in the directory. Raises PacelineError, with the end of the coordinator's log, if the coordinator ends before
+        it listens, because a second start would fail too. Waits without a limit for a coordinator that itself waits,
+        for example for room on the disk."""
         self._lock.take()
         os.environ.setdefault(VARIABLE, str(self.token_file))
         logs = self.directory / "logs"
@@ -200,8 +199,9 @@ class LocalCluster:
         self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name, which is the name of a removed service that has ended,
-        if there is one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        """Start one more service of `role` and return its name. If a removed service has ended, the new service gets
+        the name of the removed one. A rollout worker beyond `cluster.rollout_workers` shares the GPUs of the others
+        in turn."""
         name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
@@ -218,8 +218,8 @@ class LocalCluster:
         return name
 
     def remove(self, role: str) -> str:
-        """Terminate the newest service of `role` and return its name, without waiting: it returns its work within its
-        grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        """Terminate the newest service of `role` and return its name, without waiting. The service returns its work
+        within its grace, and is killed if it needs much longer. Raises NotFound without a service."""
         staying = [service for service in self._services[role] if service.stays]
         if not staying:
             raise NotFound(f"there is no {role} service to remove")
@@ -254,8 +254,9 @@ class LocalCluster:
         return self._service(role, index).log_path
 
     def kill(self, role: str, index: int = 0, number: signal.Signals = signal.SIGKILL) -> bool:
-        """Send a signal to a service and to all its processes; it is restarted after half a second and the death does
-        not count against it. Return False if it is just being restarted. Raises NotFound."""
+        """Send a signal to a service and to all its processes. The service is restarted after half a second, and this
+        death does not count against the service. Return False if the service is just being restarted. Raises
+        NotFound."""
         return self._service(role, index).kill(number)
 
     def check(self) -> None:
@@ -268,8 +269,9 @@ class LocalCluster:
         return self._failed.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all services: SIGTERM to the workers and the learner, which return their leases and write a checkpoint,
-        then to the coordinator, which receives both. A service that needs longer than its grace is killed."""
+        """End all services. The workers and the learner get SIGTERM first: the workers return their leases, and the
+        learner writes a checkpoint. Then the coordinator, which receives both, gets SIGTERM. A service that needs
+        longer than its grace is killed."""
         for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
@@ -313,7 +315,7 @@ class LocalCluster:
         return service
 
     def _free_index(self, role: str) -> int:
-        """Return the index of a removed service that has ended, else the next one."""
+        """Return the index of a removed service that has ended; if there is none, return the next unused index."""
         services = self._services[role]
         return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 

@@ -38,7 +38,7 @@ from paceline.spec.reading import load_spec, parse_spec
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up, because a caller prefers an error to waiting."""
 RETRIED = "It is retried automatically"
-"""End of the message of a pause that the coordinator ends by itself."""
+"""Last words of the message about a pause that the coordinator ends by itself."""
 
 Reward = Callable[..., Any] | str | RewardFunctionSection | Mapping[str, Any]
 Data = str | Path | Sequence[Mapping[str, Any]]
@@ -54,7 +54,7 @@ class TrainedRun:
     export_path: Path | None
     """Model folder for `from_pretrained`; None if the run has exported none."""
     metrics: list[dict[str, float]]
-    """Metrics of each step, with its number as `step`: rows for a DataFrame."""
+    """Metrics of each step, with the step's number as `step`: rows for a DataFrame."""
     evaluations: list[dict[str, float]]
     """Results of each evaluation, with the version as `step`."""
     summary: dict[str, Any] = field(repr=False)

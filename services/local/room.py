@@ -50,8 +50,8 @@ def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
 
 def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
     """Return the `cluster` section for the services that the runs need, from the first spec with rollouts. Runs on
-    examples need no workers, and only runs with an environment need environment workers: one unless they say how
-    many."""
+    examples need no workers. Only runs with an environment need environment workers: the largest number that one of
+    their specs names, where a spec without a number counts as 1."""
     sizes = next((spec.cluster for spec in specs if spec.samples), specs[0].cluster)
     if not any(spec.samples for spec in specs):
         none = {"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
@@ -64,7 +64,7 @@ def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
 
 
 MAX_SIBLINGS = 1000
-"""Most files of a folder that are compared with a missing name."""
+"""At most this many files of a folder are compared with a missing name."""
 
 
 def check_paths_are_here(spec: RunSpec) -> None:

@@ -28,13 +28,14 @@ AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 """Statuses of a failed request after which it is simply repeated."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Seconds in the settings of a host's pools: processes start faster than hosts do, and cost only the host's cores."""
+"""Seconds: values of coldStartSeconds, idleSeconds and holdSeconds for a host's pools. Processes start faster than
+hosts do, and cost only the host's cores."""
 
 
 def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are the fewest and most
-    workers by role. By default a pool has no workers between runs, and at most one for each core, or with GPUs as
-    many as the spec says."""
+    """Return the coordinator's options for each pool that the runs of this host need. `bounds` maps a role to the
+    smallest and the largest number of its workers. By default a pool has no workers between runs, and at most one
+    for each core, or with GPUs as many as the spec says."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),

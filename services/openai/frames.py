@@ -73,7 +73,7 @@ class Delta:
     num_calls: int
     """Number of calls before `parts`."""
     spans: tuple[VersionSpan, ...]
-    """Version spans of the whole choice until now."""
+    """Version spans of the whole choice so far."""
 
 
 def version_name(version: tuple[int, ...]) -> str:

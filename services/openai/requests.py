@@ -60,7 +60,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Fields that all kinds of request have. For None the run's value is used."""
+    """Fields that all kinds of request have. If a field is None, the run's value is used."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,7 +100,7 @@ class Ask(BaseModel):
 
     @property
     def stops(self) -> Stops:
-        """Return the stop strings of the request; none if the run's apply."""
+        """Return the stop strings of the request; if there are none, those of the run apply."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -166,8 +166,8 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. Must be true if the last message is the assistant's, which is always continued, else
-    false."""
+    """Field of other servers. It must be true if the last message is the assistant's, because such a message is always
+    continued; otherwise it must be false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 

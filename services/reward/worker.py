@@ -94,7 +94,7 @@ class RewardWorker:
         self._functions = FunctionSums()
         """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
-        """Tasks in a row that were returned for an unavailable service or a killed process."""
+        """Number of tasks in a row that were returned because a service was unavailable or a process was killed."""
         self.membership = membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:

@@ -181,7 +181,7 @@ class Pace:
         self._clock = clock
         self._empty_since_s: float | None = clock()
         self._empty_s = 0.0
-        """Seconds without a lease until now, except those since `_empty_since_s`."""
+        """Seconds without a lease so far, except those since `_empty_since_s`."""
         self._reported = (clock(), 0, 0.0)
         """Clock, tokens and seconds without a lease at the last heartbeat."""
 

@@ -45,11 +45,12 @@ LEASE_WAIT_S = 10.0
 RETURN_S = 5.0
 """Seconds of a drain's grace for the return of unfinished groups, in addition to the time of their upload."""
 RETURN_BYTES_PER_S = 8 << 20
-"""Upload rate of one worker while many drain."""
+"""Upload rate of one worker while many workers drain, in bytes a second."""
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
 MAX_UNEXPECTED = 4
-"""Unexpected errors in a row that count as faults of their groups. The next one counts as a fault of the worker."""
+"""Up to this many unexpected errors in a row count as faults of their groups. The next one counts as a fault of the
+worker."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
 CAPACITY_S = 0.5
@@ -237,7 +238,8 @@ class RolloutRun:
         return 0
 
     async def generate_external(self, request: GenerationRequest) -> Completion:
-        """Generate a completion for an external request, without lease or accounting. Raises like `Engine.generate`."""
+        """Generate a completion for an external request, without lease or accounting. Raises InvalidInput, Unavailable,
+        EngineDied (see `Engine.generate`)."""
         if self.draining:
             raise Unavailable("this worker is leaving; try another worker")
         self._external[request.request_id] = None
@@ -250,7 +252,8 @@ class RolloutRun:
                 self._no_external.set()
 
     async def generate_turn(self, request: GenerationRequest) -> Completion:
-        """Generate a turn of an episode, or its rest after a prefix, as work of the run. Raises like `Engine.generate`."""
+        """Generate a turn of an episode, or its rest after a prefix, as work of the run. Raises InvalidInput,
+        Unavailable, EngineDied (see `Engine.generate`)."""
         self._turns += 1
         self._note_occupancy()
         if self._turns == 1:

@@ -84,8 +84,8 @@ class RolloutWeights:
             self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """Accept the learner's offer of a version in the object store. An invalid offer is answered with an error, as
-        is one that fails later."""
+        """Accept the learner's offer of a version in the object store. If the offer is invalid or fails later, the
+        learner gets an error as the answer."""
         try:
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 class RolloutWorker:
     """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
-    while the run is assigned; `pause` is that back-off. `host` is this machine's address for weights, `bind` the
-    address to listen on, if it differs."""
+    while the run is assigned; `pause` is that back-off. `host` is this machine's address for weights. `bind` is the
+    address to listen on, if that is another one."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""`paceline ledger` and `paceline export`. They need no coordinator; those that only read can use one."""
+"""`paceline ledger` and `paceline export`. No command of this module needs a coordinator; a command that only reads can
+use one."""
 
 from __future__ import annotations
 

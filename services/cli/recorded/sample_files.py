@@ -46,7 +46,7 @@ EPISODE_COLUMNS = {"messages": "string", "ending": "string"}
 """Further columns of a run with an environment, with the types of their values."""
 
 KINDS = {int: "integer", float: "real", str: "text", list: "array", dict: "object"}
-"""Name for the kind of a JSON value, by its Python type."""
+"""Maps the Python type of a JSON value to the name of its kind."""
 
 PAIR_COLUMNS = {
     "group_id": "int64",

@@ -123,7 +123,7 @@ def _without_completions(group: Any) -> dict[str, Any]:
 
 
 SHOWN = 4
-"""Groups that are shown without --limit."""
+"""Number of groups that are shown if --limit is not given."""
 
 
 class _ShowByDefault(click.Group):

@@ -60,13 +60,13 @@ class Course:
     """A run's progress, as computed from its events."""
 
     def __init__(self, total_steps: int, *, live_from: float = 0, clock: Callable[[], float] = time.monotonic):
-        """Events from the step `live_from` on count as live; with infinity no event does."""
+        """Events count as live once `live_from` steps are trained; if `live_from` is infinite, no event is live."""
         self.total_steps = total_steps
         self._live_from = live_from
         self.step = 0
         """Number of trained steps."""
         self.values: list[float] = []
-        """Rewards of the steps that had one; in a run on examples the losses."""
+        """Rewards of the steps that had one. If the run trains on examples: losses of the steps."""
         self.measure = "reward"
         """Name of the values: `reward` or `loss`."""
         self.evaluations: list[dict[str, Any]] = []
@@ -107,7 +107,8 @@ class Course:
 
 @contextlib.contextmanager
 def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Iterator[Show]:
-    """Yield a function that shows an event; one line summarizes the events up to `earlier`, which were shown before."""
+    """Yield a function that shows an event. The events up to the sequence number `earlier` were shown before, so one
+    line summarizes them."""
     with contextlib.ExitStack() as stack:
         if shown.as_json:
             say = None
@@ -138,7 +139,8 @@ def screen(run_id: str, course: Course, shown: Shown, earlier: int = 0) -> Itera
 
 
 def _plain(run_id: str, course: Course) -> Callable[[Event | None, str], None]:
-    """Return a function that prints a line; off a terminal with time, run and the remaining time."""
+    """Return a function that prints a line. If the output is not a terminal, the line also has the time, the run and
+    the remaining time."""
     is_terminal = sys.stdout.isatty()
 
     def say(event: Event | None, line: str) -> None:

@@ -229,7 +229,8 @@ def _row(pool: PoolStatus) -> list[str]:
 
 
 LEAVING_S = 30.0
-"""Seconds after a worker's grace in which it should leave: it returns unfinished work, or writes a checkpoint."""
+"""After its grace, a worker should leave within this many seconds: meanwhile it returns unfinished work, or writes a
+checkpoint."""
 POLL_S = 0.2
 
 

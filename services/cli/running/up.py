@@ -196,8 +196,8 @@ def run_here(
 
 @contextlib.contextmanager
 def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """At Ctrl-C, print the command that continues the runs. At another error, raise the fault of a service that was given
-    up instead, if there is one."""
+    """If Ctrl-C ends the block, print the command that continues the runs. If another error ends the block and a
+    service was given up, raise the fault of that service instead."""
     try:
         yield
     except KeyboardInterrupt:
@@ -335,7 +335,7 @@ def ends_with_signals() -> Iterator[None]:
 
 
 MAX_SHOWN = 5
-"""Number of failed runs that are listed, newest first."""
+"""At most this many failed runs are listed, the newest first."""
 
 
 class Failed(NamedTuple):
@@ -350,7 +350,7 @@ class LeftRuns:
     open: dict[str, RunSpec] = field(default_factory=dict)
     """Specs of the runs that have not ended, by run id."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Reason and remedy, by run id, for each run that has not ended and whose spec this version cannot read."""
+    """For each open run whose spec this version cannot read: the reason and the remedy, by run id."""
     failed: dict[str, Failed] = field(default_factory=dict)
     """Runs that `resume` would queue again, by run id."""
     events: dict[str, int] = field(default_factory=dict)

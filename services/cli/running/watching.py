@@ -20,7 +20,8 @@ from paceline.services.common.options import print_json
 from paceline.services.common.reporting.terminal import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
-"""Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
+"""Maps the state of a run to the exit status of `paceline submit --wait`. Status 2 is absent, because click uses it for
+a misspelt command."""
 QUEUE_S = 2.0
 """Seconds between two queries for the run that a queued run waits for."""
 
@@ -129,7 +130,7 @@ def in_front_of(source: Source, run_id: str) -> render.Facts | None:
 
 
 def advice(run_id: str, ahead: render.Facts) -> str:
-    """Return which run a queued one waits for, and how to end that."""
+    """Return which run a queued one waits for, and how to end the run that it waits for."""
     state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
     reason = f": {ahead['message']}" if ahead["message"] else ""
     return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"

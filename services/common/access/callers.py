@@ -43,8 +43,8 @@ ALL_ROLES = frozenset(CallerRole)
 
 class Callers(Protocol):
     async def caller(self, token: str, certificate: str = "") -> Caller:
-        """Return the caller that this token identifies, with the name in its client certificate; both may be empty.
-        Raises AccessDenied, Unavailable."""
+        """Return the caller that `token` identifies, with the name in the caller's client certificate. Token and name
+        may be empty. Raises AccessDenied, Unavailable."""
 
 
 class TokenCallers:
@@ -129,8 +129,9 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class PolledFile(Generic[ContentT]):
-    """A small file that commands replace while a service runs: read again within CHECK_S after a change. A file that is
-    damaged at first is an error; later its previous content stays in effect, with a warning."""
+    """A small file that commands replace while a service runs. After a change it is read again within CHECK_S. If the
+    file is damaged at first, that is an error; if it is damaged later, its previous content stays in effect, with a
+    warning."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ FRESH_S = 2.0
 KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
-"""Most answers of the coordinator that are kept, the newest ones."""
+"""At most this many answers of the coordinator are kept; the newest ones stay."""
 OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller with the worker's token while the coordinator does not answer."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -181,7 +182,8 @@ class _Answer:
 
 class WorkerCallers:
     def __init__(self, coordinator: str):
-        """`coordinator` is its HOST:PORT. If it is empty, only the worker's token is valid, and it has every role."""
+        """`coordinator` is the coordinator's HOST:PORT. If it is empty, only the worker's token is valid, and that
+        token has every role."""
         self._coordinator = coordinator
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
 

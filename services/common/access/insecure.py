@@ -1,5 +1,5 @@
-"""`--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which permits unencrypted connections
-beyond this host; with certificates it is not needed.
+"""Two options: `--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`, which permits
+unencrypted connections beyond this host. With certificates, `--insecure` is not needed.
 
 A process that uses the permission reports it: in its log at its start and every ten minutes, in a gauge, and the coordinator in
 `paceline status`.

@@ -147,6 +147,6 @@ EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "batch": frozenset({_LEARNER}),
     "receipt": frozenset({_LEARNER}),
 }
-"""Roles of the workers that may send each kind of request to the exchange. Each request has the secret of a Welcome,
-which only a caller with the role `worker` gets. Leases are held by workers of two roles, in each run by one
-(`holds_leases`)."""
+"""For each kind of request to the exchange: the roles of the workers that may send it. Each request has the secret of a
+Welcome, which only a caller with the role `worker` gets. Workers of two roles can hold leases, but in one run only
+workers of one of these roles do (`holds_leases`)."""

@@ -15,9 +15,9 @@ from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
-"""Most client certificates whose names are cached."""
+"""At most this many client certificates have their names cached."""
 MAX_PEERS = 8192
-"""Most peers whose addresses are cached."""
+"""At most this many peers have their addresses cached."""
 MAX_HOST = 64
 
 

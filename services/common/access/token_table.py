@@ -138,7 +138,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Replace the file; it is synced to disk when this returns. Call it under its lock."""
+    """Replace the file. It is synced to disk when this function returns. The caller must hold the file's lock."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -175,7 +175,8 @@ def revoke_certificate(path: Path, name: str) -> None:
 
 
 def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
-    """Return the rows of a file; none if it is missing. Raises Conflict; `again` tells what to do after deleting it."""
+    """Return the rows of a file; none if the file is missing. Raises Conflict; if the file is damaged, `again` tells
+    the user in the error what to do after deleting the file."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

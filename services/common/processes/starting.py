@@ -29,9 +29,10 @@ def die_with_starter() -> None:
 
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Environment variables to set before torch and huggingface_hub are imported. A link's TCP store warns of every
-connection that its peer closed, as at each normal stop, with the frames of a C++ stack; transformers draws a bar for
-the weights of each model, which makes a line of hundreds of characters in a file."""
+"""Environment variables to set before torch and huggingface_hub are imported. They prevent two kinds of output.
+Whenever a peer closes its connection, which happens at each normal stop, a link's TCP store logs a warning with the
+frames of a C++ stack. While transformers loads the weights of a model, it draws a bar, which is a line of hundreds
+of characters in a file."""
 
 
 def quiet_libraries() -> None:
@@ -47,16 +48,17 @@ def announce(ready_file: Path | None, address: str) -> None:
 
 
 FILES_PER_MEMBER = 2
-"""Open files of the coordinator for one member: its control stream and its connection to the exchange. A second port
-for people may have as many connections."""
+"""Number of open files of the coordinator for one member: its control stream and its connection to the exchange. If
+there is a second port for people, one more file is reserved for each member."""
 RESERVED_FILES = 160
 """Open files that are reserved for the ledger, its segments, run files, libraries and watching clients."""
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane that are reserved for clients other than members; part of RESERVED_FILES."""
 MAX_MEMBERS = 8192
-"""Most members of a coordinator, whatever the limit of open files: each connection takes memory."""
+"""Largest number of members of a coordinator, whatever the limit of open files, because each connection takes memory.
+"""
 TIGHT = 0.9
-"""Share of the possible members from which on a warning is logged."""
+"""A warning is logged once the members are at least this share of the possible members."""
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Capacity:
         spare = max_files - RESERVED_FILES - has_people_port * RESERVED_FOR_CLIENTS
         self.max_members = min(MAX_MEMBERS, max(1, spare // files))
         self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
-        """Most connections to each port of the control plane."""
+        """Largest number of connections to each port of the control plane."""
         self._has_warned = False
 
     def refusal(self, members: int) -> str:

@@ -40,9 +40,10 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
-"""Seconds after which a life counts as progress, because by then the pool has started and worked."""
+"""A life of at least this many seconds counts as progress, because by then the pool has started and worked."""
 LOGGED_EACH = 4
-"""Deaths in a row that are each logged; of later ones only the fifth, the tenth, the twentieth and so on."""
+"""Up to this number, each death in a row is logged. Of the later deaths only the fifth, the tenth, the twentieth and so
+on are logged."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE})
 """Signals that come from outside the program: from a person, or from the kernel for lack of memory."""
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -62,12 +63,14 @@ class Death:
 
     @property
     def way(self) -> tuple[int, str]:
-        """Return status and reason without the numbers that differ each time: equal for two deaths of one cause."""
+        """Return the status, and the reason without the numbers that differ each time. Two deaths of one cause have
+        equal values."""
         return self.status, CHANGING.sub("#", self.reason)
 
 
 class RestartPolicy:
-    """The rule for restarts of one service and for the log lines about them, with its deaths so far. Pure."""
+    """The rule for restarts of one service and for the log lines about them, with its deaths so far. The rule only
+    computes: it starts and logs nothing."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
         self._max_backoff_s = max_backoff_s
@@ -110,11 +113,12 @@ CANNOT_START = 127
 """Exit status of a service that could not be started, as in shells."""
 KEPT_DEATHS = 1000
 SHOWN_LINES = 5
-"""Lines of the log that are shown when a service is given up."""
+"""Number of the log's last lines that are shown when a service is given up."""
 
 
 class Service:
-    """A supervised child. `command` and `max_deaths` may be changed while it runs, and count from its next death."""
+    """A supervised child. If `command` or `max_deaths` is changed while the child runs, the change takes effect at the
+    child's next death."""
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def tethered(command: list[str]) -> list[str]:
-    """Return the command line that runs `command`, and kills it if this process or the thread that starts it ends."""
+    """Return the command line that runs `command`. The command is killed if this process ends, or if the thread ends
+    that starts the command."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

@@ -32,8 +32,8 @@ from paceline.services.common.access.tls import host_of
 from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
-"""Most pairs of caller and method whose calls are counted. Beyond that number, the counts that were idle the longest
-start again."""
+"""The calls of at most this many pairs of caller and method are counted. Beyond that number, the counts that were idle
+the longest start again."""
 NO_LIMIT = 1 << 31
 
 
@@ -46,9 +46,9 @@ class Limit:
     burst: int
     """Calls that one caller may make at once, before `per_s` limits further ones."""
     under_way: int
-    """Most calls of one caller in progress."""
+    """Largest number of calls of one caller in progress."""
     in_all: int
-    """Most calls of all callers together in progress."""
+    """Largest number of calls of all callers together in progress."""
 
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
@@ -61,8 +61,9 @@ STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Limit of streams that need no token."""
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
-"""Limit of calls by workers. It is high because other limits bound them: open files the members, the engine's capacity
-the completions. The workers of a cluster share a token, and all call at once after the coordinator's restart."""
+"""Limit of calls by workers. It is high because other limits bound these calls: the limit on open files bounds the
+members, and the engine's capacity bounds the completions. The workers of a cluster share a token, and all of them
+call at once after the coordinator's restart."""
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
@@ -91,8 +92,8 @@ Key = tuple[str, str]
 
 
 class Rates:
-    """The rate of each caller's calls of each method, by the generic cell rate algorithm. It keeps one number for each pair:
-    the time at which all calls until now would be due."""
+    """The rate of each caller's calls of each method, by the generic cell rate algorithm. It keeps one number for each
+    pair of caller and method: the earliest time at which all calls so far fit into the permitted continuous rate."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_kept: int = MAX_KEPT):
         self._clock, self._max_kept = clock, max_kept

@@ -31,17 +31,18 @@ from paceline.tls.folder import TlsFolder, tls_folder
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message in either direction; manifests of weights are the largest messages."""
 MAX_DETAILS_BYTES = 4096
-"""Most bytes of a status's text on the wire, where a byte beyond printable ASCII counts as three: gRPC refuses longer
-trailers."""
+"""Largest number of bytes of a status's text on the wire, where a byte beyond printable ASCII counts as three: gRPC
+refuses longer trailers."""
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection must complete its handshakes for TLS and HTTP/2."""
 IDLE_S = 60.0
 """Seconds after which a connection without a call is closed, so that strangers cannot occupy all connections of a port.
-A channel opens the next one when it needs it."""
+A channel opens a new connection when it needs one."""
 MAX_STREAMS = 4096
-"""Most calls in progress on one connection; a channel delays further calls."""
+"""Largest number of calls in progress on one connection; a channel delays further calls."""
 MAX_CONNECTIONS = 4096
-"""Most connections to each port of a server that sets no other number; a further connection is closed at once."""
+"""Largest number of connections to each port of a server that sets no other number; a further connection is closed at
+once."""
 STOP_GRACE_S = 1.0
 """Seconds that calls in progress have when the service ends."""
 LIMITS = [
@@ -145,9 +146,10 @@ class GrpcServer:
         people_port: int | None = None,
         options: Sequence[tuple[str, int]] = SERVER_OPTIONS,
     ):
-        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new
-        connection is closed at once. Under TLS `mutual` accepts only clients with a certificate, and `people_port` is a
-        second port for those without. Raises Conflict if a port is taken, InvalidInput for unusable certificates."""
+        """`guard` checks every call first, then `CallLimits` do. If a port has `max_connections`, a further connection
+        is closed at once. Under TLS, `mutual` accepts only clients with a certificate, and `people_port` is a second
+        port for clients without a certificate. Raises Conflict if a port is taken, InvalidInput for unusable
+        certificates."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         # The guard runs before the limits, because they count by the caller that it identifies.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
@@ -212,7 +214,7 @@ def _taken(host: str, port: int) -> Conflict:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Return whether another process listens on the port; False if only the attempt can tell."""
+    """Return whether another process listens on the port. False also if only an attempt to listen can show that."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:

@@ -26,9 +26,9 @@ from paceline.services.common.access.tls import server_context
 from paceline.tls.folder import tls_folder
 
 MAX_CONNECTIONS = 512
-"""Most connections to a port; bounded because the process needs files for other purposes."""
+"""Largest number of connections to a port; bounded because the process needs files for other purposes."""
 SHARE_OF_ADDRESS = 0.5
-"""Share of the connections that one address may have, so that none excludes all others."""
+"""Share of the connections that one address may have, so that no address excludes all others."""
 IDLE_S = 75.0
 """Seconds for which a connection may be without a request: before the first request is complete, or between two.
 Proxies keep idle connections for a minute."""
@@ -37,7 +37,8 @@ UNREAD_S = 30.0
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
-"""Most request bodies that are read at a time; bounded because everyone who can reach the port can send them."""
+"""At most this many request bodies are read at a time; bounded because everyone who can reach the port can send them.
+"""
 BODY_S = 30.0
 """Seconds for a request's body to arrive."""
 SHUTDOWN_S = 2.0

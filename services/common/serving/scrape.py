@@ -31,8 +31,9 @@ async def metrics_endpoint(
     desired: Callable[[str], int] | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve `/metrics` while the context is open, on a free port for 0; None serves nothing. Yields the port. `callers`
-    identifies callers if the port requires a token, and `note` gets the requests that are then refused. With
-    `desired`, which returns a pool's desired size, also `/scale/POOL`. Raises Conflict if the port is taken."""
+    identifies callers if the port requires a token, and `note` gets the requests that are then refused. `desired` is
+    a function that returns a pool's desired size; if it is given, `/scale/POOL` is served too. Raises Conflict if
+    the port is taken."""
     if port is None:
         yield None
         return

@@ -34,7 +34,8 @@ class AssignedRun:
         self.changed = asyncio.Event()
         """Event that is set by a directive that changes the work; the worker clears it."""
         self.on_readiness: Callable[[bool], Awaitable[None]] = _ignore
-        """Called at every change with whether the worker can work on its run."""
+        """Called with True when the worker becomes able to work on its run, or is idle; called with False when the
+        set-up has failed."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
         """Follow a directive to work on a run; return whether it is another run than before. A run that is assigned
@@ -90,7 +91,8 @@ def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
 
 
 def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
-    """Return FAULT_SPEC if only another spec (or its data, or its code) would help; other faults may pass."""
+    """Return FAULT_SPEC if only a change of the spec, of its data or of its code would help; else FAULT_PASSING,
+    because the fault may pass by itself."""
     is_spec = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
     return worker_pb2.FAULT_SPEC if is_spec else worker_pb2.FAULT_PASSING
 
@@ -126,9 +128,9 @@ class BundledSpec:
     """A spec whose bundled files stay on disk until `close`."""
 
     def __init__(self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()):
-        """Fetch the bundle's files of these kinds, unless this user's cache has them; without a bundle fetch nothing. Blocks.
-        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code outside them; Unavailable; InvalidInput.
-        """
+        """Fetch the bundle's files of these kinds, unless this user's cache has them; without a bundle fetch nothing.
+        Blocks. `allowed` are the folders of `--functions-from`. Raises Unreadable (also for code outside the allowed
+        folders), Unavailable, InvalidInput."""
         self.original = self.spec = spec
         self._unpacked = None
         if bundle:

@@ -22,12 +22,12 @@ from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."
 MAX_NAMES = 256
-"""Most gauges of one process; further names are left out."""
+"""Largest number of gauges of one process; further names are left out."""
 _SUMS = (PREFIX, SUM, COUNT)
 
 
 class MemberMetrics:
-    """The gauges of one worker as instruments, made when a name is first seen. Any thread."""
+    """The gauges of one worker as instruments, made when a name is first seen. Any thread may call its methods."""
 
     def __init__(self, role: str, is_connected: Callable[[], bool]) -> None:
         self._attributes = {"paceline.role": role}
@@ -63,7 +63,7 @@ class MemberMetrics:
 @asynccontextmanager
 async def member_metrics(role: str, membership: Membership, host: str, port: int | None) -> AsyncIterator[int | None]:
     """Serve a worker's numbers while the context is open, on a free port for 0; None serves nothing. Yields the port.
-    Raises Conflict if it is taken."""
+    Raises Conflict if the port is taken."""
     if port is not None:
         set_up_metrics(role, scraped=True)
         membership.on_beat = MemberMetrics(role, lambda: membership.has_stream).note

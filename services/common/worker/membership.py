@@ -46,23 +46,25 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
-"""Default of the seconds that a leaving worker waits until the coordinator has read its last reports."""
+"""Default of the longest time, in seconds, for which a leaving worker waits until the coordinator has read its last
+reports."""
 RESEND_S = 60.0
-"""Seconds without a reply after which a request is sent again; the next pause is twice as long, and so on. Longer than
-any wait that a request may ask for. More frequent sending would not speed up a slow answer."""
+"""If a request has no reply after this many seconds, it is sent again; the next pause is twice as long, and so on. The
+first pause is longer than any wait that a request may ask for. More frequent sending would not speed up a slow
+answer."""
 MAX_SENDINGS = 16
-"""Most transmissions of one request whose replies still count."""
+"""The replies to at most this many transmissions of one request still count: those to the newest ones."""
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest transmission counts: the newest request lists the worker's
 leases, so the coordinator has revoked anything that an earlier reply granted."""
 MAX_BULK = 4
-"""Most requests with payloads that wait for their replies at a time; others wait to be sent. Bounded because the
-coordinator must keep all received payloads, also while its disk is full."""
+"""At most this many requests with payloads wait for their replies at a time; others wait to be sent. Bounded because
+the coordinator must keep all received payloads, also while its disk is full."""
 TROUBLE_LOG_S = 60.0
 """Shortest time between two log lines about a coordinator that does not answer or refuses this worker."""
 MAX_TURNS = 64
-"""Most finished turns of episodes that wait for their replies at a time. They are small, and those that arrive together
-share one synced write."""
+"""At most this many finished turns of episodes wait for their replies at a time. They are small, and those that arrive
+together share one synced write."""
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {
@@ -85,7 +87,8 @@ class Pending:
     payloads: list[bytes]
     reply: asyncio.Future[tuple[pb.ExchangeReply, list[bytes]]]
     terms: dict[int, int] = field(default_factory=dict)
-    """Term in which each transmission was sent, by the transmission's number; only those whose replies still count."""
+    """Maps the number of a transmission to the term in which it was sent; it has only the transmissions whose replies
+    still count."""
     pause_s: float = field(default_factory=lambda: RESEND_S)
     sent_s: float = field(default_factory=time.monotonic)
 
@@ -118,11 +121,12 @@ class Membership:
         self._diagnosis = ""
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
-        """Report that was taken from the queue but not written yet, because the stream may break before."""
+        """Report that was taken from the queue but not written yet. It is kept because the stream may break before the
+        report is written."""
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = asyncio.Event()
-        """Set while there is a connection to the exchange."""
+        """Event that is set while there is a connection to the exchange."""
         self._pending: dict[int, Pending] = {}
         """Pending requests by the number of each transmission whose reply counts."""
         self._numbers = itertools.count(1)
@@ -135,7 +139,7 @@ class Membership:
         self.has_stream = False
         """True while this worker has a control stream: from the Welcome until the stream breaks."""
         self.draining = False
-        """True if this worker has to stop: a coordinator that stops too waits until the worker has left."""
+        """True if this worker must stop. A coordinator that stops itself waits until the worker has left."""
         self._welcomed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
@@ -256,9 +260,9 @@ class Membership:
                 await asyncio.wait((writing,))
 
     async def _write_stream(self, call: Stream, heard: asyncio.Event) -> None:
-        """Send Hello, then after Welcome all reports and, while the exchange can be reached, a heartbeat every second,
-        until the stream breaks. Nothing is sent before Welcome, because it would be lost if the stream is refused.
-        After an error of this worker it sends nothing more: then the coordinator ends the silent stream."""
+        """Until the stream breaks, send Hello, then after Welcome all reports and, while the exchange can be reached, a
+        heartbeat every second. Nothing is sent before Welcome, because it would be lost if the coordinator refused
+        the stream. After an error, this worker sends nothing more: then the coordinator ends the silent stream."""
         try:
             await self._speak_on(call, heard)
         except Exception as error:

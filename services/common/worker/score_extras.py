@@ -36,9 +36,9 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Metric for each sum of requests to services (`paceline.reward.trainer_view.USAGE`)."""
+"""Maps the name of each sum of requests to services (`paceline.reward.trainer_view.USAGE`) to its metric."""
 MAX_SUMS = 256
-"""Most sums of one worker; further ones are left out."""
+"""Largest number of sums of one worker; further ones are left out."""
 
 
 class FunctionSums:
@@ -53,7 +53,8 @@ class FunctionSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
-        """Add the calls of one group. `functions` are all functions of the run, of which the first ones ran."""
+        """Add the calls of one group. `functions` are all functions of the run; if only the first ones ran, only their
+        calls are added."""
         for function, duration_s in zip(functions, result.durations_s_F, strict=False):
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
@@ -90,7 +91,7 @@ class FunctionSums:
 
 SUM, COUNT = "logged_sum/", "logged_count/"
 MAX_NAMES = 32
-"""Most names of logged values of one worker; further names are left out."""
+"""Largest number of names of logged values of one worker; further names are left out."""
 
 
 class LoggedMetrics:
@@ -132,7 +133,7 @@ class LoggedMetrics:
 
 EXTRA_NAME = "extra.jsonl"
 MAX_BYTES = 256 << 10
-"""Most characters of one group's columns on the wire."""
+"""Largest number of characters of one group's columns on the wire."""
 
 
 def extra_json(columns: Mapping[str, list[Any]]) -> str:
@@ -187,7 +188,8 @@ TRAINER_STATE = "paceline.trainer_state"
 
 def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1) -> dict[str, Any]:
     """Return the trainer's state after `trained_steps`: steps trained, steps of the run, and epochs trained. It
-    includes the number of reward workers, which divide limits of services by it; user functions do not see that."""
+    includes the number of reward workers, by which each of them divides the limits of services; user functions do
+    not see this number."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,

@@ -20,13 +20,13 @@ REVISION = 1
 SILENT_S = 15.0
 """Seconds without a heartbeat after which a node counts as dead."""
 ALIVE_S, DEAD_S = 1.5, 3.0
-"""If two hosts have lives of one position, the first is alive if it has a heartbeat ALIVE_S or more after the second
-has joined, and dead if it has none by DEAD_S."""
+"""Seconds. If two hosts have lives of one position, the first life is alive if it has a heartbeat ALIVE_S or more after
+the second has joined, and dead if it has none by DEAD_S."""
 LAST_CALL_S = 10.0
 """Seconds for which a session that could begin waits for further nodes."""
 MAX_RANKS = 1024
 MAX_NEW = 256
-"""Most nodes that are introduced at the same time."""
+"""Largest number of nodes that are introduced at the same time."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Assembly:
     def __init__(self, store: NodeStore, settings: NodeSettings):
         self._store, self._settings = store, settings
         self._nodes: dict[int, Node] = {}
-        """Living nodes by number, those of the session included."""
+        """Living nodes by number, including the nodes of the session."""
         self._num_joined = 0
         self._gathered: tuple[int, ...] = ()
         self._gathered_s = 0.0
@@ -97,7 +97,8 @@ class Assembly:
         return present
 
     def check(self, now_s: float) -> SessionEnd | None:
-        """Return the reason if the session is over, and write it for all nodes; None while it continues."""
+        """If the session is over, write the reason for all nodes and return it; return None while the session
+        continues."""
         assert self._session is not None
         session, before = self._session, dict(self._session.nodes)
         self._refresh(now_s)
@@ -157,7 +158,8 @@ class Assembly:
         self._keep_one_life(now_s)
 
     def _keep_one_life(self, now_s: float) -> None:
-        """Keep one life of each position and remove the others, where it is decided which life counts."""
+        """For each position with several lives, keep the one that counts and remove the others. While it is undecided
+        which one counts, keep them all and mark them as contested."""
         counting: dict[int, Node] = {}
         for number in sorted(self._nodes):
             newer = self._nodes[number]
@@ -203,7 +205,7 @@ class Assembly:
 
 
 def _loser(older: Node, newer: Node, now_s: float) -> Node | None:
-    """Return the life that does not count of two lives of a position; None while that is undecided."""
+    """Return which of two lives of a position does not count; None while that is undecided."""
     if older.life == newer.life:
         return older
     if older.host == newer.host:

@@ -30,7 +30,7 @@ from paceline.services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABL
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 BEAT_S, POLL_S = 1.0, 0.2
 LONG_SESSION_S = 300.0
-"""Seconds after which a session's end does not count as a repeated failure."""
+"""Seconds. If a session ran longer than this, its end does not count as a repeated failure."""
 log = logging.getLogger(__name__)
 
 
@@ -137,8 +137,8 @@ class Rendezvous:
         self._watching: threading.Thread | None = None
 
     def meet(self, is_stopping: Callable[[], bool]) -> SessionPart | None:
-        """Return this node's part in the next session; None if it is to stop earlier. Raises Unavailable if too few
-        nodes have come within the wait; Conflict if node 0 refuses this one."""
+        """Return this node's part in the next session; None if this node must stop earlier. Raises Unavailable if too
+        few nodes have come within the wait; Conflict if node 0 refuses this one."""
         if self._watching is not None:
             self._watching.join()  # each operation of the store has a deadline
         began_s, present = time.monotonic(), ""
@@ -164,7 +164,8 @@ class Rendezvous:
         return None
 
     def watch(self, part: SessionPart, take: Callable[[SessionEnd], None]) -> threading.Event:
-        """Call `take` once, from a thread, if another node ends the session; setting the returned event stops that."""
+        """Call `take` once, from a thread, if another node ends the session. Return an event; setting it ends the
+        watch."""
         ended = threading.Event()
         self._watching = threading.Thread(target=self._watch, args=(part, take, ended), daemon=True)
         self._watching.start()

@@ -87,7 +87,8 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def ranks_of_node(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks for this host in torchrun's variable, else 1. Raises InvalidInput."""
+    """Return the number of ranks on this host, as torchrun's variable says; 1 if the variable is missing. Raises
+    InvalidInput."""
     text = environment.get("PET_NPROC_PER_NODE", "1")
     if not NODES.fullmatch(text) or not text.isdecimal() or not int(text):
         raise InvalidInput(f"PET_NPROC_PER_NODE {text!r:.40} is no number of ranks; give --ranks")
@@ -126,7 +127,7 @@ def _read_variables(environment: Mapping[str, str], hostname: str) -> _Variables
 
 
 def first_of_nodelist(text: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[003-004,9],login1`; empty for none."""
+    """Return the first host of a Slurm node list such as `gpu[003-004,9],login1`; empty if the list has no host."""
     match = BRACKETS.match(text)
     if not match or not match[1]:
         return ""

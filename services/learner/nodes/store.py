@@ -27,7 +27,8 @@ WAIT_S = 15.0
 CONNECT_S = 2.0
 """Seconds for each attempt to reach the store's port."""
 ANSWER_S = 20.0
-"""Seconds for each attempt to open the store. Torch first resolves the name of each host: 5 s for a lost answer."""
+"""Seconds for each attempt to open the store. Torch first resolves the name of each host, which takes 5 s if an answer
+is lost."""
 FAULTS = (RuntimeError, OSError)
 """Errors of an operation if the store cannot be reached; torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
@@ -66,7 +67,8 @@ class NodeStore:
         return value if isinstance(value, dict) else {}
 
     def _bounded(self, operation: Callable[[], ResultT]) -> ResultT:
-        """Return an operation's result. Raises TimeoutError after the deadline, and at once after the first missed one."""
+        """Return an operation's result. Raises TimeoutError after the deadline. Once an operation has missed its
+        deadline, every later one raises TimeoutError at once."""
         if self._wait_s is None:
             return operation()
         if self._is_silent:

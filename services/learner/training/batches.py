@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
-"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives;
-`BackgroundLoop.wait` raises if it has given up."""
+"""Seconds to wait for a reply: no limit, because the connection retries for as long as this rank lives. If the
+connection has given up, `BackgroundLoop.wait` raises."""
 
 
 class RankBatch(NamedTuple):
@@ -84,7 +84,7 @@ class BatchClient:
 
     def __init__(self, run_id: str, session: int, rank: RankContext):
         self.superseded = threading.Event()
-        """Set when this session is over, by this thread or by the control plane's thread."""
+        """Event that is set when this session is over, by this thread or by the control plane's thread."""
         self.receipted = 0
         """Number of steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first
         receipt."""
@@ -160,8 +160,9 @@ class BatchClient:
 
 
 def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
-    """Return a comparison for the groups of `batch` that the coordinator has marked; None without any. It skips groups
-    with tokens of another version than (session, step), which the step starts from: an earlier session's may differ."""
+    """Return a comparison for those groups of `batch` that the coordinator has marked; None if there are none. Groups
+    with tokens of another version than (session, step) are skipped. The step starts from that version, and a version
+    of an earlier session may differ from it."""
     group_ids = [
         sent.group_id
         for sent, group in zip(batch.reply.groups, batch.groups, strict=True)

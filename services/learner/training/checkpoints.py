@@ -83,7 +83,7 @@ class SessionCheckpoints:
         folder = self._directory if self._uploads is None else self._uploads.folder
         self._writer = CheckpointWriter(folder, assignment.session, shared=self._uploads is None)
         self._seconds: dict[int, float] = {}
-        """Seconds that writing took, by step, for each checkpoint that is not reported yet."""
+        """For each checkpoint that is not reported yet: the number of seconds that writing it took, by step."""
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
@@ -219,7 +219,8 @@ class SessionCheckpoints:
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it. If it could not be written, return the
-        reason on the ranks that have it; the run continues, and the next checkpoint is a new attempt."""
+        reason on each rank that knows the reason, and an empty text on the others. The run continues, and the next
+        checkpoint is a new attempt."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None

@@ -64,7 +64,8 @@ class Publishing:
         self._roster: worker_pb2.Epoch | None = None
         """Newest roster of this run since the run began."""
         self._opening = threading.Lock()
-        """Guards the channel and the roster, because a roster that comes while the channel opens must reach it."""
+        """Lock that guards the channel and the roster, because a roster that comes while the channel opens must reach
+        the channel."""
 
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
@@ -86,8 +87,9 @@ class Publishing:
             self._channel.write_snapshot()
 
     def publish(self, step: int, *, last: bool) -> None:
-        """Copy the model as version `step`; the copy is sent while the next step trains. Versions below the highest
-        that an engine has acknowledged from an earlier session are not published again, except the last."""
+        """Copy the model as version `step`; the copy is sent while the next step trains. If an engine has acknowledged
+        versions of an earlier session, the steps below the highest of these are not published again, except the last
+        step of the run."""
         if self._channel is None or (step < self._assignment.publish_from_step and not last):
             return
         self._channel.publish(Version(self._assignment.session, step), self._model)

@@ -441,7 +441,7 @@ class LearnerRun:
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the model's embedding; token ids are below this."""
+        """Number of rows of the model's embedding; every token id is below this number."""
         embedding = cast(torch.nn.Embedding, self._trainer.model.get_input_embeddings())
         return int(embedding.weight.shape[0])
 

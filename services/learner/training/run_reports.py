@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 class RunReports:
     """Sends the reports of one rank. Ranks other than 0 report only their faults, because rank 0 reports what all ranks
-    have in common; it keeps the newest report of each kind."""
+    have in common. Rank 0 keeps the newest report of each kind."""
 
     def __init__(
         self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
@@ -41,7 +41,7 @@ class RunReports:
         self._send, self._is_first = send, is_first
         self._kept: list[worker_pb2.ConnectRequest] = []
         self._lock = threading.Lock()
-        """Guards the kept reports, because uploads report checkpoints from another thread."""
+        """Lock that guards the kept reports, because uploads report checkpoints from another thread."""
 
     def fail(self, **facts: Any) -> None:
         """Report a fault of this rank; `facts` are fields of `RunReport`."""
@@ -77,7 +77,7 @@ class RunReports:
 
 
 MAX_TOKENS = 100_000
-"""Most tokens in one report of token statistics; further completions are left out."""
+"""Largest number of tokens in one report of token statistics; further completions are left out."""
 
 
 def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatistics | None:
@@ -107,7 +107,7 @@ def report_of(
 
 
 MAX_TEXT = 2000
-"""Most characters of an exception's text in a report."""
+"""Largest number of characters of an exception's text in a report."""
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts of torch's errors that mean a lack of memory."""
 
@@ -239,8 +239,9 @@ def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[st
 
 
 def _facts(group: Group) -> list[tuple[float, ...]]:
-    """Return (sampled tokens, truncated, transcripts, turns, of several versions) of each sample that has tokens; 0
-    transcripts and turns without an environment."""
+    """For each sample that has tokens, return (number of sampled tokens, whether it is truncated, number of
+    transcripts, number of turns, whether its tokens have several versions). Without an environment, transcripts and
+    turns are 0."""
     if group.rows is None:
         return [(len(c.token_ids), c.finish_reason == "length", 0, 0, False) for c in group.completions]
     turns = Counter(group.rows.samples[turn.row] for turn in group.rows.turns)

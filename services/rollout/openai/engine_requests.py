@@ -27,8 +27,8 @@ from paceline.services.openai.token_route import TokenAsk
 from paceline.services.rollout.openai.sampling import Sampler, Served
 
 MAX_CHARS_PER_TOKEN = 64
-"""Most characters of a prompt for each token of the longest sequence. A longer prompt is refused before it is
-tokenized."""
+"""A prompt may have at most this many characters per token of the longest sequence. A longer prompt is refused before
+it is tokenized."""
 
 EngineAsk = ChatAsk | CompletionAsk | TokenAsk
 

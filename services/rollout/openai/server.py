@@ -38,10 +38,10 @@ from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prom
 from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 SHARE = 8
-"""External requests may use 1/SHARE of the engine's places, at least one."""
+"""External requests may use 1/SHARE of the engine's places, but at least one place."""
 
 QUEUE = 16
-"""External sequences that may run or wait, as a multiple of their places."""
+"""Largest number of external sequences that run or wait, as a multiple of the places for external sequences."""
 
 
 class Gate:
