@@ -174,7 +174,7 @@ def path_of_data_folder(spec_folder: str, folder: str) -> str:
 
 
 def split_glob(path: str) -> tuple[str, str]:
-    """Split a path, or a glob, into the folder that holds it (all its matches) and the rest."""
+    """Split a path into its folder and the rest; split a glob into the folder that has all its matches and the rest."""
     parts = PurePosixPath(os.path.normpath(path)).parts
     fixed = len(parts) - 1
     for index, part in enumerate(parts):
@@ -238,7 +238,7 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 
 
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
-    """Return a message about files in `root` with the submitter's paths instead."""
+    """Return the message `text` about files in `root`, with the submitter's paths in place of the paths in `root`."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
     originals = {path_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):

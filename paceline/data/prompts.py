@@ -75,11 +75,11 @@ class PromptSource:
         return describe(self._rows[0], self._data, None)
 
     def index(self, cursor: int) -> int:
-        """Return the row of draw number `cursor`."""
+        """Return the index of the row of draw number `cursor`."""
         return self._order.index(cursor)
 
     def rows(self, num_draws: int) -> list[int]:
-        """Return the rows of the first draws, ascending, each once."""
+        """Return the indices of the rows that the first draws use, ascending, each once."""
         return self._order.rows(num_draws)
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
@@ -172,8 +172,8 @@ class Epochs:
 
 
 class Mixture:
-    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes a fixed number of rows from each part, its share of
-    the weights, spread over the block. The rows of each part come in separate epochs."""
+    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes from each part a fixed number of rows, in proportion
+    to the part's weight, and spreads these rows over the block. The rows of each part come in separate epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._seed, self._shares = seed, _shares(weights)

@@ -37,13 +37,13 @@ class _Ends(NamedTuple):
     """Conditions that end sampling."""
 
     ids: frozenset[int]
-    """Tokens in addition to the tokenizer's end of sequence."""
+    """Ids of the tokens that end sampling, in addition to the tokenizer's end of sequence."""
     by_text: bool
     """True if stop strings end sampling too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
-"""Conditions by tokenizer, for each tokenizer that was loaded for a policy."""
+"""The conditions for each tokenizer that was loaded for a policy."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -384,8 +384,9 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops. None if there is none, or
-    if more than white space follows it; after a `message`, a text that the template wrote, other text may follow."""
+    """Return the number of tokens up to and including the last one at which sampling stops. Return None if there is no
+    such token, or if more than white space follows it. If the tokens are those of a `message` that the template
+    wrote, other text than the message may follow."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

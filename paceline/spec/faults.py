@@ -19,7 +19,7 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section in which its keys are looked up."""
+"""Number of levels of an unknown section to which its keys are looked up."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
@@ -139,7 +139,8 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return each distinct answer once, by the first path that has it and the number of the other paths."""
+    """Return each distinct answer once, with the first path that has this answer and the number of the other paths that
+    have it."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)

@@ -20,16 +20,17 @@ Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
 """Tables by precedence: NeMo RL first, because its sections are named like ours."""
 MIN_SUFFIX = 5
-"""Least number of characters of a name's last parts that identify the name (`rollout.n`); fewer are ambiguous."""
+"""The last parts of a name, such as `rollout.n`, identify it only if they have at least this many characters; shorter
+ones are ambiguous."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Value in reference.yaml for a library's name that equals our key; for TRL, whose names have no sections, the key's
-last part."""
+"""Value in reference.yaml that means: the library's name equals our key. For TRL, whose names have no sections, it
+equals the last part of our key."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Keys of `grpo` that have another name in the sections of EXAMPLES, with that name."""
+"""Maps a key of `grpo` to its name in the sections of EXAMPLES, if that name is different."""
 
 
 @dataclass(frozen=True)
