@@ -19,7 +19,7 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Number of levels of an unknown section to which its keys are looked up."""
+"""Keys of an unknown section are looked up at most this many levels deep."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:

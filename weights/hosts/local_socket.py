@@ -31,8 +31,8 @@ LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
 """Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
 """
 HEAD = struct.Struct("<IB3x")
-"""Head of a message: its bytes, and 1 if a descriptor belongs to it, because several messages may be received at once.
-"""
+"""Head of a message: the number of its bytes, and 1 if a descriptor belongs to it. It is needed because several
+messages may be received at once."""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0

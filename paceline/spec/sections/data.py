@@ -91,7 +91,7 @@ class PreparationSection(Section):
     """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It
     gets the rows of `data.train` and `data.validation`; the filters leave out rows of `data.train` only."""
     timeout_s: PositiveFloat = 60.0
-    """Seconds that the function may take for 256 rows."""
+    """The function may take at most this many seconds for 256 rows."""
     max_prompt_characters: PositiveInt | None = None
     """Leave out rows whose prompt has more characters."""
     max_prompt_tokens: PositiveInt | None = None
@@ -144,7 +144,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 MIXTURE_BLOCK = 10_000
-"""Draws of a mixture within which each data set has exactly its share, rounded to a whole number."""
+"""In each block of this many draws of a mixture, every data set has exactly its share, rounded to a whole number."""
 
 
 class DataSource(NamedTuple):
