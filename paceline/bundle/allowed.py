@@ -52,8 +52,9 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
 
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
-    """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. `allowed`
-    are the folders of `--functions-from`. Without any, a spec without a folder may name any file."""
+    """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. The file
+    must be below one of the folders `allowed`, those of `--functions-from`. Without any, it must be below the spec's
+    folder; a spec without a folder may name any file."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:
         return ""

@@ -32,7 +32,8 @@ class BundleCache:
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
         """Return the files of `manifest` in a folder; `fetch` yields the content of a file if the cache lacks the
-        bundle. Raises as `BoundedCache.open` and `fetch` do; Unreadable also for a file with the wrong digest."""
+        bundle. Raises the errors of `fetch`; Unavailable, Unreadable as `BoundedCache.open` does; Unreadable also
+        for a file with the wrong digest."""
 
         key = storage_key()
 

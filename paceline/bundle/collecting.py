@@ -207,7 +207,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _inside(name: str, path: Path, folder: Path) -> str:
-    """Return the path below `folder`. Raises SpecError for a link that leaves it."""
+    """Return the path below `folder`. Raises SpecError for a link that leaves the folder."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SpecError(
             f"{name}: {str(path)!r} is a link to {str(path.resolve())!r}, outside of {str(folder)!r}; put a copy of the file "

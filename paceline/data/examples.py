@@ -99,14 +99,15 @@ def _pair_keys(data: DataSection) -> tuple[str, ...]:
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises as `open_source`."""
+    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises DataError,
+    Unreadable as `open_source` does."""
     source = spec.data.source(validation=validation)
     return as_examples(checked_rows(spec, validation=validation), spec, source.field)
 
 
 def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
     """Return the rows of the training (or validation) data after checking that the algorithm can read each. Pairs in
-    which neither completion is better are left out. Raises DataError, Unreadable as `open_source`."""
+    which neither completion is better are left out. Raises DataError, Unreadable as `open_source` does."""
     data, source = spec.data, spec.data.source(validation=validation)
     if spec.examples is None:
         return prompt_rows(data, validation=validation, has_tools=spec.prompts_have_tools)

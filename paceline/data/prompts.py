@@ -117,7 +117,8 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_
 
 
 def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool = True) -> Rows:
-    """Return the rows of the training (or validation) data, each with a usable prompt. Raises as `open_prompts`."""
+    """Return the rows of the training (or validation) data, each with a usable prompt. Raises DataError, Unreadable as
+    `open_prompts` does."""
     check_prepared(data)
     return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
 

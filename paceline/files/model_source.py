@@ -31,7 +31,8 @@ _held_lock = threading.Lock()
 
 
 def tokenizer_source(name: str) -> str:
-    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises as `model_source`."""
+    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises Unreadable, InvalidInput
+    as `model_source` does."""
     return model_source(name, "policy.tokenizer_name (or model_name)", config=False)
 
 

@@ -185,7 +185,8 @@ MOST_RANKS = 1_024
 
 
 def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
-    """Return values by key that make the run fit: a single key if that is enough, else several; empty if no values do."""
+    """Return values for keys of the spec with which the run fits: for a single key if that is enough, else for several
+    keys; empty if no values make it fit."""
 
     def fits(changed: Mapping[str, Any]) -> bool:
         try:

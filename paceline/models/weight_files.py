@@ -301,6 +301,7 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source` and `WeightFiles`."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises Unreadable, InvalidInput as
+    `model_source` and `WeightFiles` do."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

@@ -116,7 +116,7 @@ def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Return the keys elsewhere in the spec that share the most last parts with `path`."""
+    """Return the keys elsewhere in the spec that end with as many of the last parts of `path` as possible."""
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])

@@ -86,7 +86,8 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor; a tensor with `same_as` shares the offset of the tensor that it names.
+        """Assign an offset to every tensor. A tensor with `same_as` shares the offset of the tensor that `same_as`
+        names.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """

@@ -41,7 +41,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def socket_name(coordinator: str, host: str) -> str:
-    """Return the socket's name, which workers on this host with one coordinator and one address for weights share."""
+    """Return the socket's name. Workers on this host share it if they have the same coordinator and the same address
+    for weights."""
     key = "\n".join((coordinator, host, os.environ.get(LABEL_VARIABLE, "")))
     name = f"paceline-agent-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = os.environ.get(FOLDER_VARIABLE, "")

@@ -51,7 +51,7 @@ class PreparedSet:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data sets of a spec that its preparation changes, by field."""
+    """The data sets that a spec's preparation changes, each under the field that names it."""
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
@@ -59,7 +59,7 @@ class Prepared:
 
     @property
     def files(self) -> dict[str, list[Path]]:
-        """Return the files that travel with the run, by field."""
+        """Return for each field the files that travel with the run."""
         report = {} if self.report is None else {"data.preparation": [self.report]}
         return {name: each.paths for name, each in self.sets.items()} | report
 
