@@ -128,7 +128,8 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on, by the learner's functions: False only if all advantages are 0.
+    """Return whether a group has anything to train on, calculated with the learner's functions: False only if all
+    advantages are 0.
 
     Args:
         rewards_CF: [C, F], NaN if a function returned None.

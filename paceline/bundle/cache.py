@@ -27,7 +27,8 @@ class BundleCache:
 
     @classmethod
     def of_user(cls) -> BundleCache:
-        """Return the cache named by the environment, else `paceline/bundles` in the user's cache. Raises InvalidInput."""
+        """Return the cache in the folder that the environment names, else in `paceline/bundles` of the user's cache.
+        Raises InvalidInput."""
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:

@@ -191,7 +191,7 @@ def path_of_prepared(field: str, index: int, name: str) -> str:
 
 
 def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Return the names of the spec's data sets, by field."""
+    """Return, for each field of the spec with data sets, the names of these data sets."""
     names = {"data.train": spec.data.train, "data.validation": spec.data.validation}
     return {field: (value,) if isinstance(value, str) else value for field, value in names.items() if value is not None}
 

@@ -62,7 +62,7 @@ ERRORS = {
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
-"""Error classes by the status name of a gRPC error; every other status is a PacelineError."""
+"""Maps the name of a gRPC error's status to the class of our error. Every other status becomes a PacelineError."""
 LASTING = (
     "NOT_FOUND",
     "INVALID_ARGUMENT",

@@ -65,8 +65,8 @@ def completion_text(
     *,
     in_reasoning: bool = False,
 ) -> str:
-    """Return the text of a completion. If a stop string ended it, the text ends with that string: `end_of` returns the
-    text up to it, or None.
+    """Return the text of a completion. If the completion was ended by a stop string, the text ends with that string:
+    `end_of` then returns the text up to and with the string, else None.
 
     in_reasoning: the chat template opened the reasoning. If the completion does not close it, the text begins with
     `<think>`, so that nobody mistakes it for an answer; else it has `</think>` alone, as the model wrote it.

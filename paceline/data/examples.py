@@ -159,7 +159,7 @@ class UnpairedRows:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Return the numbers of pairs that were left out, by reason."""
+        """Return, for each reason, the number of pairs that were left out for it."""
         return left_out_of(self._rows)
 
     @property
@@ -275,7 +275,7 @@ class DecidedPairs:
                 "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
             )
         self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
-        """Numbers of rows that were left out, by reason."""
+        """For each reason, the number of rows that were left out for it."""
 
     def __len__(self) -> int:
         return len(self._kept)

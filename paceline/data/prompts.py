@@ -246,7 +246,7 @@ class _Permutations:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Return the draws of each part in a block, by the largest remainders."""
+    """Return the number of each part's draws in a block, by the method of the largest remainders."""
     exact = [MIXTURE_BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: (shares[part] - exact[part], part))

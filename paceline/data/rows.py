@@ -232,7 +232,7 @@ class JoinedRows:
 
 
 def left_out_of(rows: Rows) -> Counter[str]:
-    """Return the numbers of rows that were left out of a data set, by reason."""
+    """Return, for each reason, the number of rows of a data set that were left out for it."""
     return +Counter(getattr(rows, "left_out", {}))
 
 

@@ -34,7 +34,7 @@ def explain(error: ValidationError, algorithm: object = "grpo") -> str:
 
 
 def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") -> list[str]:
-    """Return the lines for an unknown key with this `value`."""
+    """Return the lines of the message about an unknown key with this `value`."""
     head = _typed(location)
     typed = _leaves(head, value)
     entries = {path: look_up(_without_indices(path)) for path in typed}

@@ -351,7 +351,8 @@ def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
 
 
 def code_paths(spec: RunSpec) -> dict[str, str]:
-    """Return each `file:name` of a spec by field. Built-in functions have no file."""
+    """Return a mapping from each field of a spec that names code to the field's `file:name`. Built-in functions have no
+    file."""
     named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
     environment = spec.environment
     for name, each in environment.classes.items():

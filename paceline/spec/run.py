@@ -46,8 +46,7 @@ class EvaluationSection(Section):
     and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
     `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
     continuation: str = " {choice}"
-    """Text that `choose` adds to the prompt to take its log-probability: `{choice}` is the answer, `{letter}` its
-    letter."""
+    """Text whose log-probability after the prompt `choose` takes: `{choice}` is the answer, `{letter}` its letter."""
     group_by: tuple[str, ...] = ()
     """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
     best and the worst one, which `paceline gate --max` can bound."""

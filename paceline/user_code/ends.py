@@ -32,8 +32,8 @@ class ProcessDied(PacelineError):
 
 
 class ProcessNotStarted(ProcessDied):
-    """This host had no room for the process (memory, descriptors, files). It may have room later, so this counts as
-    killed."""
+    """This host had no room for the process (memory, descriptors, files). The host may have room later, so the failed
+    start counts like a process that was killed."""
 
     by_signal = True
 

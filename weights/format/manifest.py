@@ -111,7 +111,8 @@ class WeightManifest:
         return cls(tuple(entries.values()), end, bucket_bytes)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> WeightManifest:
-        """Return the same manifest with the hex digest of every tensor, by name."""
+        """Return the same manifest with a checksum for every tensor. `checksums` maps the name of a tensor to its hex
+        digest."""
         entries = tuple(entry._replace(checksum=checksums[entry.name]) for entry in self.entries)
         return replace(self, entries=entries)
 

@@ -300,7 +300,7 @@ def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
 
 
 class HeldWeights:
-    """All weights of one version: at first that of `snapshot`, later that of the newest applied delta."""
+    """All weights of one version: at first the version of `snapshot`, later that of the newest applied delta."""
 
     def __init__(self, snapshot: StoredVersion) -> None:
         self.version = snapshot.version

@@ -58,7 +58,7 @@ class StoredVersion:
     version: Version
     algorithm: Algorithm
     parts: tuple[StoredObject, ...]
-    """Part files, by rank."""
+    """Part files, in the order of ranks."""
     contents: tuple[str, ...]
     """`RankLayout.contents` of each rank in this version."""
     tensors: tuple[TensorPlan, ...] = ()

@@ -54,7 +54,7 @@ class ChunkChanges:
 
 @dataclass(frozen=True)
 class FoundChanges:
-    """Changes since the previous source, by chunk."""
+    """For each changed chunk, the changes since the previous source."""
 
     chunks: Mapping[int, ChunkChanges]
 

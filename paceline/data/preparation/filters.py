@@ -133,8 +133,8 @@ STEMS = ("test", "eval", "validation", "valid", "dev")
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
-    """Return the evaluation sets of a spec by name. `prepared` is the spec after its preparation, so that its
-    validation data have the columns of its training data. Raises DataError, Unreadable."""
+    """Return a mapping from the name of each evaluation set of a spec to its rows. `prepared` is the spec after its
+    preparation, so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
     found: dict[str, Rows] = {}
     if spec.data.validation is not None and spec.data.validation != spec.data.train:
         found["data.validation"] = open_source(prepared.data.source(validation=True))

@@ -46,7 +46,7 @@ class PreparedSet:
     rows: int = 0
     """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Numbers of rows that were left out, by reason."""
+    """For each reason, the number of rows that were left out for it."""
 
 
 @dataclass(frozen=True)

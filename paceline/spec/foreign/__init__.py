@@ -57,7 +57,7 @@ class ForeignName:
 
 @cache
 def table(library: str) -> dict[str, ForeignName]:
-    """Return the entries of one of TABLES by name."""
+    """Return the entries of the table `name`, one of TABLES."""
     tree = _read(f"{library}.yaml")
     entries = {}
     for name, entry in tree["names"].items():
@@ -75,7 +75,8 @@ def values() -> dict[str, dict[Any, Any]]:
 
 @cache
 def shown_names() -> dict[str, dict[str, str]]:
-    """Return, for each of our keys, its name in NeMo RL and TRL, by library; no entry if a library has none."""
+    """Return, for each of our keys, a mapping from the library (NeMo RL or TRL) to the key's name in it; no entry if a
+    library has no such name."""
     tree: dict[str, list[str | None]] = _read("reference.yaml")
     return {
         key: {

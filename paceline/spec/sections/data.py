@@ -93,10 +93,10 @@ class PreparationSection(Section):
     timeout_s: PositiveFloat = 60.0
     """The function may take at most this many seconds for 256 rows."""
     max_prompt_characters: PositiveInt | None = None
-    """Leave out rows whose prompt has more characters."""
+    """Leave out rows whose prompt has more than this many characters."""
     max_prompt_tokens: PositiveInt | None = None
-    """Leave out rows whose prompt has more tokens, by the policy's tokenizer and chat template, which must be on the
-    submitting machine."""
+    """Leave out rows whose prompt has more than this many tokens, by the policy's tokenizer and chat template, which
+    must be on the submitting machine."""
     max_overlap: Annotated[float, Field(gt=0, le=1)] | None = None
     """Leave out rows whose prompt shares at least this fraction of its n-grams of 13 words with an evaluation set:
     `data.validation`, and files beside the training data whose stem is test, eval, validation, valid or dev."""

@@ -33,7 +33,8 @@ class RewardFunctionSection(Section):
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
     constant before the first and after the last."""
     gate_min: float | None = None
-    """Makes the function a gate: if it returns less than this, all functions that are not gates count as 0."""
+    """Makes the function a gate: if the function returns less than this, the rewards of all functions that are not
+    gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
@@ -146,7 +147,8 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return the classes by name. A single class has the empty name; if there are only tools, its value is empty."""
+        """Return a mapping from names to classes. A single class has the empty name; if there are only tools, the empty
+        name has an empty value."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
