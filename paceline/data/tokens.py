@@ -403,7 +403,7 @@ def _ended(tokenizer: Any, ids: list[int], message: str = "", stops: frozenset[i
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """Return the padding token; without one, the end of sequence. transformers' sequence classification does the same."""
+    """Return the padding token; without one, the end of sequence, as in transformers' sequence classification."""
     pad = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id if pad is None else pad)
 

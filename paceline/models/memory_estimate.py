@@ -45,7 +45,7 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated bytes of each process, divided by purpose."""
+    """Estimated bytes of each process for each purpose."""
 
     shape: ModelShape
     learner: Mapping[str, int]
