@@ -35,16 +35,16 @@ def weights_at(functions: Sequence[RewardFunctionSection], step: int) -> list[fl
 
 
 def closed_gates(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> npt.NDArray[np.bool_]:
-    """Return [C, F] true where a function is a closed gate: its reward is below `gate_min`. A gate that returned None
-    is open."""
+    """Return [C, F] booleans: true if a function is a gate that is closed for a completion, because the completion's
+    reward is below `gate_min`. A gate that returned None is open."""
     minima_F = np.array([-np.inf if f.gate_min is None else f.gate_min for f in functions])
     # compared in the precision of the rewards: 0.7 as float32 is below 0.7 as float64
     return np.asarray(np.nan_to_num(rewards_CF, nan=np.inf).astype(np.float32) < minima_F.astype(np.float32))
 
 
 def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Rewards:
-    """Return the rewards. If a gate is closed for a completion, all its rewards by functions that are not gates are 0,
-    also where they were NaN.
+    """Return the rewards. If a gate is closed for a completion, the completion's rewards by all functions that are not
+    gates become 0, also where they were NaN.
 
     Args:
         rewards_CF: [C, F], NaN if a function returned None.
@@ -73,7 +73,8 @@ def weighted_rewards(rewards_CF: Rewards, weights_F: Rewards | list[float]) -> F
 
 
 def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the [C] gated, weighted sums at a step: NaN if every function returned None, infinite beyond float32."""
+    """Return [C] the gated, weighted sum of each completion's rewards at a step. A sum is NaN if every function
+    returned None, and infinite if it is too large for float32."""
     sums_C = weighted_rewards(gated(rewards_CF, functions), weights_at(functions, step))
     sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf
     return sums_C
@@ -95,8 +96,8 @@ def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]
 
 
 def merged(values_N: Float64Array, error: Callable[[IndexArray, IndexArray], Float64Array]) -> Float64Array:
-    """Return the values, each made equal to its neighbour in sorted order if they differ by at most `error(low, high)`,
-    where low and high are the indices of the two. NaN stays."""
+    """Return the values after making close ones equal: neighbours in sorted order become equal if they differ by at
+    most `error(low, high)`, where `low` and `high` are the indices of the two neighbours. NaN stays."""
     order = np.argsort(values_N, kind="stable")
     low, high = order[:-1], order[1:]
     begins = np.ones(len(order), bool)
@@ -127,7 +128,8 @@ class Episode(NamedTuple):
 
 
 def has_advantage(rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None) -> bool:
-    """Return whether a group has anything to train on, by the learner's functions: False only if all advantages are 0.
+    """Return whether a group has anything to train on, calculated with the learner's functions: False only if all
+    advantages are 0.
 
     Args:
         rewards_CF: [C, F], NaN if a function returned None.
@@ -192,8 +194,8 @@ def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None
 
 
 def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array:
-    """Return [C] Σ_f weight_f · z_f of one group, where z_f are the `trl` advantages of function f (arXiv 2601.05242);
-    0 if the terms of several functions cancel up to the rounding of their rewards."""
+    """Return [C] Σ_f weight_f · z_f of one group, where z_f are the `trl` advantages of function f (arXiv 2601.05242).
+    A sum becomes 0 if it is so small that rounding of the rewards may be its only cause."""
     rewards_CF = np.asarray(rewards_CF, np.float64)
     scores_C, errors = np.zeros(len(rewards_CF)), []
     for rewards_C, weight in zip(rewards_CF.T, weights_F, strict=True):
@@ -223,7 +225,7 @@ def turn_rewards(rows: RowArrays) -> list[Float64Array]:
 
 
 def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64Array]:
-    """Return for each sample of a group the [K] advantages of its turns, by `environment.advantage`."""
+    """Return for each sample of a group the [K] advantages of its turns, calculated as `environment.advantage` says."""
     preset, section = group_preset(spec.grpo.advantage), spec.environment
     match section.advantage:
         case "discounted":
@@ -298,14 +300,14 @@ def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: 
 
 
 def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
-    """Return, for each reward, whether all other rewards are equal. Compares the values, because rounding seldom gives
-    equal numbers a std of 0."""
+    """Return, for each reward, whether all other rewards are equal. The values are compared, because the computed std
+    of equal numbers is often not exactly 0."""
     values, value_N, counts = np.unique(rewards_N, return_inverse=True, return_counts=True)
     return np.asarray(len(values) - (counts[value_N] == 1) <= 1)
 
 
 def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
-    """Return, for each value, the sample std of the others; 0 if there is only one other."""
+    """Return, for each value, the sample std of the other values; 0 if there is only one other value."""
     n = len(values_N)
     if n < 3:
         return np.zeros(n)
@@ -315,7 +317,8 @@ def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
 
 
 def _to_go(rewards_K: Float64Array, outcome: float, discount: float) -> Float64Array:
-    """Return [K] the discounted sum of rewards from each turn on; the outcome belongs to the last turn."""
+    """Return [K], for each turn, the discounted sum of its reward and the rewards of all later turns. The outcome is
+    part of the last turn's reward."""
     returns_K, to_go = np.zeros(len(rewards_K)), outcome
     for k in reversed(range(len(rewards_K))):
         to_go = rewards_K[k] + (to_go if k == len(rewards_K) - 1 else discount * to_go)

@@ -17,7 +17,7 @@ from paceline.errors import WireError
 from paceline.groups import BoolArray, Completion, FloatArray, IntArray, Rows, Turn, VersionSpan
 
 MAX_TENSOR_HEADER_BYTES = 64 << 10
-"""Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
+"""Largest size in bytes of a payload frame's JSON header. Five arrays need a few hundred bytes."""
 DTYPES = {
     name: np.dtype(code)
     for name, code in {
@@ -25,7 +25,7 @@ DTYPES = {
         "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
     }.items()
 }  # fmt: skip
-"""safetensors' names of the types that numpy has."""
+"""Maps the name of a type in safetensors to numpy's type. Types that numpy lacks are left out."""
 
 Buffer = bytes | memoryview
 

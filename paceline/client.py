@@ -99,9 +99,10 @@ class Client(Connection):
         tls_dir: Path | None = None,
     ):
         """Raises InvalidInput for a malformed address. `timeout_s` limits each attempt of a call. `wait_s` is the time
-        to retry a call while the coordinator is away, `reconnect_s` the time to retry in `watch` and `wait` after it
-        went away. `token_file` holds the coordinator's token; by default as in `paceline.calls.token`. `tls_dir` has
-        certificates (`paceline.tls.folder`); by default that of the environment."""
+        to retry a call while the coordinator is away; `reconnect_s` is the time to retry in `watch` and `wait` after
+        the coordinator went away. `token_file` holds the coordinator's token; the default is that of
+        `paceline.calls.token`. `tls_dir` has certificates (`paceline.tls.folder`); the default is the folder that
+        the environment names."""
         from paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
         super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
@@ -229,8 +230,9 @@ class Client(Connection):
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
-        """Order a checkpoint of the training run and return its folder once it is complete; at once if the newest step
-        has one. Raises NotFound; Conflict if no learner has the run; Unavailable after `timeout_s`."""
+        """Order a checkpoint of the training run and return the checkpoint's folder once it is complete. If the newest
+        step has a checkpoint, return its folder at once. Raises NotFound; Conflict if no learner has the run;
+        Unavailable after `timeout_s`."""
         from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)

@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     """Assigns the transcripts of a group to its samples (`Group.rows`)."""
 
     num_samples: int
-    """C, including samples that were given up and have no transcript."""
+    """Number of samples (C), including those that were given up and have no transcript."""
     samples: tuple[int, ...]
     """[R] index of each transcript's sample, in ascending order."""
     turns: tuple[Turn, ...]
@@ -203,8 +203,8 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """Return `lines`, which has one holder a line, with the holder of `attempt` (from 1) added. A line is empty if the
-    holder is unknown, or held one of the attempts before the newest MAX_HOLDERS."""
+    """Return `lines` with the holder of `attempt` (from 1) added. Each attempt has one line. The line is empty if the
+    holder is unknown, or if the attempt is older than the newest MAX_HOLDERS attempts."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
     dropped = max(0, attempt - MAX_HOLDERS)

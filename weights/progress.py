@@ -46,7 +46,7 @@ class PublishResult:
     ok: bool
     """True if the member acknowledged the version, which is the only proof."""
     transfer_s: float = 0.0
-    """Seconds until the member's host had the bytes."""
+    """Seconds from the announcement of the version until the member's host had the bytes."""
     ack_s: float = 0.0
     """Seconds from the last byte to the member's answer: checksums and the engine's swap."""
     size_bytes: int = 0

@@ -18,8 +18,8 @@ from paceline.spec.reading import code_paths, file_of
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
     """Return why the code of a bundle may not be used, as a sentence; empty if it may. `allowed` are the folders of
-    `--functions-from`; without any, all bundles may be used. With them, each file of code must equal the file at the
-    submitter's path on this machine, below one of the folders."""
+    `--functions-from`; without any, all bundles may be used. If there are such folders, each file of code must equal
+    the file that this machine has at the submitter's path of it, and that path must be below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]
@@ -45,15 +45,16 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
 
 
 def _origins(spec: RunSpec) -> dict[str, Path]:
-    """Return the submitter's folders by their paths in the bundle."""
+    """Return a mapping: the path of a folder in the bundle → the path of this folder on the submitter's machine."""
     files = [Path(file_of(code)) for code in code_paths(spec).values()]
     origins = {path_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()}
     return origins | ({"folder": Path(spec.folder)} if spec.folder else {})
 
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
-    """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. `allowed`
-    are the folders of `--functions-from`. Without any, a spec without a folder may name any file."""
+    """Return why a file of code may not be used, as a sentence; empty if it may. Links are followed first. The file
+    must be below one of the folders `allowed`, those of `--functions-from`. Without any, it must be below the spec's
+    folder; a spec without a folder may name any file."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:
         return ""

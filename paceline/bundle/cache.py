@@ -27,12 +27,14 @@ class BundleCache:
 
     @classmethod
     def of_user(cls) -> BundleCache:
-        """Return the cache named by the environment, else `paceline/bundles` in the user's cache. Raises InvalidInput."""
+        """Return the cache in the folder that the environment names, else in `paceline/bundles` of the user's cache.
+        Raises InvalidInput."""
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
         """Return the files of `manifest` in a folder; `fetch` yields the content of a file if the cache lacks the
-        bundle. Raises as `BoundedCache.open` and `fetch` do; Unreadable also for a file with the wrong digest."""
+        bundle. Raises the errors of `fetch`; Unavailable, Unreadable as `BoundedCache.open` does; Unreadable also
+        for a file with the wrong digest."""
 
         key = storage_key()
 

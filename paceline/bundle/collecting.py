@@ -43,7 +43,7 @@ class Bundle:
 
     manifest: Manifest
     sources: dict[str, Path]
-    """For each digest, one file that has it."""
+    """For each digest, the path of one file that has this digest."""
     warnings: tuple[str, ...] = ()
     """Sentences about files that the run may need and the bundle lacks."""
 
@@ -82,10 +82,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec, empty if all files that it names are elsewhere. With `data_of`, data files are those
-    of that bundle and are not read. `prepared` replaces the data sets of a field. Raises SpecError with the field
-    and the file for a link that leaves its folder, a device, a file that is unreadable or changes meanwhile, and
-    more than bundle.max_mb."""
+    """Return the bundle of a spec. It is empty if all files that the spec names are elsewhere. With `data_of`, the data
+    files are those of that bundle and are not read. `prepared` replaces the data sets of a field. Raises SpecError,
+    which names the field and the file, for a link that leaves its folder, for a device, for a file that is
+    unreadable or changes meanwhile, and for files that are larger together than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)
@@ -135,7 +135,8 @@ def _add_code(found: _Found) -> list[str]:
 
 
 def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
-    """Return a warning for each file that is beside a module, is named in it and does not travel with the run."""
+    """Return a warning for each file that is in the same folder as a module, is named in the module and does not travel
+    with the run."""
     spec = found.spec
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
@@ -206,7 +207,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _inside(name: str, path: Path, folder: Path) -> str:
-    """Return the path below `folder`. Raises SpecError for a link that leaves it."""
+    """Return the path below `folder`. Raises SpecError for a link that leaves the folder."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SpecError(
             f"{name}: {str(path)!r} is a link to {str(path.resolve())!r}, outside of {str(folder)!r}; put a copy of the file "
@@ -247,8 +248,9 @@ def _digested(bundled: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
-    """Return the bundle of a run's files as they are now; `before` is its bundle, if known. Return None if this machine
-    lacks files of code. Data that are not here, examples and prepared data are kept from `before`. Raises SpecError."""
+    """Return the bundle of a run's files as they are now; `before` is the run's earlier bundle, if it is known. Return
+    None if this machine lacks files of code. Examples, prepared data, and data that this machine lacks are kept from
+    `before`. Raises SpecError."""
     code = {path_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(bundled in had and not os.path.isfile(file) for bundled, file in code.items()):

@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.errors import Unreadable
 
 MAX_SOURCE_BYTES = 4 << 20
-"""Largest file that is parsed; the imports of a larger one are ignored."""
+"""Largest size in bytes of a file that is parsed; the imports of a larger file are ignored."""
 
 
 @dataclass
@@ -49,7 +49,8 @@ def imports_of(file: Path) -> Imports:
 
 
 def literal_files(file: Path) -> set[str]:
-    """Return the string literals in a Python file that name files beside it, which it may read at run time."""
+    """Return the string literals of a Python file that name other files in its folder, because the Python file may read
+    those files when it runs."""
     return {
         node.value
         for node in ast.walk(_parsed(file))
@@ -126,7 +127,8 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_requirements(requirements: Sequence[str]) -> None:
-    """Raise Unreadable with the modules that this process cannot import. Only parents of dotted names are imported."""
+    """Raise Unreadable with the names of the modules that this process cannot import. The check of a dotted name such
+    as `a.b` imports its parent `a`, and no other module."""
     missing = [name for name in requirements if not _is_there(name)]
     if missing:
         raise Unreadable(

@@ -174,7 +174,7 @@ def path_of_data_folder(spec_folder: str, folder: str) -> str:
 
 
 def split_glob(path: str) -> tuple[str, str]:
-    """Split a path, or a glob, into the folder that holds it (all its matches) and the rest."""
+    """Split a path into its folder and the rest; split a glob into the folder that has all its matches and the rest."""
     parts = PurePosixPath(os.path.normpath(path)).parts
     fixed = len(parts) - 1
     for index, part in enumerate(parts):
@@ -191,7 +191,7 @@ def path_of_prepared(field: str, index: int, name: str) -> str:
 
 
 def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Return the names of the spec's data sets, by field."""
+    """Return, for each field of the spec with data sets, the names of these data sets."""
     names = {"data.train": spec.data.train, "data.validation": spec.data.validation}
     return {field: (value,) if isinstance(value, str) else value for field, value in names.items() if value is not None}
 
@@ -238,7 +238,7 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 
 
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
-    """Return a message about files in `root` with the submitter's paths instead."""
+    """Return the message `text` about files in `root`, with the submitter's paths in place of the paths in `root`."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
     originals = {path_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):

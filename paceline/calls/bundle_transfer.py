@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 20
 CALL_S = 60.0
 TRANSFER_S = 3600.0
-"""Longest single stream in seconds; a longer transfer continues in the next."""
+"""Longest duration of one stream, in seconds. A longer transfer continues in another stream."""
 PATIENCE_S = 60.0
 """Seconds without progress after which a transfer fails."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
@@ -46,8 +46,8 @@ PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
     """Send the files that the coordinator lacks, then the manifest. Raises SpecError if a file was changed meanwhile;
-    InvalidInput, with the coordinator's reason, if it refuses one; Busy if it has no room; Unavailable if it does
-    not answer for `wait_s` at first, or for `patience_s` later."""
+    InvalidInput, with the coordinator's reason, if the coordinator refuses a file; Busy if the coordinator has no
+    room; Unavailable if the coordinator does not answer for `wait_s` at first, or for `patience_s` later."""
     import grpc
 
     backoff, progress, progress_s = ExponentialBackoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0, time.monotonic()
@@ -69,7 +69,8 @@ def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s:
 
 
 def _missing(channel: grpc.Channel, bundle: Bundle) -> list[tuple[str, int]]:
-    """Return digest and offset of the files that the coordinator lacks, the manifest last."""
+    """Return, for each file that the coordinator lacks, the file's digest and the offset from which to send it. The
+    manifest comes last."""
     from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
     manifest = bundle.manifest
@@ -165,9 +166,10 @@ def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
 ) -> tuple[RunSpec, HeldFolder]:
-    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and their folder; the
-    caller closes the folder. `allowed` are the folders of `--functions-from`. Raises Unreadable for a damaged or
-    missing file and for code that is not allowed; Unavailable; InvalidInput for a malformed manifest."""
+    """Return the spec, and the folder in this user's cache that has the bundle's files of some kinds; the spec has the
+    paths of these files in the folder. The caller closes the folder. `allowed` are the folders of
+    `--functions-from`. Raises Unreadable for a damaged or missing file and for code that is not allowed;
+    Unavailable; InvalidInput for a malformed manifest."""
     from paceline.bundle.cache import BundleCache
 
     def content(file: BundledFile) -> Iterator[bytes]:

@@ -62,7 +62,7 @@ ERRORS = {
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
-"""Error classes by the status name of a gRPC error; every other status is a PacelineError."""
+"""Maps the name of a gRPC error's status to the class of our error. Every other status becomes a PacelineError."""
 LASTING = (
     "NOT_FOUND",
     "INVALID_ARGUMENT",
@@ -83,8 +83,8 @@ def status_name(error: grpc.RpcError) -> str:
 def translated(
     error: grpc.RpcError, coordinator: str, other: str | None = None, folder: TlsFolder | None = None
 ) -> PacelineError:
-    """Return the error for the caller in place of a gRPC one. `coordinator` is its address; `other` names a worker if
-    one was called instead; `folder` has the caller's certificates."""
+    """Return the error that the caller gets in place of a gRPC error. `coordinator` is the coordinator's address.
+    `other` names a worker, if a worker was called instead. `folder` has the caller's certificates."""
     name = status_name(error)
     details = str(getattr(error, "details", lambda: error)() or error)
     if name == "UNAVAILABLE" and other is None and (fault := why_no_channel(coordinator, folder)):
@@ -106,8 +106,8 @@ def translated(
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0
-"""Least seconds for which a call is retried, at the pace of the coordinator's hints, while the coordinator has no room.
-"""
+"""A call is retried for at least this many seconds while the coordinator has no room. The coordinator's hints set the
+pause before each retry."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -64,9 +64,9 @@ class AnswerReader:
     _trims: bool = False
     """True if white space at the beginning of the state's text is dropped."""
     _searched: int = 0
-    """In a call: number of characters of the held text in which no valid closing mark was found."""
+    """While a call is read: number of characters of the held text that have no valid closing mark in them."""
     _fault: str = ""
-    """In a call: why the text up to the first closing mark is not a call."""
+    """While a call is read: why the text up to the first closing mark is not a call."""
     _is_open: bool = False
     _gap: str = ""
     """White space before the text of a call; it is content if that text is not a call."""

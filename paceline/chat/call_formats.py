@@ -66,8 +66,8 @@ def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
 
 
 def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
-    """Return the calls of `tools` in a text in the format `json`; after a mark (JSON_MARKS) also calls of other tools.
-    Raises NoCall, and MalformedCall for an unreadable text that names one of the tools."""
+    """Return the calls in a text in the format `json`. The calls must be of `tools`, unless the text begins with a mark
+    (JSON_MARKS). Raises NoCall, and MalformedCall for an unreadable text that names one of the tools."""
     text = text.strip()
     mark = next((mark for mark in JSON_MARKS if text.startswith(mark)), "")
     marked = bool(mark)

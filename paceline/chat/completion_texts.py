@@ -29,9 +29,9 @@ TAG = re.compile(r"<(/?)([^<>|/\s]+)>|\[(/?)([^\[\]/\s]+)\]")
 CONTENTS = {role: f"{role} 4711 says" for role in ("system", "user", "assistant", "tool")}
 """Content of each role's message in a probe of a template."""
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Attribute names of special tokens that tokenizers share."""
+"""Names of special tokens for which all tokenizers have an attribute: `bos` for `bos_token`."""
 TAIL = 32
-"""Number of last prompt tokens in which an opening `<think>` is searched."""
+"""Number of tokens at the end of a prompt in which an opening `<think>` is searched."""
 
 
 class SpecialTokens(NamedTuple):
@@ -40,9 +40,9 @@ class SpecialTokens(NamedTuple):
     template: Any
     """Chat template from which the marks were derived."""
     marks: dict[int, str]
-    """Special tokens that are marks of the chat, with their text."""
+    """Ids of the special tokens that are marks of the chat, each with its text."""
     written: dict[int, str]
-    """Special tokens that are text if the model writes them, with that text."""
+    """Ids of the special tokens that count as text if the model writes them, each with this text."""
 
 
 _special_tokens: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
@@ -65,8 +65,8 @@ def completion_text(
     *,
     in_reasoning: bool = False,
 ) -> str:
-    """Return the text of a completion. If a stop string ended it, the text ends with that string: `end_of` returns the
-    text up to it, or None.
+    """Return the text of a completion. If the completion was ended by a stop string, the text ends with that string:
+    `end_of` then returns the text up to and with the string, else None.
 
     in_reasoning: the chat template opened the reasoning. If the completion does not close it, the text begins with
     `<think>`, so that nobody mistakes it for an answer; else it has `</think>` alone, as the model wrote it.
@@ -83,8 +83,9 @@ def completion_text(
 
 
 def answer_of(text: str) -> str:
-    """Return the answer in the text of a completion: the text after the last `</think>`, or all of it without
-    reasoning. Of reasoning that does not end, return the `<answer>…</answer>` in it, or nothing."""
+    """Return the answer in the text of a completion: the text after the last `</think>`, or the whole text if there is
+    no reasoning. If reasoning begins and does not end, return the text before it, and the `<answer>…</answer>` in it
+    if there is one."""
     _, mark, rest = text.rpartition(END_THINK)
     answer = rest.lstrip("\n") if mark else rest
     before, opened, reasoning = answer.partition(THINK)
@@ -119,7 +120,8 @@ def opens_reasoning(tokenizer: Any, prompt_ids: IntArray) -> bool:
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of a tokenizer. The cache is refreshed if its template changes."""
+    """Return the special tokens of a tokenizer. They are cached, and determined again if the tokenizer's template
+    changes."""
     template = tokenizer.chat_template
     found = _special_tokens.get(tokenizer)
     if found is None or found.template != template:

@@ -37,7 +37,7 @@ BY_ORDER = ("tool_call_id", "name")
 """Fields that link a tool's result to its call. A template that writes results may rely on their order instead."""
 
 BESIDE_CALLS = "content beside tool_calls"
-"""Name, used like a field's, for content beside calls, which some templates leave out."""
+"""Name for content beside calls, used like the name of a field. Some templates leave out such content."""
 
 _QUESTION, _ANSWER = "Question 4711?", "Answer 4712."
 _CALL: Json = {
@@ -189,7 +189,8 @@ def _without(messages: Sequence[Json], role: str, name: str) -> list[Json]:
 
 
 def mentions(source: str, word: str) -> bool:
-    """Return whether a template's text has a word; else it cannot read a field or argument of that name."""
+    """Return whether a template's text contains a word. Without the word, the template cannot read a field or an
+    argument of that name."""
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
@@ -205,7 +206,8 @@ class _Proofs:
 
     template: Any
     rendered: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Result by (role, field); False is cached only for proofs that do not depend on the request."""
+    """For each (role, field), whether the template renders the field. False is cached only if the proof did not depend
+    on the request."""
     answer_format: AnswerFormat | None = None
 
 
@@ -279,8 +281,8 @@ class ChatTemplate:
         return proofs.answer_format
 
     def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
-        """Return whether an answer to the prompt begins within reasoning, because the template or the assistant's
-        message that it continues has opened it."""
+        """Return whether an answer to the prompt begins within reasoning. The template may have opened the reasoning,
+        or the assistant's message that the answer continues."""
         if not self.answer_format.reasons:
             return False
         if messages and messages[-1]["role"] == "assistant":
@@ -309,8 +311,8 @@ class ChatTemplate:
         )
 
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
-        """Return whether a field is rendered. A `final` proof is independent of the request; a negative one is cached
-        too."""
+        """Return whether a field is rendered. A `final` proof does not depend on the request, so its result is cached
+        even if it is negative."""
         cached = self._proofs().rendered
         if (role, name) in cached:
             return cached[role, name]

@@ -139,9 +139,9 @@ def _marked(tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools:
 
 
 def _with_stops(tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]) -> tuple[list[int], list[Span]]:
-    """Return tokens and spans, with each answer extended to the token at which sampling stops. The last answer gets one
-    if the template writes none. Raises InvalidInput if another answer has neither that token nor the template's own
-    end of a turn."""
+    """Return tokens and spans, with each answer extended to the token at which sampling stops. If the template writes
+    no such token after the last answer, one is added there. Raises InvalidInput if another answer has neither such a
+    token nor the template's own end of a turn."""
     stops, ended = stop_ids(tokenizer), []
     for number, (begin, end) in enumerate(spans):
         is_last = number == len(spans) - 1

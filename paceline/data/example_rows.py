@@ -34,9 +34,10 @@ from paceline.spec import DataSection
 MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z_]+\]"
 """A mark of a chat: `<start_of_turn>user`, `<|user|>`, `</s>`, `[INST]`."""
 WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
-"""Units that the beginning of a pair never splits: marks, white space, and the text between them."""
+"""Units of a text: marks, white space, and the text between them. The common beginning of a pair never ends within a
+unit."""
 WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
-"""Shorter units, for texts without white space."""
+"""Shorter units than those of WRITTEN, for texts without white space."""
 
 
 class Demonstration(NamedTuple):
@@ -129,8 +130,9 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
 
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
-    """Return the number of `data.preference_key`: below 0 if the completion of `chosen_key` is better, 0 if neither is;
-    -1 without that key. Raises DataError."""
+    """Return the number in the column `data.preference_key`: below 0 if the completion of `chosen_key` is better, above
+    0 if that of `rejected_key` is, 0 if neither is better. Without `data.preference_key`, return -1. Raises
+    DataError."""
     if data.preference_key is None:
         return -1.0
     value = as_number(row.get(data.preference_key))
@@ -258,7 +260,8 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether the completion of a row is complete: false if a recorded one was cut at the length limit."""
+    """Return whether the completion of a row is complete: false for a recorded completion that was cut at the length
+    limit."""
     return row.get("finish_reason") != "length"
 
 
@@ -270,8 +273,8 @@ def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> A
 
 
 def continuing(prompt: Any, completion: Any) -> Any:
-    """Return the completion of a row, as text if the prompt has begun its message. Raises DataError if such a
-    completion is more than text."""
+    """Return the completion of a row. If the prompt has begun the completion's message, return the text of that
+    message. Raises DataError if the completion is then more than this text."""
     begins = are_messages(prompt) and prompt[-1]["role"] == "assistant"
     if not (begins and are_messages(completion) and completion[0]["role"] == "assistant"):
         return completion

@@ -99,14 +99,15 @@ def _pair_keys(data: DataSection) -> tuple[str, ...]:
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
-    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises as `open_source`."""
+    """Return the examples of the training (or validation) data: its rows, or groups of traces. Raises DataError,
+    Unreadable as `open_source` does."""
     source = spec.data.source(validation=validation)
     return as_examples(checked_rows(spec, validation=validation), spec, source.field)
 
 
 def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
     """Return the rows of the training (or validation) data after checking that the algorithm can read each. Pairs in
-    which neither completion is better are left out. Raises DataError, Unreadable as `open_source`."""
+    which neither completion is better are left out. Raises DataError, Unreadable as `open_source` does."""
     data, source = spec.data, spec.data.source(validation=validation)
     if spec.examples is None:
         return prompt_rows(data, validation=validation, has_tools=spec.prompts_have_tools)
@@ -158,7 +159,7 @@ class UnpairedRows:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Return the numbers of pairs that were left out, by reason."""
+        """Return, for each reason, the number of pairs that were left out for it."""
         return left_out_of(self._rows)
 
     @property
@@ -274,7 +275,7 @@ class DecidedPairs:
                 "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
             )
         self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
-        """Numbers of rows that were left out, by reason."""
+        """For each reason, the number of rows that were left out for it."""
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -23,7 +23,7 @@ FORMS = {
     "labeled_completion": ("unpaired preference", "preference"),
     "traces": ("traces",),
 }
-"""Kinds of rows that can be read, by the form of an algorithm's examples."""
+"""For each form of an algorithm's examples, the kinds of rows that can be read."""
 READERS = {
     "language modeling": "sft reads it",
     "prompt-only": "algorithms that sample read it, such as grpo",
@@ -34,7 +34,7 @@ READERS = {
     "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
     "traces": "offline_grpo reads them",
 }
-"""Clause with the algorithms that read a kind of rows, or with the remedy if none does."""
+"""For each kind of rows, a clause with the algorithms that read it, or with the remedy if no algorithm reads it."""
 
 
 class Format(NamedTuple):

@@ -23,7 +23,8 @@ Json = dict[str, Any]
 MAX_DEPTH = 16
 """Largest depth of references and combinations; a recursive schema has no end."""
 MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
-"""Most schemas that are read within one, and most alternatives that are kept, because references can multiply both."""
+"""Largest number of schemas that are read within one schema, and largest number of alternatives that are kept:
+references can multiply both."""
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {
@@ -36,7 +37,7 @@ TYPE_NAMES = {
     "list": "array",
     "none": "null",
 } | {name: name for name in ("string", "integer", "number", "boolean", "object", "array", "null")}
-"""JSON's name of a type by that name or Python's, because definitions of tools use either."""
+"""Maps a type's name in JSON or in Python to its name in JSON, because definitions of tools use either."""
 
 
 def parameters_of(name: str, tools: Sequence[Any]) -> Json:
@@ -217,7 +218,7 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
 
 
 _warned: set[bool] = set()
-"""Kinds of rows for which the warning was logged: true for rows of tables."""
+"""Has true if the warning was logged for rows of tables, and false if it was logged for other rows."""
 
 
 def _warn(key: str, is_table: bool) -> None:

@@ -173,8 +173,8 @@ def _read_call(call: Any) -> Json:
 
 
 def _read_arguments(function: Json) -> Json:
-    """Return the arguments as an object, because templates write them as JSON themselves; the API has them as text. A
-    text within that text was encoded twice."""
+    """Return the arguments as an object. Templates write an object as JSON themselves, but the API has arguments as
+    JSON text. If this text is that of a text, the arguments were encoded twice and are decoded twice."""
     arguments = function.get("arguments", {})
     for _ in range(2):
         if isinstance(arguments, str):
@@ -247,8 +247,8 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools for the chat template with a prompt; None if there are none, and for a text prompt, whose row
-    may have any values in that column. Raises DataError."""
+    """Return the tools for the chat template with a prompt. Return None if there are none, and for a text prompt,
+    because its row may have any value in that column. Raises DataError."""
     return tools_of(columns) if isinstance(prompt, list) else None
 
 
@@ -297,7 +297,7 @@ def _without_nulls(value: Any) -> Any:
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"developer": "system", "function": "tool"}
-"""Roles by their older names, and by newer ones that many templates do not have."""
+"""Maps older names of roles, and newer names that many templates do not have, to the names in ROLES."""
 
 ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+none\b")
 _MARK = "Text 4713."
@@ -385,5 +385,6 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
-    """Return whether a template reads a field of a message, rather than having the word in its text."""
+    """Return whether a template really reads a field of a message. A template may have the field's name in its text for
+    another reason."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

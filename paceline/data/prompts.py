@@ -75,11 +75,11 @@ class PromptSource:
         return describe(self._rows[0], self._data, None)
 
     def index(self, cursor: int) -> int:
-        """Return the row of draw number `cursor`."""
+        """Return the index of the row of draw number `cursor`."""
         return self._order.index(cursor)
 
     def rows(self, num_draws: int) -> list[int]:
-        """Return the rows of the first draws, ascending, each once."""
+        """Return the indices of the rows that the first draws use, ascending, each once."""
         return self._order.rows(num_draws)
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
@@ -117,7 +117,8 @@ def open_prompts(data: DataSection, seed: int, *, validation: bool = False, has_
 
 
 def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool = True) -> Rows:
-    """Return the rows of the training (or validation) data, each with a usable prompt. Raises as `open_prompts`."""
+    """Return the rows of the training (or validation) data, each with a usable prompt. Raises DataError, Unreadable as
+    `open_prompts` does."""
     check_prepared(data)
     return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
 
@@ -172,8 +173,8 @@ class Epochs:
 
 
 class Mixture:
-    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes a fixed number of rows from each part, its share of
-    the weights, spread over the block. The rows of each part come in separate epochs."""
+    """Parts by weight. Each block of `MIXTURE_BLOCK` draws takes from each part a fixed number of rows, in proportion
+    to the part's weight, and spreads these rows over the block. The rows of each part come in separate epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._seed, self._shares = seed, _shares(weights)
@@ -245,7 +246,7 @@ class _Permutations:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Return the draws of each part in a block, by the largest remainders."""
+    """Return the number of each part's draws in a block, by the method of the largest remainders."""
     exact = [MIXTURE_BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: (shares[part] - exact[part], part))

@@ -45,7 +45,8 @@ class RowCheck:
     columns: tuple[str, ...] | None
     """Columns that the check reads, if the table has them; None for all."""
     passing: Callable[[pa.Table], Mask]
-    """Scan: [N] true for rows that certainly pass."""
+    """The scan: takes a table with N rows, and returns [N] booleans that are true for rows that certainly pass the
+    check."""
 
     def __call__(self, row: dict[str, Any]) -> None:
         """Check one row. Raises DataError."""

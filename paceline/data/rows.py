@@ -117,10 +117,10 @@ def _check_table(rows: TableRows, check: Check, where: str) -> None:
 
 
 MAX_CELL = 64 << 20
-"""Most characters of one cell."""
+"""Largest number of characters in one cell."""
 TRUTH = re.compile(r"true|false", re.IGNORECASE)
 Conversion = Callable[[str], Any]
-"""Value of a cell; None for an empty one."""
+"""Takes the text of a cell and returns the cell's value; None if this conversion does not apply."""
 
 
 def open_csv(path: Path, check: Check | None = None) -> SpooledRows:
@@ -208,7 +208,8 @@ class JoinedRows:
     """The rows of all parts, in their order."""
 
     def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
-        """`names` of the parts are for messages. Raises DataError if a part lacks a column of the first."""
+        """`names` are the names of the parts, for messages. Raises DataError if a part lacks a column of the first
+        part."""
         for part, name in zip(parts, names, strict=True):
             if missing := sorted(set(parts[0].columns) - set(part.columns)):
                 raise DataError(
@@ -231,7 +232,7 @@ class JoinedRows:
 
 
 def left_out_of(rows: Rows) -> Counter[str]:
-    """Return the numbers of rows that were left out of a data set, by reason."""
+    """Return, for each reason, the number of rows of a data set that were left out for it."""
     return +Counter(getattr(rows, "left_out", {}))
 
 

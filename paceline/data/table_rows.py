@@ -163,7 +163,8 @@ def short_types(schema: Any) -> dict[str, str]:
 
 
 def in_short_form(row: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with 32-bit and 16-bit numbers as written: 0.1, not 0.10000000149011612. `types`: by name."""
+    """Return a row with 32-bit and 16-bit numbers as written: 0.1, not 0.10000000149011612. `types` maps a column to
+    the type of its numbers."""
     return {**row, **{name: _written(row[name], SHORT[kind]) for name, kind in types.items()}}
 
 
@@ -205,7 +206,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamedRows:
-    """Rows of a stream by the number of the draw."""
+    """Rows of a stream. The index of a row is the number of its draw."""
 
     def __init__(
         self,
@@ -218,7 +219,8 @@ class StreamedRows:
         shuffle: bool,
         retry_s: float = RETRY_S,
     ) -> None:
-        """Read the first block. Raises DataError if it has no rows or an unusable first one; errors of `tables`."""
+        """Read the first block. Raises DataError if the block has no rows or if its first row is unusable, and the
+        errors of `tables`."""
         self._name, self._check, self._seed, self._shuffle = name, check, seed, shuffle
         self._block_rows, self._tables, self._retry_s = block_rows, _Tables(tables), retry_s
         self.fingerprint = f"stream of {name}"

@@ -37,13 +37,13 @@ class _Ends(NamedTuple):
     """Conditions that end sampling."""
 
     ids: frozenset[int]
-    """Tokens in addition to the tokenizer's end of sequence."""
+    """Ids of the tokens that end sampling, in addition to the tokenizer's end of sequence."""
     by_text: bool
     """True if stop strings end sampling too."""
 
 
 _ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
-"""Conditions by tokenizer, for each tokenizer that was loaded for a policy."""
+"""The conditions for each tokenizer that was loaded for a policy."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -384,8 +384,9 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
-    """Return the number of tokens up to and including the last one at which sampling stops. None if there is none, or
-    if more than white space follows it; after a `message`, a text that the template wrote, other text may follow."""
+    """Return the number of tokens up to and including the last one at which sampling stops. Return None if there is no
+    such token, or if more than white space follows it. If the tokens are those of a `message` that the template
+    wrote, other text than the message may follow."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:
@@ -402,7 +403,7 @@ def _ended(tokenizer: Any, ids: list[int], message: str = "", stops: frozenset[i
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """Return the padding token, else the end of sequence, as transformers' sequence classification does."""
+    """Return the padding token; without one, the end of sequence, as in transformers' sequence classification."""
     pad = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id if pad is None else pad)
 

@@ -199,9 +199,9 @@ class TraceGroups:
         """
         self._rows, self.fingerprint = rows, rows.fingerprint
         self.left_out: Counter[str] = Counter()
-        """Numbers of traces in no group, by reason."""
+        """For each reason, the number of traces that are in no group for it."""
         self.formats: Counter[str] = Counter()
-        """Numbers of traces in groups, by format."""
+        """For each format, the number of traces in groups."""
         members: dict[bytes, list[tuple[int, float]]] = {}
         formats: dict[int, str] = {}
         for index in range(len(rows)):

@@ -64,7 +64,7 @@ class CacheKind:
     """Name of an entry in messages and variables, such as `bundle`."""
     default_mb: int
     wait_s: float
-    """Time-out for another process that fills the same entry, in seconds."""
+    """Longest wait in seconds for another process that fills the same entry."""
 
     @property
     def folder_variable(self) -> str:
@@ -253,7 +253,8 @@ RECORD = ".copies.json"
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Files by the name of their copy, each as in the store's `ls` or `info`: `name`, `size` and a tag or time."""
+"""Maps the name of a copy to a description of its file, as from the store's `ls` or `info`: `name`, `size` and a tag or
+time."""
 
 
 def open_copies(
@@ -264,9 +265,10 @@ def open_copies(
     key: StorageKey | None = None,
     hashed_bytes: int = HASHED_BYTES,
 ) -> HeldFolder:
-    """Return the folder with copies of `entries` (files of `url`) in their current version; encrypted if there is a
-    `key`, in a folder for that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
-    one that cannot be fetched, other errors of the store's client, and as `BoundedCache.open`."""
+    """Return the folder with copies of `entries` (files of `url`) in their current version. With a `key` the copies are
+    encrypted, in a separate folder for that key. Raises Unavailable for a file that changes while it is copied,
+    Unreadable for a file that cannot be fetched, other errors of the store's client, and the errors of
+    `BoundedCache.open`."""
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
@@ -288,7 +290,8 @@ def open_copies(
 
 
 def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
-    """Copy a file. Raises OSError for this machine's disk, Unreadable for errors of the store, which are OSErrors too."""
+    """Copy a file. Raises OSError for a fault of this machine's disk, and Unreadable for a fault of the store, whose
+    errors are OSErrors too."""
     try:
         if key is None:
             store.get_file(path, str(copy))

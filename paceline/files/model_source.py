@@ -24,14 +24,15 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h
 ADAPTER_CONFIG = "adapter_config.json"
 KIND = CacheKind("model", default_mb=1 << 20, wait_s=7200.0)
 HELD_FOLDERS = 16
-"""Number of cached folders that a process protects from removal: the last ones that it requested."""
+"""A process protects this many cached folders from removal: those that it requested last."""
 
 _held: OrderedDict[Path, HeldFolder] = OrderedDict()
 _held_lock = threading.Lock()
 
 
 def tokenizer_source(name: str) -> str:
-    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises as `model_source`."""
+    """Return `from_pretrained`'s argument for a tokenizer; config.json may be missing. Raises Unreadable, InvalidInput
+    as `model_source` does."""
     return model_source(name, "policy.tokenizer_name (or model_name)", config=False)
 
 
@@ -50,7 +51,8 @@ def model_source(name: str, field: str = "policy.model_name", *, weights: bool =
 
 
 def _check_config(path: Path, what: str) -> None:
-    """Raise Unreadable without config.json; InvalidInput if it is not a JSON object, or beside an adapter."""
+    """Raise Unreadable if config.json is missing; InvalidInput if it is not a JSON object, or if its folder has an
+    adapter."""
     _refuse_adapter({ADAPTER_CONFIG} if path.with_name(ADAPTER_CONFIG).is_file() else (), what)
     if not path.is_file():
         raise Unreadable(f"{what}: no such folder with a config.json in it")

@@ -65,7 +65,7 @@ class Folder:
     """One folder. It need not exist: in a store without folders it exists once it has a file."""
 
     def __init__(self, url: str | os.PathLike[str]):
-        """Raises as `open_url`."""
+        """Raises SpecError as `open_url` does."""
         self.url = os.fspath(url).rstrip("/") or "/"
         self._store, self._path = open_url(self.url, "the storage")
         self.local = Path(self._path) if is_local(self._store) else None
@@ -112,7 +112,7 @@ class Folder:
         return [self / name for name in sorted(names)]
 
     def files(self) -> dict[str, int]:
-        """Stored size in bytes of every file below this folder, by relative path."""
+        """Maps the relative path of every file below this folder to the file's stored size in bytes."""
         found: dict[str, dict[str, Any]] = self._store.find(self._path, detail=True)
         return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 

@@ -20,13 +20,14 @@ STALE_S = 30.0
 """Age in seconds from which the newest reading counts as stale."""
 XID_WAIT_MS = 1
 ENERGY = "gpu_energy_j/"
-"""Prefix of the gauges of energy in joules since the GPU's driver was loaded. The rest of a name is from the GPU's
-UUID, so that a shared GPU counts once."""
+"""Prefix of the gauges with the energy, in joules, that a GPU has used since its driver was loaded. The rest of a
+gauge's name is from the GPU's UUID, so that a GPU of several processes counts once."""
 XID = "gpu_xid"
 """Gauge with the code of the newest Xid error. Codes cannot be summed over members."""
 ID_LENGTH = 12
 SLOWDOWNS = ("SwThermalSlowdown", "HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-"""Reasons for lower clocks from faulty cooling or supply. A power cap is usual under full load, so it is left out."""
+"""NVML's reasons for lower clocks that show faulty cooling or power supply. The reason of a power cap is left out,
+because a power cap is usual under full load."""
 log = logging.getLogger(__name__)
 
 

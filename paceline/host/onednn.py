@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 CACHED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 128, "LRU_CACHE_CAPACITY": 32}
-"""Capacity of the caches of oneDNN and PyTorch in shapes, by environment variable. One pass over a model has about 20
-shapes, whatever its depth."""
+"""For each environment variable, the capacity that it sets for the cache of oneDNN or of PyTorch, as a number of
+shapes. One pass over a model has about 20 shapes, however deep the model is."""
 
 
 def bound_caches() -> None:

@@ -28,6 +28,6 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """Return the whole content of the file. Raises as `open_regular`."""
+    """Return the whole content of the file. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()

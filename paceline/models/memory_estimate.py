@@ -28,10 +28,12 @@ HEAD_COPIES = 3
 HEAD_TILE = 16_384
 """Width of a tile of logits, in tokens of the vocabulary (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
-"""Tensors of at least this size are returned to the host when freed (`paceline.host.resources`)."""
+"""The memory of a tensor of at least this size returns to the host when the tensor is freed
+(`paceline.host.resources`)."""
 HEAP_WASTE = 1.3
-"""Holes in the heap of a process on CPUs, as a multiple of the smaller tensors of a pass: glibc before 2.38 does not
-reuse the space of an aligned block for one of the same size (https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
+"""Bytes of the holes in the heap of a process on CPUs, for each byte of the tensors of a pass that are smaller than
+LARGE_TENSOR_BYTES. glibc before 2.38 does not reuse the space of an aligned block for a block of the same size
+(https://sourceware.org/bugzilla/show_bug.cgi?id=14581)."""
 GATHERED_LAYERS = 2
 """Number of layers whose weights FSDP has gathered at the same time: the current one and the next."""
 
@@ -43,17 +45,19 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated bytes of each process, by purpose."""
+    """Estimated bytes of each process for each purpose."""
 
     shape: ModelShape
     learner: Mapping[str, int]
-    """Bytes of one learner rank without activations, by purpose; on a GPU, in the GPU's memory."""
+    """For each purpose, the bytes of one learner rank without activations; for a rank on a GPU, bytes in the GPU's
+    memory."""
     activations: int
     """Bytes of the activations of a rank's full micro-batch, with the logits of a tile, beyond the memory that
     gradients use later."""
     micro_batch_tokens: int
     sampler: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of one rollout worker with the native engine, by purpose; empty for vLLM, which uses a given share."""
+    """For each purpose, the bytes of one rollout worker with the native engine; empty for vLLM, which uses a given
+    share."""
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
     offloaded: int = 0

@@ -27,7 +27,7 @@ from paceline.spec import RunSpec
 from paceline.spec.keys import with_keys
 
 GPUS_PER_HOST = 8
-"""Number of GPUs assumed on each host, for a learner with more ranks than that."""
+"""If the learner has more ranks than this number, each host is assumed to have this number of GPUs."""
 VLLM_SHARE = 0.92
 """Share of a GPU that vLLM 0.32 and 0.33 use by default."""
 SHARE_KEY = "policy.generation.vllm_cfg.gpu_memory_utilization"
@@ -54,7 +54,7 @@ class Load:
 
     device: str
     parts: Mapping[str, int]
-    """Bytes by purpose."""
+    """For each purpose, its bytes."""
     room_bytes: int | None
 
     @property
@@ -185,7 +185,8 @@ MOST_RANKS = 1_024
 
 
 def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
-    """Return values by key that make the run fit: a single key if that is enough, else several; empty if no values do."""
+    """Return values for keys of the spec with which the run fits: for a single key if that is enough, else for several
+    keys; empty if no values make it fit."""
 
     def fits(changed: Mapping[str, Any]) -> bool:
         try:
@@ -282,13 +283,14 @@ def _text(value: Any) -> str:
 
 
 LEAST_SHARE = 0.3
-"""vLLM's share of a GPU shared with the learner that is assumed while the learner's settings are chosen."""
+"""Share of a GPU that vLLM is assumed to use beside the learner while the learner's settings are chosen."""
 SPARE_SHARE = 0.05
 """Share of a GPU shared by vLLM and the learner that stays free, as a margin for the estimate's error."""
 AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
-"""Tokens of the micro-batches from which `auto` chooses; larger ones make a GPU no faster."""
+"""Sizes in tokens of the micro-batches among which `auto` chooses. Larger micro-batches would make a GPU no faster."""
 USUAL_TOKENS = 8_192
-"""Tokens of the micro-batch that must fit before `auto` keeps more activations."""
+"""Size in tokens of a micro-batch: `auto` keeps more activations only if a micro-batch of at least this size fits with
+them."""
 log = logging.getLogger(__name__)
 
 

@@ -112,7 +112,8 @@ def _cached_config(model_name: str) -> Path | None:
 STATE_BYTES = 16
 """Bytes of a parameter with its gradient and moments, all in float32."""
 HOST_SHARE = 0.7
-"""Share of a host's GPU memory that the state may fill for `auto` to make replicas; the rest is for activations."""
+"""`auto` makes replicas only if the state fills at most this share of a host's GPU memory; the rest is for activations.
+"""
 
 
 class MeshShape(NamedTuple):
@@ -123,8 +124,8 @@ class MeshShape(NamedTuple):
 
 
 def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
-    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks, but makes a replica of
-    each of several hosts if `fits_host` says that the model fits one.
+    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks. If there are several
+    hosts and `fits_host` says that the model fits on one, each host gets a replica instead.
 
     Raises InvalidInput if the sizes do not match the number of ranks.
     """

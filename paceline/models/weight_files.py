@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
 COMPARED_BYTES = 32 << 20
-"""Bytes of each tensor that a comparison of two holds at a time."""
+"""A comparison of two tensors has this many bytes of each in memory at a time."""
 FILES_SHOWN = 3
 REMOTE_PART_BYTES = 32 << 20
 """Bytes of one request to an object store; the requests of a slice run in parallel."""
@@ -37,7 +37,7 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""Torch's names of types, by their names in the files."""
+"""Maps the name of a type in the files to torch's name of the type."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -52,8 +52,9 @@ class WeightFiles:
     """All tensors of a model by name; a context manager that closes the files."""
 
     def __init__(self, paths: dict[str, list[str]], what: str) -> None:
-        """`paths` gives the tensors that each file must have; none: any. `what` names the model in messages. Raises
-        InvalidInput for a damaged file or one that lacks a tensor, Unreadable for one that cannot be read now."""
+        """`paths` maps each file to the names of the tensors that it must have; an empty list requires none. `what`
+        names the model in messages. Raises InvalidInput for a damaged file or one that lacks a tensor, Unreadable
+        for one that cannot be read now."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files: list[RangedFile] = []
         self._what = what
@@ -300,6 +301,7 @@ def _located(source: str, file: str) -> str | None:
 
 
 def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
-    """Return `from_pretrained`'s argument for the config, and the weights. Raises as `model_source` and `WeightFiles`."""
+    """Return `from_pretrained`'s argument for the config, and the weights. Raises Unreadable, InvalidInput as
+    `model_source` and `WeightFiles` do."""
     source = model_source(name, field)
     return source, find_weight_files(name, source, field)

@@ -19,7 +19,7 @@ from paceline.spec.keys import ITEM, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
-"""Levels of an unknown section in which its keys are looked up."""
+"""Keys of an unknown section are looked up at most this many levels deep."""
 
 
 def explain(error: ValidationError, algorithm: object = "grpo") -> str:
@@ -34,7 +34,7 @@ def explain(error: ValidationError, algorithm: object = "grpo") -> str:
 
 
 def unknown_key(location: tuple[Any, ...], value: Any, algorithm: str = "grpo") -> list[str]:
-    """Return the lines for an unknown key with this `value`."""
+    """Return the lines of the message about an unknown key with this `value`."""
     head = _typed(location)
     typed = _leaves(head, value)
     entries = {path: look_up(_without_indices(path)) for path in typed}
@@ -116,7 +116,7 @@ def _misspelt_section(location: tuple[Any, ...], value: Any) -> bool:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Return the keys elsewhere in the spec that share the most last parts with `path`."""
+    """Return the keys elsewhere in the spec that end with as many of the last parts of `path` as possible."""
     parts = path.split(".")
     for first in range(len(parts)):
         ending = ".".join(parts[first:])
@@ -139,7 +139,8 @@ def _leaves(path: str, value: Any, levels: int = MAX_LEVELS) -> list[str]:
 
 
 def _once(answers: dict[str, str]) -> dict[str, str]:
-    """Return each distinct answer once, by the first path that has it and the number of the other paths."""
+    """Return each distinct answer once, with the first path that has this answer and the number of the other paths that
+    have it."""
     paths: dict[str, list[str]] = {}
     for path, answer in answers.items():
         paths.setdefault(answer, []).append(path)

@@ -37,10 +37,11 @@ MODEL_FIELDS = (
     ("distillation", "teacher_model_name"),
     ("value", "model_name"),
 )
-"""Models and tokenizers: folders, fsspec URLs, names on the hub, or `run:ID`."""
+"""Fields that name a model or a tokenizer: a folder, an fsspec URL, a name on the hub, or `run:ID`."""
 PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
-"""Folders that a run makes, relative to the directory in which the spec is loaded."""
+"""Fields that name a folder which a run makes. Their paths are relative to the directory in which the spec is loaded.
+"""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
@@ -313,9 +314,9 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
 COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-rl"}
 """Argument of `paceline import` for each table of a library's names."""
 SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
-"""Libraries whose configurations are not YAML, by the suffix of their files."""
+"""For each suffix of a configuration file that is not YAML, the library that has such files."""
 MIN_KEYS = 3
-"""Least number of keys that are a library's, and not ours, in a file that counts as its configuration."""
+"""A file counts as a library's configuration if at least this many of its keys are the library's and not ours."""
 MAX_KEYS = 1000
 COMMON_PREFIX = "actor_rollout_ref."
 """Prefix of verl's names that the tables may leave out."""
@@ -350,7 +351,8 @@ def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
 
 
 def code_paths(spec: RunSpec) -> dict[str, str]:
-    """Return each `file:name` of a spec by field. Built-in functions have no file."""
+    """Return a mapping from each field of a spec that names code to the field's `file:name`. Built-in functions have no
+    file."""
     named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
     environment = spec.environment
     for name, each in environment.classes.items():

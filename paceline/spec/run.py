@@ -46,8 +46,7 @@ class EvaluationSection(Section):
     and the reward functions read its letter. `prefer`: the reward functions score `data.chosen_key` and
     `data.rejected_key`, and the metric is how often the chosen one scores higher; --model is the reward model."""
     continuation: str = " {choice}"
-    """Text that `choose` adds to the prompt to take its log-probability: `{choice}` is the answer, `{letter}` its
-    letter."""
+    """Text whose log-probability after the prompt `choose` takes: `{choice}` is the answer, `{letter}` its letter."""
     group_by: tuple[str, ...] = ()
     """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the
     best and the worst one, which `paceline gate --max` can bound."""
@@ -70,7 +69,8 @@ class RunSpec(Section):
     """One training job: submitted once, checked as a whole, and written beside the run in resolved form."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    """Name for people; the run's id and its folder are made from it: letters, digits, dot, dash, underscore."""
+    """Name for people, of letters, digits, dots, dashes and underscores. The run's id and its folder are made from it.
+    """
     folder: str = ""
     """Folder of the spec's file, recorded when it is read: reward functions are loaded from it or below. Empty for a
     spec that a program made."""
@@ -104,8 +104,8 @@ class RunSpec(Section):
     equal ones the oldest. A run with a higher priority than the running one replaces it: the replaced run writes a
     checkpoint and continues later."""
     max_hours: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours of training after which the run ends as succeeded, with its last steps trained, and checkpoint and export
-    written. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
+    """The run ends as succeeded after this many hours of training, once it has trained its last steps and has written
+    its checkpoint and export. Time in the queue and in pauses does not count. None: the run trains max_num_steps."""
 
     @property
     def algorithm_section(self) -> AlgorithmSection:

@@ -86,8 +86,8 @@ def renew(folder: Path, name: str, days: float | None = None) -> Path:
 
 
 def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
-    """Yield the names and certificates of an authority's folder, by name. Raises InvalidInput for an unreadable
-    certificate."""
+    """Yield each name in an authority's folder with its certificate, in the order of the names. Raises InvalidInput for
+    an unreadable certificate."""
     for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
         yield path.parent.name, read_certificate(path.read_bytes())
 

@@ -32,7 +32,7 @@ from paceline.host.landlock import (
 )
 
 NAMED_FOLDERS = 3
-"""Most folders that a sentence names."""
+"""Largest number of folders that a sentence names."""
 
 
 def why_no_isolation() -> str:

@@ -11,7 +11,7 @@ import psutil
 from paceline.errors import PacelineError
 
 STARVED_SHARE = 0.1
-"""Fraction of a call's time limit: a runnable process that gets less processor time is starved."""
+"""A runnable process is starved if the processor time that it gets is below this fraction of the measured time."""
 NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
 
 
@@ -32,15 +32,15 @@ class ProcessDied(PacelineError):
 
 
 class ProcessNotStarted(ProcessDied):
-    """This host had no room for the process (memory, descriptors, files). It may have room later, so this counts as
-    killed."""
+    """This host had no room for the process (memory, descriptors, files). The host may have room later, so the failed
+    start counts like a process that was killed."""
 
     by_signal = True
 
 
 def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | None:
     """Return the processor seconds that a process got in the last `window_s` seconds if it was starved, else None.
-    `used_before_s` is its `usage` at their beginning."""
+    `used_before_s` is the process' `usage` at the beginning of these seconds."""
     since_s = usage(pid) - used_before_s
     return since_s if since_s < STARVED_SHARE * window_s and is_runnable(pid) else None
 

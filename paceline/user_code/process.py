@@ -40,10 +40,11 @@ BOOT = (
 async def spawn(
     module: str, surroundings: Surroundings | None
 ) -> tuple[Process, socket.socket, ProcessSettings | None]:
-    """Start a process that runs `main()` of a module in a separate session. Return it with this side's socket and with
-    its settings, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
-    side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it
-    has this process' environment and no box. Raises ProcessNotStarted."""
+    """Start a process that runs `main()` of a module in a separate session. Return the process with this side's socket
+    and with the process' settings; the caller removes the settings' files after the process has ended. The process
+    connects with `paceline.user_code.child.connect`. -P keeps the working directory off the process' import path.
+    Without `surroundings`, for code of this project, the process has the environment of this process and no box.
+    Raises ProcessNotStarted."""
     settings: ProcessSettings | None = None
     try:
         settings = None if surroundings is None else surroundings.prepare()
@@ -120,7 +121,7 @@ class UserProcess(_Child):
     """One child process that runs `main` of a module, for one caller at a time."""
 
     def __init__(self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings) -> None:
-        """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with
+        """Set the module and its first frame; `start` starts the process. `start_timeout_s` limits the start with its
         imports."""
         super().__init__(module, surroundings)
         self._load_frame = load_frame
@@ -210,7 +211,8 @@ class SharedProcess(_Child):
     """One child process that runs `main` of a module, for several callers."""
 
     def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
-        """Set the module and its first message; `start` starts the process. `surroundings` None: code of this project."""
+        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this
+        project."""
         super().__init__(module, surroundings)
         self._load = encode(load)
         self._reading: asyncio.Task[None] | None = None

@@ -163,7 +163,7 @@ class Surroundings:
     """Environment variables that the run's spec names."""
     may_mount: bool = False
     """True for this project's own code whose sandbox for programs may need mounts. A box with hidden files refuses
-    mounts, so it gets one only if isolation is required."""
+    mounts, so this code gets such a box only if isolation is required."""
 
     def prepare(self) -> ProcessSettings:
         """Return the settings of a new process of this code. Raises OSError if there is no room for temporary files."""

@@ -48,7 +48,7 @@ BLOCK = 1 << 17
 """Number of elements that are compared at a time: their working memory fits into a core's cache."""
 _LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
 _FEWEST_LISTED = 1024
-"""Fewest elements of a class; counts and code tables of a smaller class cost more than it saves."""
+"""Least number of elements of a class; the counts and the code table of a smaller class cost more than it saves."""
 _SAMPLE = 1 << 14
 
 
@@ -126,7 +126,7 @@ class Changes:
     sizes: tuple[int, ...]
     """For each class, the number of elements that its ranks count: N for class 0, else the class's size."""
     ranks: tuple[Positions, ...]
-    """Ascending ranks of the changed elements, by class."""
+    """For each class, the ascending ranks of its changed elements."""
     base_K: Bits
     new_K: Bits
 
@@ -237,7 +237,8 @@ def _bits(ordered_K: Bits) -> Bits:
 
 
 def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
-    """Return, for nonzero differences that wrap around, (true where the value falls, units beyond the first)."""
+    """Return, for nonzero differences that wrap around, whether the value falls, and by how many units more than one it
+    changes."""
     falls_K = _all_of_sign(difference_K)
     further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
     return falls_K.astype(np.bool_), further_K

@@ -86,7 +86,8 @@ class WeightManifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
-        """Assign an offset to every tensor; a tensor with `same_as` shares the offset of the tensor that it names.
+        """Assign an offset to every tensor. A tensor with `same_as` shares the offset of the tensor that `same_as`
+        names.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
         """
@@ -110,7 +111,8 @@ class WeightManifest:
         return cls(tuple(entries.values()), end, bucket_bytes)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> WeightManifest:
-        """Return the same manifest with the hex digest of every tensor, by name."""
+        """Return the same manifest with a checksum for every tensor. `checksums` maps the name of a tensor to its hex
+        digest."""
         entries = tuple(entry._replace(checksum=checksums[entry.name]) for entry in self.entries)
         return replace(self, entries=entries)
 

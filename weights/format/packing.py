@@ -62,7 +62,8 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
 
 
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
-    """Return the hex digest of every tensor's bytes in `flat`, by name; shared bytes are read once."""
+    """Return a mapping from the name of each tensor to the hex digest of its bytes in `flat`; shared bytes are read
+    once."""
     by_location: dict[tuple[int, int], str] = {}
     sums = {}
     for entry in manifest.entries:

@@ -38,7 +38,8 @@ class TensorBytes(NamedTuple):
 
 
 def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
-    """Return a piece for every tensor, by offset; tied names share one. Raises WireError if they have two checksums."""
+    """Return a piece for every tensor, in the order of offsets; tied names share one piece. Raises WireError if tied
+    names have two checksums."""
     pieces: dict[tuple[int, int], TensorBytes] = {}
     for entry in manifest.entries:
         location = (entry.offset, entry.offset + entry.num_bytes)

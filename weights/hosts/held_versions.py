@@ -24,7 +24,7 @@ from paceline.weights.hosts.segment import HostSegment
 SEGMENTS = 2
 MAX_SEGMENTS = 3
 ENGINES_POLL_S = 0.01
-"""Pause between two checks for the end of an engine's reading, which the kernel does not announce."""
+"""Seconds between two checks whether an engine has ended its reading, which the kernel does not announce."""
 
 
 class HeldVersion:
@@ -111,8 +111,8 @@ class HeldVersions:
             return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def begin(self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float) -> HeldVersion | None:
-        """Return memory for a version: that in which it is already, or that of an older version. None if engines read
-        all segments for `wait_s`, or a newer version came. A staged version always gets memory."""
+        """Return memory for a version: the memory that already holds it, or the memory of an older version. Return None
+        if engines read all segments for `wait_s`, or if a newer version came. A staged version always gets memory."""
         deadline_s = time.monotonic() + wait_s
         while True:
             with self.changed:

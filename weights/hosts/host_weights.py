@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS = 2
 POLL_S = 0.002
-"""Pause between two checks for the end of reading, which the kernel does not announce."""
+"""Seconds between two checks whether a reader has ended its reading, which the kernel does not announce."""
 
 
 class SegmentPair:
@@ -72,8 +72,8 @@ class SegmentPair:
             self._writing = [other for other in self._writing if other is not segment]
 
     def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
-        """Return a new segment and its generation. If there are MAX_SEGMENTS, it replaces one of them, but only if
-        operations may write all of them forever; else return None."""
+        """Return a new segment and its generation. If there are MAX_SEGMENTS already, return None, unless operations
+        that may never end write all of them; then the new segment replaces one of them."""
         if len(self._segments) >= MAX_SEGMENTS:
             stuck = [segment for segment in self._segments if segment in self._writing]
             if len(stuck) < MAX_SEGMENTS:

@@ -31,8 +31,8 @@ LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
 """Environment variable that separates the relays of processes on one host, as if the processes were on several hosts.
 """
 HEAD = struct.Struct("<IB3x")
-"""Head of a message: its bytes, and 1 if a descriptor belongs to it, because several messages may be received at once.
-"""
+"""Head of a message: the number of its bytes, and 1 if a descriptor belongs to it. It is needed because several
+messages may be received at once."""
 CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = MAX_MANIFEST_BYTES + (1 << 20)
 SEND_TIMEOUT_S = 10.0
@@ -41,7 +41,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def socket_name(coordinator: str, host: str) -> str:
-    """Return the socket's name, which workers on this host with one coordinator and one address for weights share."""
+    """Return the socket's name. Workers on this host share it if they have the same coordinator and the same address
+    for weights."""
     key = "\n".join((coordinator, host, os.environ.get(LABEL_VARIABLE, "")))
     name = f"paceline-agent-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = os.environ.get(FOLDER_VARIABLE, "")

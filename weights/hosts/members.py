@@ -31,10 +31,10 @@ class _Member:
     begun_s: float = 0.0
     """Monotonic time at which the member's current version was announced."""
     loading_s: float = 0.0
-    """Monotonic time of the first report that all bytes arrived; 0 before."""
+    """Monotonic time of the first report that all bytes arrived; 0 before that report."""
     deadline_s: float = math.inf
     last_s: float = math.inf
-    """Latest time to which reports without new bytes extend the deadline."""
+    """Monotonic time beyond which reports without new bytes do not extend the deadline."""
     received_bytes: int = 0
     working_on: Version | None = None
     """Version in the member's newest report."""

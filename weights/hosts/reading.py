@@ -32,7 +32,8 @@ from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_
 from paceline.weights.hosts.transport import Channel, Transport
 
 SILENCE_S = 0.7
-"""Silence after which an upstream counts as dead; a live one sends something each `sending.WAIT_S`."""
+"""Seconds of silence after which an upstream counts as dead. A live upstream sends something at least every
+`sending.WAIT_S`."""
 STREAMS = 4
 PAUSE_S = 0.1
 """Seconds of pause after a round in which no upstream had the version."""

@@ -36,7 +36,7 @@ PROTOCOL = 1
 PROGRESS_S = 0.5
 """Seconds between two messages about a version that is arriving."""
 SEND_TIMEOUT_S = 5.0
-"""Silence after which a reader on another host is dropped."""
+"""A reader on another host is dropped if it takes no bytes for this many seconds."""
 MAX_HASH_THREADS = 8
 
 seldom = RateLimitedLog(logging.getLogger(__name__))

@@ -40,7 +40,7 @@ complete generation."""
 GENERATION_AT, COMPLETE_AT = 32, 40
 """Offsets of the generation and of the last complete one in the footer."""
 ENTRY = struct.Struct("<QB7x32s")
-"""Fields of a bucket's entry: generation in which it was published, bytes of its digest, the digest."""
+"""Fields of a bucket's entry: generation in which it was published, length of its digest in bytes, the digest."""
 MAX_DIGEST_BYTES = 32
 MAX_BUCKETS = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -86,7 +86,8 @@ class HostSegment:
 
     @classmethod
     def attach(cls, fd: int) -> HostSegment:
-        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable if it is none."""
+        """Map a segment that another process made; `fd` stays the caller's. Raises Unavailable if `fd` is not a
+        segment."""
         # Opened again, because a lock belongs to its opening, and a passed descriptor shares the sender's.
         return cls._map(f"/proc/self/fd/{fd}")
 

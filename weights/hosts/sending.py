@@ -37,7 +37,7 @@ class Sender:
     def __init__(self, versions: HeldVersions, listener: Listener) -> None:
         self._versions, self._listener = versions, listener
         self._admitted: tuple[str, bytes] = "", b""
-        """The present run and its secret; before a plan comes no reader is admitted."""
+        """The present run and its secret. No reader is admitted before the first plan comes."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self.sent_bytes = 0

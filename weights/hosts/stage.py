@@ -60,7 +60,7 @@ class RankStage:
         )
         self._changed = threading.Condition()
         self._segments: dict[int, HostSegment] = {}
-        """Mapped segments by inode."""
+        """Maps the inode of a segment to the mapped segment."""
         self._buffer: tuple[Version, HostSegment] | None = None
         self._lives = 0
         """Number of relays, one after the other, to which this rank has sent the layout."""

@@ -25,7 +25,8 @@ for a numeric address and within the same time-out. One lost answer of a name se
 
 
 class RankBoard:
-    """Notes by key, in the memory of a single rank. A note is written once; any rank may read it, repeatedly."""
+    """Notes, each under a key, in the memory of a single rank. A note is written once; any rank may read it,
+    repeatedly."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}

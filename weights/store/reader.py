@@ -196,9 +196,9 @@ class StoreReader:
         return data
 
     def _parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
-        """Yield each part's rank and chunks, and note the checksums of all its chunks in `held`.
+        """Yield each part's rank and chunks, and note in `held` the checksums of all chunks of the part.
 
-        A snapshot's layouts are added to `held` as well. Raises as `_whole`.
+        A snapshot's layouts are added to `held` as well. Raises the errors of `_whole`.
         """
         if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
             raise WireError(f"a delta has {len(manifest.parts)} parts, but its snapshot has {len(held.layouts)}")
@@ -300,7 +300,7 @@ def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
 
 
 class HeldWeights:
-    """All weights of one version: `snapshot`'s at first, later the newest applied delta's."""
+    """All weights of one version: at first the version of `snapshot`, later that of the newest applied delta."""
 
     def __init__(self, snapshot: StoredVersion) -> None:
         self.version = snapshot.version

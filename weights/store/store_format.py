@@ -58,7 +58,7 @@ class StoredVersion:
     version: Version
     algorithm: Algorithm
     parts: tuple[StoredObject, ...]
-    """Part files, by rank."""
+    """Part files, in the order of ranks."""
     contents: tuple[str, ...]
     """`RankLayout.contents` of each rank in this version."""
     tensors: tuple[TensorPlan, ...] = ()
@@ -116,7 +116,8 @@ class StoredVersion:
 
 
 def run_store(url: str | None, run_id: str, directory: str) -> str:
-    """Return the URL of a run's stored weights: below `weights.store` (`url`) for many runs, or in its directory."""
+    """Return the URL of a run's stored weights. It is below `url` (`weights.store`), which may be that of many runs, or
+    in the run's directory."""
     return f"{url.rstrip('/')}/{run_id}" if url else f"{directory.rstrip('/')}/weights"
 
 

@@ -107,7 +107,8 @@ class RankLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Name of each block in a snapshot's file: its tensor's, and a number from the tensor's second block on."""
+        """Name of each block in a snapshot's file: the name of the block's tensor, with a number added from the
+        tensor's second block on."""
         seen: dict[str, int] = {}
         keys = []
         for block in self.blocks:

@@ -54,7 +54,7 @@ class ChunkChanges:
 
 @dataclass(frozen=True)
 class FoundChanges:
-    """Changes since the previous source, by chunk."""
+    """For each changed chunk, the changes since the previous source."""
 
     chunks: Mapping[int, ChunkChanges]
 
@@ -76,7 +76,7 @@ class KeptVersion:
         return chunk_bits(self.slices, self.layout, chunk)
 
     def change(self, chunk: int, found: ChunkChanges) -> None:
-        """Change a chunk's bits in place. Doing it twice has the effect of once."""
+        """Change a chunk's bits in place. The same change may be repeated without effect."""
         bits_N = self.chunk(chunk)
         bits_N[found.positions_K] = found.changes.new_K
         end = 0

@@ -267,7 +267,7 @@ class StoreWriter:
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
     def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
-        """Wait until every rank has left its note; return (parts, heads, contents) by rank."""
+        """Wait until every rank has left its note; return (parts, heads, contents), each in the order of ranks."""
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         notes = [json.loads(self._wait(key)) for key in keys]
         for key in keys:

@@ -24,7 +24,7 @@ WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
 """Number of words of an n-gram, as in the contamination studies of GPT-3 (Brown et al. 2020)."""
 OVERLAP = 0.5
-"""Least share of a text's n-grams in the other set with which the text counts as contained."""
+"""A text counts as contained in the other set if the other set has at least this share of the text's n-grams."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 """Columns that are used as the prompt if `data.prompt_key` is missing."""
 
@@ -88,8 +88,8 @@ def by_length(length: Callable[[Any, Row], int], most: int, unit: str) -> Filter
 
 
 def by_overlap(indexes: Mapping[str, OverlapIndex], share: float) -> Filter:
-    """Leave out prompts that share at least `share` of their n-grams with an evaluation set. `indexes`: by the set's
-    name."""
+    """Leave out prompts that share at least `share` of their n-grams with an evaluation set. `indexes` maps the name of
+    an evaluation set to its index."""
 
     def check(prompt: Any, row: Row) -> str:
         text = text_of(prompt)
@@ -112,7 +112,8 @@ def by_pass_rate(rates: Mapping[bytes, float], low: float, high: float) -> Filte
 
 
 def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float) -> dict[bytes, float]:
-    """Return the share of completions with a reward of at least `passed_at`, by prompt, over all attempts of all runs."""
+    """Return, for each prompt (its `key_of`), the share of its completions whose reward is at least `passed_at`, over
+    all attempts of all runs."""
     counts: dict[bytes, tuple[int, int]] = {}
     for prompt, rewards in attempts:
         known = [reward for reward in rewards if reward == reward]  # NaN: nothing scored it
@@ -127,12 +128,13 @@ def key_of(prompt: Any) -> bytes:
 
 
 STEMS = ("test", "eval", "validation", "valid", "dev")
-"""Names of files beside the training data that count as evaluation sets."""
+"""Stems of file names: a file beside the training data counts as an evaluation set if its name has one of these stems.
+"""
 
 
 def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
-    """Return the evaluation sets of a spec by name. `prepared` is the spec after its preparation, so that its
-    validation data have the columns of its training data. Raises DataError, Unreadable."""
+    """Return a mapping from the name of each evaluation set of a spec to its rows. `prepared` is the spec after its
+    preparation, so that its validation data have the columns of its training data. Raises DataError, Unreadable."""
     found: dict[str, Rows] = {}
     if spec.data.validation is not None and spec.data.validation != spec.data.train:
         found["data.validation"] = open_source(prepared.data.source(validation=True))
@@ -140,7 +142,7 @@ def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
 
 
 def _siblings(spec: RunSpec) -> Iterator[Path]:
-    """Yield evaluation sets beside the files of the training data, by name."""
+    """Yield the paths of the evaluation sets beside the files of the training data, sorted within each folder."""
     train = spec.data.names()
     named = (*train, *spec.data.names(validation=True))
     for folder in sorted({Path(name).parent for name in train if not is_url(name)}):
@@ -155,9 +157,9 @@ Attempts = Callable[[str], Iterable[tuple[Any, Iterable[float]]]]
 
 
 def filters_of(spec: RunSpec, prepared: RunSpec, attempts_of: Attempts) -> list[Filter]:
-    """Return the filters of a spec. `prepared` is the spec with its validation data after the function. Raises
-    InvalidInput without a tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of
-    `attempts_of`."""
+    """Return the filters of a spec. In `prepared`, the preparation's function has already changed the validation data.
+    Raises InvalidInput if the tokenizer or an evaluation set is missing; DataError, Unreadable for an evaluation set
+    that cannot be used or read; the errors of `attempts_of`."""
     return [*_by_length(spec), *_by_overlap(spec, prepared), *_by_pass_rate(spec, attempts_of)]
 
 

@@ -46,12 +46,12 @@ class PreparedSet:
     rows: int = 0
     """Number of remaining rows."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Numbers of rows that were left out, by reason."""
+    """For each reason, the number of rows that were left out for it."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data sets of a spec that its preparation changes, by field."""
+    """The data sets that a spec's preparation changes, each under the field that names it."""
 
     sets: dict[str, PreparedSet]
     report: Path | None = None
@@ -59,7 +59,7 @@ class Prepared:
 
     @property
     def files(self) -> dict[str, list[Path]]:
-        """Return the files that travel with the run, by field."""
+        """Return for each field the files that travel with the run."""
         report = {} if self.report is None else {"data.preparation": [self.report]}
         return {name: each.paths for name, each in self.sets.items()} | report
 

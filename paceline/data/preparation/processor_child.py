@@ -37,7 +37,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _reply(function: Callable[[dict[str, Any]], Any], rows: list[dict[str, Any]], path: Path) -> bytes:
-    """Return the frame with the function's rows for each row, or with its first failure."""
+    """Return the frame with the rows that the function makes of each row, or with the function's first failure."""
     made: list[list[dict[str, Any]]] = []
     try:
         for row in rows:

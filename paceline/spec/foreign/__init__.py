@@ -20,16 +20,17 @@ Rule = Literal["", "computed", "by_hand"]
 TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
 """Tables by precedence: NeMo RL first, because its sections are named like ours."""
 MIN_SUFFIX = 5
-"""Least number of characters of a name's last parts that identify the name (`rollout.n`); fewer are ambiguous."""
+"""The last parts of a name, such as `rollout.n`, identify it only if they have at least this many characters; shorter
+ones are ambiguous."""
 
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
 SAME = "same"
-"""Value in reference.yaml for a library's name that equals our key; for TRL, whose names have no sections, the key's
-last part."""
+"""Value in reference.yaml that means: the library's name equals our key. For TRL, whose names have no sections, it
+equals the last part of our key."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
-"""Keys of `grpo` that have another name in the sections of EXAMPLES, with that name."""
+"""Maps a key of `grpo` to its name in the sections of EXAMPLES, if that name is different."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ForeignName:
 
 @cache
 def table(library: str) -> dict[str, ForeignName]:
-    """Return the entries of one of TABLES by name."""
+    """Return the entries of the table `name`, one of TABLES."""
     tree = _read(f"{library}.yaml")
     entries = {}
     for name, entry in tree["names"].items():
@@ -74,7 +75,8 @@ def values() -> dict[str, dict[Any, Any]]:
 
 @cache
 def shown_names() -> dict[str, dict[str, str]]:
-    """Return, for each of our keys, its name in NeMo RL and TRL, by library; no entry if a library has none."""
+    """Return, for each of our keys, a mapping from the library (NeMo RL or TRL) to the key's name in it; no entry if a
+    library has no such name."""
     tree: dict[str, list[str | None]] = _read("reference.yaml")
     return {
         key: {

@@ -86,29 +86,30 @@ class GrpoSection(AlgorithmSection):
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
-    """Passes over the training data after which the run ends, unless max_num_steps ends it first; the number of steps
-    is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
+    """The run ends after this many passes over the training data, unless max_num_steps ends it first. The number of
+    steps is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
     advantage: AdvantageName = "trl"
-    """Advantage preset: `trl` group mean and sample std, `nemo` leave-one-out, `dr_grpo` no std, `rloo`; `trl_batch`
-    std of the batch, `gdpo` each reward normalised separately, `reinforce_pp` and `reinforce_pp_baseline`; `gae`
-    from a value model (`value`)."""
+    """Advantage preset. `trl`: group mean and sample std; `nemo`: leave-one-out; `dr_grpo`: no std; `rloo`;
+    `trl_batch`: std of the batch; `gdpo`: each reward normalised separately; `reinforce_pp` and
+    `reinforce_pp_baseline`; `gae`: from a value model (`value`)."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it."""
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it."""
     overlong_filtering: bool = False
-    """A completion cut off at its token limit trains nothing; its reward stays in the group's baseline."""
+    """If true, a completion that was cut off at its token limit trains nothing, but its reward stays in the group's
+    baseline."""
     use_dynamic_sampling: bool = False
     """Drop groups in which no completion has an advantage, as with equal rewards, and admit others instead."""
     max_generation_batches: PositiveInt = 10
     """Pause the run when this many batches of groups in a row were dropped and no group could train; if all failures
     have one cause, two batches are enough."""
     max_generation_failures: PositiveInt = 3
-    """Attempts to generate a group that may fail with an unexpected error before the group is dropped. Attempts that a
+    """A group is dropped after this many attempts to generate it have failed with an unexpected error. Attempts that a
     worker, the network or the coordinator ended do not count. A group whose prompt is too long, or refused by the
     template, is dropped at once."""
     max_score_failures: PositiveInt = 3
-    """Attempts to score a group that may fail because of its data or a reward function before the group is dropped.
+    """A group is dropped after this many attempts to score it have failed because of its data or a reward function.
     Attempts that fail because a service is unreachable do not count. After a failure that every attempt would repeat
     (a missing column), the group is dropped at once."""
     val_period: NonNegativeInt = 0
@@ -197,8 +198,8 @@ class ExamplesSection(AlgorithmSection):
     max_num_steps: PositiveInt = 100
     """Steps to train before the run ends."""
     max_num_epochs: PositiveFloat | None = None
-    """Passes over the training data after which the run ends, unless max_num_steps ends it first; the number of steps
-    is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
+    """The run ends after this many passes over the training data, unless max_num_steps ends it first. The number of
+    steps is computed when the run is submitted. If max_num_steps is not set, the epochs alone decide."""
     num_examples_per_step: PositiveInt = 32
     """Examples in the batch of one step; a prompt with its chosen and rejected completions is one example."""
     seed: NonNegativeInt = 42

@@ -91,12 +91,12 @@ class PreparationSection(Section):
     """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It
     gets the rows of `data.train` and `data.validation`; the filters leave out rows of `data.train` only."""
     timeout_s: PositiveFloat = 60.0
-    """Seconds that the function may take for 256 rows."""
+    """The function may take at most this many seconds for 256 rows."""
     max_prompt_characters: PositiveInt | None = None
-    """Leave out rows whose prompt has more characters."""
+    """Leave out rows whose prompt has more than this many characters."""
     max_prompt_tokens: PositiveInt | None = None
-    """Leave out rows whose prompt has more tokens, by the policy's tokenizer and chat template, which must be on the
-    submitting machine."""
+    """Leave out rows whose prompt has more than this many tokens, by the policy's tokenizer and chat template, which
+    must be on the submitting machine."""
     max_overlap: Annotated[float, Field(gt=0, le=1)] | None = None
     """Leave out rows whose prompt shares at least this fraction of its n-grams of 13 words with an evaluation set:
     `data.validation`, and files beside the training data whose stem is test, eval, validation, valid or dev."""
@@ -144,7 +144,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 MIXTURE_BLOCK = 10_000
-"""Draws of a mixture within which each data set has exactly its share, rounded to a whole number."""
+"""In each block of this many draws of a mixture, every data set has exactly its share, rounded to a whole number."""
 
 
 class DataSource(NamedTuple):

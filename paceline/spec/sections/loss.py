@@ -88,7 +88,7 @@ class LossSection(Section):
     ratio_clip_max: NonNegativeFloat = 0.2
     """ε_high: the ratio is clipped from above at 1 + ε_high."""
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: also bounds the ratio for negative advantages."""
+    """Constant c of the dual clip, which also bounds the ratio for negative advantages."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """τ for positive advantages (`sapo`)."""
     sapo_temperature_neg: PositiveFloat = 1.05

@@ -210,8 +210,8 @@ class GenerationSection(Section):
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all; above 0 biases the ratio, see allow_biased_sampling."""
     stall_s: PositiveFloat = 300.0
-    """Seconds without an answer of an engine with sequences to decode, after which its worker ends and other workers
-    get its leases. Set it far above the longest decode step, weight update or prefill."""
+    """If an engine with sequences to decode does not answer for this many seconds, its worker ends and other workers
+    get the worker's leases. Set it far above the longest decode step, weight update or prefill."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability; above 0 biases the ratio, see
     allow_biased_sampling."""
@@ -296,7 +296,7 @@ class PolicySection(Section):
     """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 if precision is, else
     bfloat16 on CUDA and float32 elsewhere."""
     max_total_sequence_length: PositiveInt = 2048
-    """Prompt and completion together, in tokens; longer prompts are refused."""
+    """Largest number of tokens of prompt and completion together; longer prompts are refused."""
     train_mb_tokens: PositiveInt | Literal["auto"] = DEFAULT_ROW_TOKENS
     """Token budget of one micro-batch; sequences are packed up to it. auto: the most that fits the memory plan, chosen
     when the run is submitted (`paceline plan`)."""
@@ -392,10 +392,10 @@ class ValueSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of the value model are clipped to this global norm."""
     cliprange: PositiveFloat | None = 0.2
-    """Largest change of a value since the start of the step that still lowers the loss; null: no bound."""
+    """A change of a value since the start of the step lowers the loss only up to this size; null: no bound."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """λ of GAE: 0 uses the next token's value, 1 the reward alone."""
     gae_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ: discount of a token."""
     policy_training_start_step: NonNegativeInt = 0
-    """Step before which only the value model learns."""
+    """Before this step, only the value model learns."""

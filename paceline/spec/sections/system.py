@@ -127,12 +127,13 @@ class WeightsSection(Section):
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
-    """Versions between two that are stored in full; the next such version comes earlier if the deltas since the last
-    one outweigh it."""
+    """After this many deltas a version is stored in full again. It is stored in full earlier if the deltas since the
+    last full version together have more bytes than that version."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
-    """Seconds without received bytes and without a report of loading after which a member of a transfer is expelled."""
+    """A member of a transfer is expelled if for this many seconds it neither receives bytes nor reports that it is
+    loading."""
     allow_plaintext_network: bool = False
     """Allow unencrypted weights between hosts with certificates (`--tls-dir`): for a learner on several hosts, or an
     object store without TLS. Relays always use TLS."""
@@ -196,11 +197,11 @@ class LoggerSection(Section):
     keep_samples: bool = True
     """Keep trained groups in the ledger as the run's trace data set (`paceline samples`)."""
     keep_evaluations: NonNegativeInt = 8
-    """Newest evaluations whose completions are kept, in addition to the first (`paceline samples RUN --eval`); 0, or
-    `keep_samples: false`, keeps none."""
+    """Completions are kept of the first evaluation and of this many newest evaluations (`paceline samples RUN --eval`);
+    0, or `keep_samples: false`, keeps none."""
     keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
-    """Groups of rank 0 in each step for which the learner's log-probability and entropy of each token are kept, for the
-    dashboard; 0 keeps none."""
+    """Number of groups of rank 0 in each step for which the learner's log-probability and entropy of each token are
+    kept, for the dashboard; 0 keeps none."""
     verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """Smallest share of each rollout worker's groups whose log-probabilities the learner compares with its own; the
     run's events name a worker whose mean deviates. 0: never."""
@@ -208,7 +209,8 @@ class LoggerSection(Section):
     """Period in steps at which rank 0 of the learner runs torch's profiler, for metrics of the time in collectives;
     slower. 0: never."""
     stall_warning_s: PositiveFloat = 60.0
-    """Seconds of waiting after which the learner's warning names the reason; again after twice the time, and so on."""
+    """If the learner has waited for this many seconds, a warning names the reason. Another warning follows after twice
+    the time, and so on."""
     trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
     """Trackers to which `paceline up`, or elsewhere `paceline track`, sends the run. At most one of each kind."""
 

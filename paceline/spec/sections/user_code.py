@@ -33,13 +33,14 @@ class RewardFunctionSection(Section):
     """Factors by step instead of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear between them,
     constant before the first and after the last."""
     gate_min: float | None = None
-    """Makes the function a gate: if it returns less than this, all functions that are not gates count as 0."""
+    """Makes the function a gate: if the function returns less than this, the rewards of all functions that are not
+    gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds that one call on one group may take."""
+    """One call on one group may take at most this many seconds."""
     memory_mb: PositiveInt = 2048
-    """MiB of address space that the function may allocate in its process."""
+    """The function may allocate at most this many MiB of address space in its process."""
 
     @property
     def label(self) -> str:
@@ -93,8 +94,8 @@ class EnvironmentSection(Section):
     """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it;
     or a class with `step(text)`. In a mapping of names to classes, the data set's column `environment` chooses."""
     tools: tuple[str, ...] = ()
-    """`path/to/file.py:function` each: functions that the model may call, with or without the tools of a class. Type
-    hints and a docstring define their schemas."""
+    """Functions that the model may call, with or without the tools of a class: `path/to/file.py:function` for each.
+    Type hints and a docstring define their schemas."""
     agent: str = ""
     """`path/to/file.py:function`, `async def solve(row, base_url, api_key)`: a program that sends its requests to an
     OpenAI-compatible URL made for it, and returns its reward or None."""
@@ -105,18 +106,18 @@ class EnvironmentSection(Section):
     """True if the environment answers equal calls equally, so that an episode whose process was lost is replayed from
     its record. A class may declare it with the attribute `deterministic = True`."""
     max_turns: PositiveInt = 16
-    """Turns of the model after which an episode is truncated."""
+    """An episode is truncated after this many turns of the model."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds of the user's code, over all calls, after which an episode is truncated; the model's time does not count.
-    """
+    """An episode is truncated after the user's code has taken this many seconds over all calls; the model's time does
+    not count."""
     call_timeout_s: PositiveFloat = 60.0
-    """Time-out of one call of the environment in seconds; a longer call fails the sample's attempt."""
+    """A call of the environment that takes more than this many seconds fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
-    """MiB of address space that the user's code may allocate in its process."""
+    """The user's code may allocate at most this many MiB of address space in its process."""
     max_tool_tokens: PositiveInt = 4096
-    """Tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
+    """Largest number of tokens of one answer of a tool or of the environment; a longer one is cut off and says so."""
     max_failures: PositiveInt = 3
-    """Attempts at a sample that may fail because of the environment before the sample is given up. Attempts that a
+    """A sample is given up after this many of its attempts have failed because of the environment. Attempts that a
     worker, the network or the coordinator ended do not count."""
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
@@ -135,7 +136,7 @@ class EnvironmentSection(Section):
     on, relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the
     turn's reward relative to the same turn in the group's other samples."""
     turn_discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Factor of a reward for each turn between it and the credited tokens (`discounted`)."""
+    """A reward is multiplied by this factor for each turn between the reward and the credited tokens (`discounted`)."""
     turn_weight: NonNegativeFloat = 1.0
     """Factor of the rewards of turns (`turn_level`)."""
     truncated: Literal["score", "leave_out"] = "score"
@@ -146,7 +147,8 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return the classes by name. A single class has the empty name; if there are only tools, its value is empty."""
+        """Return a mapping from names to classes. A single class has the empty name; if there are only tools, the empty
+        name has an empty value."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
 
     @property
