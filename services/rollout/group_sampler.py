@@ -186,7 +186,7 @@ class Pace:
         """Clock and tokens when the number of tokens was last found to have grown."""
         self._tokens_per_s = 0.0
         self._is_idle = True
-        """Whether a heartbeat found neither a lease nor new tokens, so that the next tokens count from the next lease."""
+        """True if a heartbeat found neither a lease nor new tokens: the next tokens count from the next lease."""
         self._reported = (clock(), 0.0)
         """Clock and seconds without a lease at the last heartbeat."""
 
