@@ -49,6 +49,14 @@ def _builtin(name: str) -> RewardFunction:
     )
 
 
+def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for a built-in function that does not exist or that takes no such `kwargs`; loads no user code."""
+    if ":" not in function:
+        loaded = _builtin(function)
+        if function not in _settings():
+            _check_names(function, _keyword_only(loaded), kwargs)
+
+
 def _settings() -> Mapping[str, Callable[[object], Any]]:
     from paceline.reward.builtin import SETTINGS
 
@@ -65,17 +73,26 @@ def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any],
     settings = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if takes_columns_only:
-        settings = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        settings = _keyword_only(loaded)
         for name in settings:
             if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
                 raise InvalidInput(f"reward function {function!r} needs {name!r} in its kwargs")
     if takes_columns_only or not catches_all:
-        for name in kwargs:
-            if name not in settings:
-                raise InvalidInput(
-                    f"reward function {function!r} takes no {name!r}{nearest(name, settings)}; "
-                    f"its kwargs are {', '.join(settings) or 'none'}"
-                )
+        _check_names(function, settings, kwargs)
+
+
+def _keyword_only(function: RewardFunction) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _check_names(function: str, settings: list[str], kwargs: Mapping[str, Any]) -> None:
+    for name in kwargs:
+        if name not in settings:
+            raise InvalidInput(
+                f"reward function {function!r} takes no {name!r}{nearest(name, settings)}; "
+                f"its kwargs are {', '.join(settings) or 'none'}"
+            )
 
 
 TRAINER_ARGUMENTS = frozenset(CallView().arguments())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,11 +56,12 @@ class Conversion:
         return key_for(key, self.algorithm)
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Note that a setting was left out, if it is set."""
+        """Note that a setting was left out, if it is set and not switched off. An empty table of prime-rl switches on."""
         value = self.settings.get(name)
         if value is not None:
             self.used.add(name)
-            if value not in (False, [], {}):  # what is switched off has no effect there either
+            is_off = value is False or value == [] or (value == {} and self.library != "prime_rl")
+            if not is_off:  # what is switched off has no effect in the other library either
                 self.left_out.append(f"{name} ({reprlib.repr(value)}): {reason}")
 
     def carry(self) -> None:
@@ -118,10 +120,17 @@ class Conversion:
 MACHINERY = (
     "logger", "cluster", "checkpointing", "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg",
     "policy.sequence_packing", "policy.dynamic_batching", "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.ref",
-    "actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.fsdp_config", "critic",
+    "actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.fsdp_config",
     "inference", "wandb", "ckpt", "deployment", "slurm", "log", "monitors", "ray_kwargs", "trainer.model", "report_to",
 )  # fmt: skip
-"""Sections that decide how a run is executed and recorded, not what it trains: a line each is enough."""
+"""Sections that decide how a run is executed and recorded, not what it trains: names are enough."""
+TRAINS = (
+    "trainer.optim", "trainer.loss", "trainer.scheduler", "checkpointing.metric_name", "policy.megatron_cfg.optimizer",
+    "policy.megatron_cfg.scheduler",
+)  # fmt: skip
+"""Names and sections within MACHINERY that decide what is trained."""
+LINE = 170
+"""Characters of the names in one line."""
 
 
 def one_line_a_section(left_out: list[str]) -> list[str]:
@@ -130,20 +139,28 @@ def one_line_a_section(left_out: list[str]) -> list[str]:
     for line in left_out:
         name = line.partition(": ")[0].partition(" ")[0]
         section = max((each for each in MACHINERY if name.startswith(f"{each}.")), key=len, default="")
+        section = "" if f"{name}.".startswith(tuple(f"{each}." for each in TRAINS)) else section
         if section:
             sections.setdefault(section, []).append(name.removeprefix(f"{section}."))
         else:
             lines.append(line)
-    return lines + [f"{section}: {', '.join(names)}" for section, names in sections.items()]
+    for section, names in sections.items():
+        lines += [f"{section}: {part}" for part in textwrap.wrap(", ".join(names), LINE)]
+    return lines
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name. A list, an empty section, and a mapping whose name is in the
-    table or in the spec count as values."""
+    """Return the values of nested sections by dotted name. A list, and a mapping whose name is in the table or in the
+    spec, count as values; an empty section counts as nothing."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"
-        is_value = name in table(library) or (name in keys() and keys()[name].type_text.startswith("mapping"))
+        names = table(library)
+        is_value = (
+            name in names
+            or f"trainer.{name}" in names
+            or (name in keys() and keys()[name].type_text.startswith("mapping"))
+        )
         if isinstance(value, Mapping) and not is_value:
             found |= flattened(value, library, f"{name}.")
         else:
@@ -161,6 +178,8 @@ def plain(value: Any) -> Any:
 def _home(value: Any) -> Any:
     if isinstance(value, list):
         return [_home(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _home(each) for name, each in value.items()}
     if not isinstance(value, str):
         return value
     return re.sub(r"^(\$\{?PWD\}?|\$\(pwd\))(?=/|$)", ".", re.sub(r"^\$\{?HOME\}?(?=/|$)", "~", value))

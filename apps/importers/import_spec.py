@@ -97,6 +97,8 @@ def import_config(
     """
     if not path.is_file():
         raise SpecError(f"no file {str(path)!r}; name a configuration of {library}")
+    if command and (library != "trl" or path.suffix != ".py"):
+        raise SpecError("--command is only for a TRL script that parses its command line")
     done = _converted(library, path, processes, command)
     done.close()
     for override in overrides:
@@ -150,7 +152,7 @@ def _converted(library: str, path: Path, processes: int, command: str = "") -> C
         return done
     except UnicodeError:
         raise SpecError(f"{path} is not text in UTF-8; name a configuration of {library}") from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise SpecError(f"{path} has a value of another type than {library} reads: {error}") from None
 
 
@@ -201,7 +203,7 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
             if not match or "." not in match[1]:
                 continue
             if unknown := shell.unresolved(match[2]):
-                notes.append(f"{match[1]} is {match[2]}, and the script does not set {unknown}; set it by hand")
+                notes.append(f"{match[1]} is {match[2]}, and only a run of the script knows {unknown}; set it by hand")
             else:
                 found[match[1]] = _scalar(match[2])
     if not found:

@@ -7,6 +7,7 @@ from policy.optimizer and policy.scheduler.
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ def convert(settings: dict[str, Any], *, algorithm: str = "", folder: Path = Pat
     _refuse(settings)
     if done.algorithm != "grpo":
         done.put("algorithm", done.algorithm)
+    if done.take("checkpointing.enabled") is False:
+        done.put("checkpointing.enabled", False)
     done.skip_disabled()
     _optimizer(done)
     _batch(done)
@@ -158,9 +161,8 @@ def _batch(done: Conversion) -> None:
     update = done.take("policy.train_global_batch_size")
     micro = done.take("policy.train_micro_batch_size")
     length = done.settings.get("policy.max_total_sequence_length")
-    packed = done.take("policy.sequence_packing.train_mb_tokens") or done.take(
-        "policy.dynamic_batching.train_mb_tokens"
-    )
+    sections = ("policy.sequence_packing.train_mb_tokens", "policy.dynamic_batching.train_mb_tokens")
+    packed = next((done.take(name) for name in sections if name in done.settings and name not in done.used), None)
     if isinstance(packed, int):
         done.put("policy.train_mb_tokens", packed)
     elif isinstance(micro, int) and isinstance(length, int):
@@ -195,77 +197,87 @@ def _lengths(done: Conversion) -> None:
         done.take("policy.generation.vllm_cfg.max_model_len")
 
 
+READ = (
+    "dataset_name", "data_path", "split", "subset", "input_key", "prompt_key", "output_key", "prompt_file",
+    "system_prompt_file", "env_name", "processor", "seed",
+)  # fmt: skip
+"""Settings of a data set that the import reads; a seed only divides training from validation."""
+
+
 def _data(done: Conversion, folder: Path) -> None:
     train, validation = _data_sets(done, "train"), _data_sets(done, "validation")
-    found = _put_data(done, "data.train", train)
-    if found is not None:
-        done.put("data.prompt_key", found.prompt)
-        if found.config:
-            done.put("data.train_config", found.config)
-        if found.split and "split" not in train[0]:
-            done.put("data.train_split", found.split)
-    held_out = _put_data(done, "data.validation", validation)
-    if held_out is not None and held_out.config:
-        done.put("data.validation_config", held_out.config)
-    for name, given in (("train", train), ("validation", validation)):
-        key = done.tree.get("data", {}).get(name) and len(given) == 1 and given[0].get("split")
-        if key:
-            done.put(f"data.{name}_split", key)
-    _prompts(done, folder, done.tree.get("data", {}).get("prompt_key") or "input")
+    found, held_out = _put_data(done, "train", train), _put_data(done, "validation", validation)
+    first = (train or validation or [{}])[0]
+    column = (found.prompt if found else None) or first.get("input_key") or first.get("prompt_key")
+    if column:
+        done.put("data.prompt_key", column)
+    if done.algorithm == "sft" and (answer := first.get("output_key") or (found and found.answer)):
+        done.put("data.completion_key", answer)
+    if held_out and found and (held_out.prompt, held_out.answer) != (found.prompt, found.answer):
+        done.notes.append("data.validation has other columns than data.train; give both the same names")
+    _prompts(done, folder, first, str(column or "input"))
 
 
 def _data_sets(done: Conversion, which: str) -> list[dict[str, Any]]:
     """Return the settings of each data set for `train` or `validation`, with the section's defaults below them."""
-    older = {
-        "dataset_name": "data.dataset_name",
-        "data_path": f"data.{which[:5].removesuffix('i').removesuffix('l')}_data_path",
-    }
-    listed = done.settings.get(f"data.{which}")
-    prefix = f"data.{which}."
-    one = {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
-    if which == "train":
-        one |= {key: value for key, name in older.items() if key not in one and (value := done.take(name)) is not None}
-    elif (path := done.take("data.val_data_path")) is not None:
-        one.setdefault("data_path", path)
-    if isinstance(listed, list):
-        done.take(f"data.{which}")
-        return [each for each in listed if isinstance(each, dict)]
-    return [one] if one.get("dataset_name") or one.get("data_path") else []
+    given = done.take(f"data.{which}")
+    defaults, one = _section(done, "data.default."), _section(done, f"data.{which}.")
+    older = {"dataset_name": "data.dataset_name", "data_path": "data.train_data_path"}
+    if which == "validation":
+        older = {"data_path": "data.val_data_path"}
+    older |= {"prompt_file": "data.prompt_file", "system_prompt_file": "data.system_prompt_file"}
+    one |= {key: value for key, name in older.items() if key not in one and (value := done.take(name)) is not None}
+    own = given if isinstance(given, list) else [one] if one.get("dataset_name") or one.get("data_path") else []
+    return [{**defaults, **each} for each in own if isinstance(each, dict)]
 
 
-def _put_data(done: Conversion, key: str, sets: list[dict[str, Any]]) -> DataSet | None:
-    """Set `key` if the data sets can be read as one, else note why not. Return the known data set."""
+def _section(done: Conversion, prefix: str) -> dict[str, Any]:
+    """Take all settings whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): done.take(name) for name in list(done.settings) if name.startswith(prefix)}
+
+
+def _put_data(done: Conversion, which: str, sets: list[dict[str, Any]]) -> DataSet | None:
+    """Set `data.train` or `data.validation` if the data sets can be read as one, else note why not. Return the known
+    data set."""
     known = [DATA.get(str(each.get("dataset_name")).lower()) for each in sets]
-    paths = [each.get("data_path") or (found.hub if found else None) for each, found in zip(sets, known, strict=True)]
+    pairs = list(zip(sets, known, strict=True))
+    paths = [each.get("data_path") or (found.hub if found else None) for each, found in pairs]
     columns = {
         (found.prompt, found.answer) if found else (each.get("input_key"), each.get("output_key"))
-        for each, found in zip(sets, known, strict=True)
+        for each, found in pairs
     }
     names = ", ".join(str(each.get("dataset_name") or each.get("data_path")) for each in sets)
+    for each in sets:
+        done.left_out += [
+            f"data.{which}.{name} ({value!r:.80}): {'name held-out prompts as data.validation' if 'split' in name else 'the name is unknown'}"
+            for name, value in each.items()
+            if name not in READ and value not in (None, 0, False) and not (name == "repeat" and value == 1)
+        ]
     if not sets:
         return None
     if None in paths:
-        done.notes.append(
-            f"{key}: {names} is a name that only NeMo RL knows; name a file, a folder or the data set on the hub"
-        )
+        done.notes.append(f"data.{which}: only NeMo RL knows {names}; name a file, a folder or the data set on the hub")
         return None
     if len(columns) > 1:
-        done.notes.append(f"{key}: {names} have different columns; write them into one file with the same columns")
+        done.notes.append(
+            f"data.{which}: {names} have different columns; write them into one file with the same columns"
+        )
         return None
-    done.put(key, paths[0] if len(paths) == 1 else paths)
-    if (column := sets[0].get("input_key")) and key == "data.train":
-        done.put("data.prompt_key", column)
-    for each in sets:
-        for name in ("split_validation_size", "repeat", "subset"):
-            if each.get(name) not in (None, 0, 1):
-                done.left_out.append(f"{key}.{name} ({each[name]!r}): name held-out prompts as data.validation")
-    return known[0]
+    done.put(f"data.{which}", paths[0] if len(paths) == 1 else paths)
+    first, found = pairs[0]
+    for key, value in (
+        ("split", first.get("split") or (found and found.split)),
+        ("config", first.get("subset") or (found and found.config)),
+    ):
+        if value:
+            done.put(f"data.{which}_{key}", value)
+    return found
 
 
-def _prompts(done: Conversion, folder: Path, column: str) -> None:
+def _prompts(done: Conversion, folder: Path, first: dict[str, Any], column: str) -> None:
     """Carry over the files of the prompt and of the system message, with `{}` as the prompt's column."""
     for name, key in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt")):
-        given = done.take(f"data.default.{name}", done.take(f"data.{name}"))
+        given = first.get(name) or done.take(f"data.default.{name}")
         if given is None:
             continue
         path = next((each / str(given) for each in (folder, *folder.parents) if (each / str(given)).is_file()), None)
@@ -273,16 +285,22 @@ def _prompts(done: Conversion, folder: Path, column: str) -> None:
             done.notes.append(f"{key}: the text of {given}, which is not beside this file or above it; add it by hand")
             continue
         text = path.read_text(encoding="utf-8")
-        done.put(key, text.replace("{}", f"{{{column}}}", 1) if name == "prompt_file" else text)
+        done.put(key, _with_column(text, column) if name == "prompt_file" else text)
+
+
+def _with_column(text: str, column: str) -> str:
+    """Return a text for `str.format` with the column's name in its field, and plain braces for doubled ones."""
+    parts = string.Formatter().parse(text)
+    return "".join(literal + (f"{{{column}}}" if field is not None else "") for literal, field, *_ in parts)
 
 
 def _rewards(done: Conversion) -> None:
     """Carry over the environment that the data names."""
-    name = done.take("data.default.env_name")
+    name = done.settings.get("data.train.env_name") or done.settings.get("data.default.env_name")
     places = {each.split(".")[1] for each in done.settings if each.startswith("env.")}
     chosen = str(name) if name in places else next(iter(places), "") if len(places) == 1 else ""
     answers = DATA.get(
-        str(done.settings.get("data.train.dataset_name", done.settings.get("data.dataset_name"))).lower()
+        str(done.settings.get("data.train.dataset_name") or done.settings.get("data.dataset_name")).lower()
     )
     used = [each for each in done.settings if each.startswith(f"env.{chosen}.")] if chosen else []
     if chosen.startswith("math"):
@@ -295,7 +313,7 @@ def _rewards(done: Conversion) -> None:
         used = []
     done.used.update(used)
     _overlong(done)
-    for each in places - {chosen}:
+    for each in places - {chosen} if chosen else ():
         done.used.update(other for other in done.settings if other.startswith(f"env.{each}."))
 
 
@@ -365,8 +383,10 @@ def _objective(done: Conversion) -> None:
             done.put("grpo.advantage", ESTIMATORS[estimator])
         elif estimator != "grpo":
             raise SpecError(f"grpo.adv_estimator.name {estimator!r}: grpo.advantage has no such estimator")
-        elif normal is not None and one_out is not None:
-            done.put("grpo.advantage", ADVANTAGES[bool(normal), bool(one_out)])
+        elif normal is not None or one_out is not None:
+            # NeMo RL's defaults are those of grpo_math_1B.yaml.
+            pair = (normal is None or bool(normal), one_out is None or bool(one_out))
+            done.put("grpo.advantage", ADVANTAGES[pair])
     if estimator == "gae":
         _value_model(done)
     else:
@@ -393,7 +413,7 @@ def _importance(done: Conversion) -> None:
     elif done.settings.get(names[0]) == "seq-mask-tis":
         done.take(names[0])
         done.put(names[0], "sequence_mask")
-    if done.take("loss_fn.force_on_policy_ratio") and done.tree["policy"].get("num_updates_per_step", 1) > 1:
+    if done.take("loss_fn.force_on_policy_ratio") and done.tree.get("policy", {}).get("num_updates_per_step", 1) > 1:
         done.leave_out("loss_fn.force_on_policy_ratio", "with policy.num_updates_per_step 1 the ratio is 1")
 
 
@@ -431,7 +451,11 @@ def _best(done: Conversion) -> None:
         if done.tree.get("data", {}).get("validation") and save and every and save % every == 0:
             done.put("checkpointing.metric_name", "val:reward")
             return
+    if metric == "train:loss":
+        done.put("checkpointing.metric_name", metric)
+        return
     done.leave_out(
         "checkpointing.metric_name",
         "write val:reward or train:loss, with save_period a multiple of val_period",
     )
+    done.take("checkpointing.higher_is_better")

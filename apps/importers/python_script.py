@@ -35,6 +35,11 @@ CONFIGS = {
     "RewardConfig": "rm",
 }
 """Paceline's algorithm for each of TRL's configuration classes."""
+TRAINER_ARGUMENTS = (
+    "model", "args", "train_dataset", "eval_dataset", "reward_funcs", "processing_class", "tokenizer", "peft_config",
+    "callbacks", "data_collator", "compute_metrics", "ref_model",
+)  # fmt: skip
+"""Arguments of a trainer that are read, or need no counterpart."""
 PARSERS = ("TrlParser", "HfArgumentParser")
 """Classes that read the settings from the command line."""
 SCRIPTS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}
@@ -68,8 +73,22 @@ def read_command(text: str, about: str) -> Script:
         if at is None or not any(word.startswith("--") for word in command[at:]):
             continue
         name = command[at + 1] if command[at] == "trl" else Path(command[at]).stem
-        return Script(SCRIPTS.get(name, ""), _options(command[at + 1 :]), [])
+        settings, notes = _known(_options(command[at + 1 :]))
+        if "config" in settings:
+            raise SpecError(f"{about or 'the command'} reads --config {settings['config']}; import that file instead")
+        return Script(SCRIPTS.get(name, ""), settings, notes)
     raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
+
+
+def _known(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings whose values do not depend on a run of the script, and a note for each other one."""
+    unknown = {name: shell.unresolved(str(value)) for name, value in settings.items()}
+    notes = [
+        f"{name} is {settings[name]}, and only a run of the script knows {found}; set it by hand"
+        for name, found in unknown.items()
+        if found
+    ]
+    return {name: value for name, value in settings.items() if not unknown[name]}, notes
 
 
 def _options(words: list[str]) -> dict[str, Any]:
@@ -148,6 +167,10 @@ class _Reader:
             settings |= self._of_data()
         if config is None:
             settings |= self._command_line(command)
+        elif command:
+            raise SpecError(
+                f"{self._path} makes its {name} itself; --command is only for a script that parses its command line"
+            )
         files = self._reward_files(settings.get("reward_funcs", ()))
         unread = {name: value.text for name, value in settings.items() if isinstance(value, Unread)}
         for unknown, text in unread.items():
@@ -178,7 +201,9 @@ class _Reader:
     def _command_line(self, command: str) -> dict[str, Any]:
         """Return the settings of the command that is given, else of the first one in the docstring."""
         if command:
-            return _options(next(iter(shell.commands(command)), []))
+            settings, notes = _known(_options([word for each in shell.commands(command) for word in each]))
+            self._notes += notes
+            return settings
         docstring = ast.get_docstring(self._tree) or ""
         regions = re.findall(
             r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*", docstring, re.M
@@ -205,6 +230,11 @@ class _Reader:
     def _of_trainer(self, call: ast.Call) -> dict[str, Any]:
         given = {word.arg: word.value for word in call.keywords if word.arg}
         found: dict[str, Any] = {}
+        self._notes += [
+            f"{_name(call.func)} has {name}={_text(node)}, which was not read; see docs/use/migration.md"
+            for name, node in given.items()
+            if name not in TRAINER_ARGUMENTS
+        ]
         if "model" in given:
             found["model_name_or_path"] = self._model(given["model"])
         if "reward_funcs" in given:
@@ -235,8 +265,10 @@ class _Reader:
                 rewards.append(name)
             elif name:
                 self._notes.append(f"reward_funcs is {name} in the script, which was not run; name the functions")
+                rewards.append(None)
             else:
                 self._notes.append(f"reward {_text(part)} has no name; define it as a function in a file")
+                rewards.append(None)
         return rewards
 
     def _of_adapter(self, call: ast.Call) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import operator
 import re
 from collections.abc import Iterator
 
+from paceline.errors import SpecError
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(?::?([-=+])(.*))?", re.S)
@@ -22,18 +24,28 @@ _ARITHMETIC = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_DECLARE = ("export", "declare", "local", "readonly", "typeset", "-x", "-a", "-r")
+_DECLARE = ("export", "declare", "local", "readonly", "typeset")
 KEPT = ("HOME", "PWD")
 """Variables that mean the same to whoever reads the spec."""
-END = "\n"
+NEWLINE = "\n"
+END = NEWLINE
 """Separator of commands among the words."""
 
 
+MAX_VALUE = 1 << 16
+"""Largest number of characters in a variable's value or in a word."""
+_KEYWORDS = ("if", "elif", "then", "else", "fi", "do", "done", "while", "until", "case", "esac", "!", "{", "}", "time")
+"""Words after which a command begins."""
+_UNKNOWN = re.compile(r"\$\{#?(\w+)[^}]*\}|\$([A-Za-z_]\w*)|\$\(pwd\)|\$\(|\$[\d@*?#$!]|`")
+_REDIRECTION = re.compile(r"\d*(?:>>|<<<|<>|>\||[<>])&?[ \t]*")
+_HEREDOC = re.compile(r"\d*<<-?[ \t]*(['\"]?)(\w+)\1")
+
+
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command in `text`, with the script's variables in their places."""
-    variables: dict[str, list[str]] = {}
+    """Return the words of each command in `text`, with the script's variables in their places. Raises SpecError for a
+    quote that is not closed, or a value of more than MAX_VALUE characters."""
     found: list[list[str]] = [[]]
-    for word in _Scanner(text, variables).words():
+    for word in _Scanner(text, {}).words():
         if word == END:
             found.append([])
         else:
@@ -43,7 +55,7 @@ def commands(text: str) -> list[list[str]]:
 
 def unresolved(text: str) -> str:
     """Return the first expansion in `text` that the script does not set; empty if there is none."""
-    for match in re.finditer(r"\$(?:\{([A-Za-z_]\w*)[^}]*\}|([A-Za-z_]\w*)|\(.*?\)|[\d@*?#])", text):
+    for match in _UNKNOWN.finditer(text):
         if (match[1] or match[2]) not in KEPT and match[0] != "$(pwd)":
             return match[0]
     return ""
@@ -51,16 +63,20 @@ def unresolved(text: str) -> str:
 
 class _Scanner:
     def __init__(self, text: str, variables: dict[str, list[str]]):
-        self._text = text.replace("\r\n", "\n").replace("\\\n", " ")
+        self._text = text.replace("\r\n", "\n")
         self._variables = variables
         self._at = 0
+        self._branches = 0
+        """Number of `if` and `case` around the present place."""
 
     def words(self) -> Iterator[str]:
         """Yield words with END after each command. Assignments are carried out, not yielded."""
-        is_first = True
+        is_first, declares = True, False
         while self._at < len(self._text):
             letter = self._text[self._at]
-            if letter in "\n;|&()":
+            if self._text.startswith("\\\n", self._at):
+                self._at += 2
+            elif letter in "\n;|&()":
                 self._at += 1
                 yield END
                 is_first = True
@@ -68,25 +84,54 @@ class _Scanner:
                 self._at += 1
             elif letter == "#":
                 self._skip_line()
+            elif heredoc := _HEREDOC.match(self._text, self._at):
+                self._skip_heredoc(heredoc)
+            elif redirection := _REDIRECTION.match(self._text, self._at):
+                self._at = redirection.end()
+                self._word()
             elif is_first and (match := _ASSIGNMENT.match(self._text, self._at)):
                 self._at = match.end()
                 self._assign(match[1], bool(match[2]))
             else:
                 words = self._word()
-                if is_first and words and words[0] in _DECLARE:
+                if is_first and words and (words[0] in _KEYWORDS or words[0] in _DECLARE or words[0] == ":"):
+                    self._branches += (words[0] in ("if", "case")) - (words[0] in ("fi", "esac"))
+                    declares = words[0] in _DECLARE
                     continue
-                is_first = False
+                if is_first and declares and words and words[0].startswith("-"):
+                    continue
+                is_first = declares = False
                 yield from words
 
     def _skip_line(self) -> None:
         end = self._text.find("\n", self._at)
         self._at = len(self._text) if end < 0 else end
 
+    def _skip_heredoc(self, match: re.Match[str]) -> None:
+        end = re.compile(rf"^\s*{match[2]}[ \t]*$", re.M).search(self._text, match.end())
+        self._text = (
+            self._text[: match.start()]
+            + " "
+            + self._text[match.end() : self._line_end(match.end())]
+            + (self._text[end.end() :] if end else "")
+        )
+
+    def _line_end(self, start: int) -> int:
+        end = self._text.find("\n", start)
+        return len(self._text) if end < 0 else end
+
+    def _set(self, name: str, values: list[str]) -> None:
+        """Set a variable; one that two branches set to different values is known only to a run."""
+        before = self._variables.get(name) or [""]
+        is_doubtful = self._branches > 0 and before != [""] and before != values
+        if sum(map(len, values)) > MAX_VALUE:
+            raise SpecError(f"the script's variable {name!r:.80} has more than {MAX_VALUE} characters")
+        self._variables[name] = [f"${{{name}}}"] if is_doubtful else values
+
     def _assign(self, name: str, append: bool) -> None:
         if self._text[self._at : self._at + 1] != "(":
-            values = [" ".join(self._word())]
-            before = self._variables.get(name, [""]) if append else [""]
-            self._variables[name] = [*before[:-1], before[-1] + values[0]]
+            before = (self._variables.get(name) or [""]) if append else [""]
+            self._set(name, [*before[:-1], before[-1] + " ".join(self._word())])
             return
         self._at += 1
         values = []
@@ -98,7 +143,7 @@ class _Scanner:
             else:
                 values += self._word()
         self._at += 1
-        self._variables[name] = [*(self._variables.get(name, []) if append else []), *values]
+        self._set(name, [*(self._variables.get(name, []) if append else []), *values])
 
     def _word(self) -> list[str]:
         """Return the next word, split into several if it is an array (`${NAME[@]}`)."""
@@ -107,7 +152,8 @@ class _Scanner:
             letter = self._text[self._at]
             if letter == "'":
                 end = self._text.find("'", self._at + 1)
-                end = len(self._text) if end < 0 else end
+                if end < 0:
+                    raise SpecError(f"the quote in line {self._text.count(NEWLINE, 0, self._at) + 1} is not closed")
                 parts[-1] += self._text[self._at + 1 : end]
                 self._at = end + 1
             elif letter == '"':
@@ -115,10 +161,12 @@ class _Scanner:
                 self._quoted(parts)
             elif letter == "$":
                 self._expand(parts)
+            elif self._text.startswith("\\\n", self._at):
+                break
             elif letter == "\\":
                 parts[-1] += self._text[self._at + 1 : self._at + 2]
                 self._at += 2
-            elif letter.isspace() or letter in ";|&)" or (letter == "(" and not parts[-1]):
+            elif letter.isspace() or letter in ";|&)<>" or (letter == "(" and not parts[-1]):
                 break
             else:
                 parts[-1] += letter
@@ -126,6 +174,7 @@ class _Scanner:
         return parts
 
     def _quoted(self, parts: list[str]) -> None:
+        start = self._at
         while self._at < len(self._text) and self._text[self._at] != '"':
             if self._text[self._at] == "$":
                 self._expand(parts)
@@ -133,6 +182,8 @@ class _Scanner:
                 self._at += self._text[self._at] == "\\" and self._text[self._at + 1 : self._at + 2] in ('"', "\\", "$")
                 parts[-1] += self._text[self._at : self._at + 1]
                 self._at += 1
+        if self._at >= len(self._text):
+            raise SpecError(f"the quote in line {self._text.count(NEWLINE, 0, start) + 1} is not closed")
         self._at += 1
 
     def _expand(self, parts: list[str]) -> None:
@@ -153,21 +204,23 @@ class _Scanner:
             match = _NAME.match(self._text, self._at + 1)
             end = match.end() if match else self._at + 2
             found = self._variables.get(match[0]) if match else None
-            parts[-1] += found[0] if found else self._text[self._at : end] if not match or found is None else ""
+            parts[-1] += found[0] if found else self._text[self._at : end] if found is None else ""
         self._at = end
 
     def _braced(self, inner: str) -> list[str]:
-        if inner.endswith(("[@]", "[*]")):
-            return self._variables.get(inner[:-3], [])
+        if inner.endswith(("[@]", "[*]")) and inner[:-3] in self._variables:
+            return self._variables[inner[:-3]]
         match = _DEFAULT.fullmatch(inner)
         found = self._variables.get(match[1]) if match else None
         if match is None or (found is None and (match[2] is None or match[1] in KEPT)):
             return [f"${{{inner}}}"]
         is_set = bool(found and found[0])
-        if found and match[2] != "+" and (is_set or match[2] is None):
-            return found[:1]
+        if match[2] is None or (match[2] != "+" and is_set):
+            return (found or [""])[:1]
         if match[2] == "+" and not is_set:
             return [""]
+        if inner[len(match[1]) :].startswith(":="):
+            self._set(match[1], [match[3]])
         other = match[3] if '"' in match[3] or "'" in match[3] else f'"{match[3]}"'
         return [" ".join(_Scanner(other, self._variables)._word())]
 
@@ -179,7 +232,7 @@ class _Scanner:
                     ast.parse(text.replace("$", "").replace("{", "").replace("}", "").strip(), mode="eval").body, 8
                 )
             )
-        except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError):
+        except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
             return ""
 
     def _value(self, node: ast.expr, levels: int) -> int:

@@ -121,6 +121,7 @@ def _fractions(done: Conversion) -> None:
         value = done.settings.get(name)
         if isinstance(value, float) and 0 < value < 1:
             done.leave_out(name, "a fraction of the run; here it is a number of steps")
+            done.settings[name] = None
 
 
 def _optimizer(done: Conversion) -> None:
@@ -146,6 +147,8 @@ def _rewards(done: Conversion) -> None:
     weights = listed(done.take("reward_weights"))
     rewards = []
     for index, name in enumerate(functions):
+        if name is None:
+            continue
         if name in OPEN_R1:
             done.left_out.append(
                 f"reward_funcs {name!r}: no built-in is the same; add it to rewards as file.py:function"

@@ -92,8 +92,11 @@ def _objective(done: Conversion) -> None:
         done.put("loss_fn.ratio_clip_max", clip)
     # verl's trainer waits for its samples, and weighs no sample unless rollout_correction says so.
     done.put("async_grpo.max_trajectory_age_steps", 0)
-    if not any(name.startswith("algorithm.rollout_correction.") for name in done.settings):
-        done.put("loss_fn.truncated_importance_sampling_ratio", None)
+    correction = "algorithm.rollout_correction."
+    if done.settings.get(f"{correction}rollout_is") is None:
+        done.used.update(name for name in done.settings if name.startswith(correction))
+        if done.settings.get(f"{ACTOR}.tis_imp_ratio_cap") is None:
+            done.put("loss_fn.truncated_importance_sampling_ratio", None)
     estimator = str(done.take("algorithm.adv_estimator", "gae"))
     by_std = done.take("algorithm.norm_adv_by_std_in_grpo", True)
     if estimator == "grpo":

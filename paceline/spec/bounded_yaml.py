@@ -56,13 +56,26 @@ Events: Any = events_class()
 
 
 class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: ignore[misc]
-    """PyYAML's safe loader, with a Python step for each value."""
+    """PyYAML's safe loader, with a Python step for each value. It raises SpecError for a key that is written twice in one
+    mapping; PyYAML would keep the last one."""
 
     def __init__(self, text: str):
         Events.__init__(self, text)
         Composer.__init__(self)
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Compare the keys of a mapping, before those of `<<` join them."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                raise SpecError(
+                    f"{key.value[:80]!r} is in line {lines[key.value]} and again in line {line}; write each key once, with "
+                    "all its values"
+                )
+        super().flatten_mapping(node)
 
 
 class BoundedLoader(StepwiseLoader):

@@ -72,11 +72,13 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if len(content) > bounded_yaml.MAX_BYTES:
         raise SpecError(f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in separate files")
     try:
-        tree = yaml.safe_load(content.decode())
+        tree = yaml.load(content.decode(), bounded_yaml.StepwiseLoader)
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SpecError(f"{path} is not valid YAML: {error}{hint_by_suffix(path)}") from None
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
     except RecursionError:
         raise SpecError(f"{path} is nested more than {bounded_yaml.MAX_DEPTH} levels deep") from None
     if excess := bounded_yaml.excess(tree):

@@ -314,8 +314,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty:
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
-    console = Console() if sys.stdout.isatty() else Console(width=400)
-    console.print(table, highlight=False)
+    if sys.stdout.isatty():
+        Console().print(table, highlight=False)
+        return
+    console = Console(width=400)
+    with console.capture() as printed:
+        console.print(table, highlight=False)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))  # one long cell pads no other row
 
 
 def duration(seconds: float) -> str:

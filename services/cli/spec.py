@@ -24,9 +24,12 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
     elif file is None:
         _list("", as_json)
     else:
+        from paceline.reward.calling import check_builtin
         from paceline.spec.reading import load_spec, spec_to_yaml
 
         loaded = load_spec(file, overrides)
+        for reward in loaded.rewards:
+            check_builtin(reward.function, reward.kwargs)
         if as_json:
             print_json(loaded.model_dump(mode="json"))
         else:

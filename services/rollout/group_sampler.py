@@ -181,28 +181,45 @@ class Pace:
         self._clock = clock
         self._empty_since_s: float | None = clock()
         self._empty_s = 0.0
-        """Seconds without a lease so far, except those since `_empty_since_s`."""
-        self._reported = (clock(), 0, 0.0)
-        """Clock, tokens and seconds without a lease at the last heartbeat."""
+        """Seconds without a lease until now, except those since `_empty_since_s`."""
+        self._counted = (clock(), 0)
+        """Clock and tokens when the number of tokens was last found to have grown."""
+        self._tokens_per_s = 0.0
+        self._is_idle = True
+        """True if a heartbeat found neither a lease nor new tokens: the next tokens count from the next lease."""
+        self._reported = (clock(), 0.0)
+        """Clock and seconds without a lease at the last heartbeat."""
 
     def begin_work(self) -> None:
         if self._empty_since_s is not None:
-            self._empty_s += self._clock() - self._empty_since_s
+            now_s = self._clock()
+            self._empty_s += now_s - self._empty_since_s
             self._empty_since_s = None
+            if self._is_idle:
+                self._counted, self._is_idle = (now_s, self._counted[1]), False
 
     def end_work(self) -> None:
         self._empty_since_s = self._clock()
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:
-        """Return the gauges of the time since the last call; `generated_tokens` counts all tokens that this worker generated."""
+        """Return the gauges of a heartbeat; `generated_tokens` counts the tokens of all completions that this worker ended.
+
+        The pace is that of the time until the newest completions, so it stays while a slow model decodes the next ones.
+        """
         now_s, empty_s = self._clock(), self._empty_s
         if self._empty_since_s is not None:
             empty_s += now_s - self._empty_since_s
-        since_s, tokens, earlier_empty_s = self._reported
-        self._reported = (now_s, generated_tokens, empty_s)
+        counted_s, tokens = self._counted
+        if generated_tokens > tokens:
+            self._tokens_per_s = (generated_tokens - tokens) / max(now_s - counted_s, 1e-6)
+            self._counted = (now_s, generated_tokens)
+        elif self._empty_since_s is not None:
+            self._tokens_per_s, self._is_idle = 0.0, True
+        since_s, earlier_empty_s = self._reported
+        self._reported = (now_s, empty_s)
         elapsed_s = max(now_s - since_s, 1e-6)
         return {
-            "tokens_per_s": (generated_tokens - tokens) / elapsed_s,
+            "tokens_per_s": self._tokens_per_s,
             "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
         }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -12,13 +12,27 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
+MAX_INT = (1 << 63) - 1
+"""Largest integer that a message and the ledger hold."""
+
+
 class Section(BaseModel):
-    """A part of the spec: frozen, without unknown keys; the docstring under each field is its description."""
+    """A part of the spec: frozen, without unknown keys, infinite numbers or integers beyond 64 bits; the docstring under
+    each field is its description."""
 
     model_config = ConfigDict(
         frozen=True,
+        allow_inf_nan=False,
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
         validate_default=True,
     )
+
+    @model_validator(mode="after")
+    def _check_integers(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > MAX_INT:
+                raise ValueError(f"{name} is {value}, must be from {-MAX_INT} to {MAX_INT}")
+        return self

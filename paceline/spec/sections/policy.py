@@ -67,12 +67,15 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """AdamW, as torch names its arguments."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay factors of the two moments."""
     eps: PositiveFloat = 1e-8
     """Number added to the denominator of the update."""

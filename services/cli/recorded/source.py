@@ -1,8 +1,8 @@
 """The source of the commands on records: a ledger on this machine, or a coordinator anywhere.
 
-`--coordinator` reads from that coordinator, and needs only its address and token. Without it, the ledger of
-`--directory` is read, even if a coordinator uses it, because it is opened read-only; if there is no ledger, the
-coordinator of PACELINE_COORDINATOR is used. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a
+What is named explicitly is read: the coordinator of `--coordinator`, which needs only its address and token, or the
+ledger of `--directory`, even if a coordinator uses it, because it is opened read-only. If neither is named, the
+coordinator of PACELINE_COORDINATOR is read, and a line says so; without that, the ledger in the folder `runs`. `LedgerRuns` reads a ledger as `paceline.client.Client` reads a
 coordinator, so each command is written once.
 
 Registered models are found in the same way. Commands that change them open the ledger as its one writer, which is
@@ -44,7 +44,7 @@ _coordinator_option = click.option(
     "--coordinator",
     metavar="HOST:PORT",
     callback=check_coordinator,
-    help=f"Read from the coordinator at this address instead of from files. Default: {VARIABLE}, if --directory has no ledger.",
+    help=f"Read from the coordinator at this address instead of from files. Default: {VARIABLE}, if --directory is not given.",
 )
 
 
@@ -130,7 +130,7 @@ def ledger_source(path: Path) -> Iterator[LedgerRuns]:
 @contextlib.contextmanager
 def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
     """Open the records of a coordinator, or of the ledger of `directory`. Raises NotFound, Unavailable."""
-    address = coordinator or _address_instead(directory / LEDGER_NAME)
+    address = coordinator or _address_instead()
     with Client(address) if address else ledger_source(directory / LEDGER_NAME) as source:
         yield source
 
@@ -138,11 +138,8 @@ def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
 @contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
     """Open the records of a run by its id or folder; return them with the id. Raises NotFound, Unavailable."""
-    if coordinator:
-        path, run_id = directory / LEDGER_NAME, run
-    else:
-        path, run_id = find_run(run, directory)
-    with records_of(path.parent, coordinator) as source:
+    path, run_id = (directory / LEDGER_NAME, run) if coordinator else find_run(run, directory)
+    with ledger_source(path) if run_id != run else records_of(directory, coordinator) as source:
         yield source, run_id
 
 
@@ -179,13 +176,16 @@ def _answers(client: Client) -> bool:
     return True
 
 
-def _address_instead(path: Path) -> str:
-    """Return the coordinator to use if there is no ledger at `path`, and nobody named a folder."""
-    source = click.get_current_context().get_parameter_source("directory")
-    if os.path.lexists(path) or source != click.core.ParameterSource.DEFAULT:
-        return ""
+def _address_instead() -> str:
+    """Return the coordinator of the environment if nobody named a folder, and say so; empty: read the ledger."""
+    context = click.get_current_context()
     address = os.environ.get(VARIABLE, "")
-    return check_coordinator(click.get_current_context(), _OPTION, address) or "" if address else ""
+    if not address or context.get_parameter_source("directory") != click.core.ParameterSource.DEFAULT:
+        return ""
+    click.echo(
+        f"these are the records of the coordinator at {address} ({VARIABLE}); --directory reads a folder", err=True
+    )
+    return check_coordinator(context, _OPTION, address) or ""
 
 
 _OPTION = click.Option(["--coordinator"])

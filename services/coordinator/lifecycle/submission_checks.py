@@ -38,6 +38,7 @@ CHECKED_ROWS = 32
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     """Check the model of a submitted run and open its data sets; return them with warnings about them. Raises
     DataError, Unreadable, InvalidInput."""
+    _check_builtin_rewards(spec)
     warnings = _check_models(spec)
     _check_template_kwargs(spec)
     data = open_data(spec)
@@ -50,6 +51,17 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
             warnings += _shadowed(field, source)
             warnings += _gold_warnings(spec, field, source)
     return data, warnings + _changed_texts(spec.policy, data.first)
+
+
+def _check_builtin_rewards(spec: RunSpec) -> None:
+    """Raise InvalidInput for a built-in function that does not exist or does not take its kwargs."""
+    from paceline.reward.calling import check_builtin
+
+    for index, reward in enumerate(spec.rewards):
+        try:
+            check_builtin(reward.function, reward.kwargs)
+        except InvalidInput as error:
+            raise InvalidInput(f"rewards.{index}: {error}") from None
 
 
 def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
@@ -224,9 +236,31 @@ def _check_models(spec: RunSpec) -> list[str]:
                 "credentials in their environment"
             )
             continue
-        if field == "policy.model_name" and isinstance(config, dict):
-            check_architecture(config, f"{field} {name!r}")
+        if field == "policy.model_name":
+            _check_weights(Path(name).expanduser(), config, f"{field} {name!r}")
+            if isinstance(config, dict):
+                check_architecture(config, f"{field} {name!r}")
     return warnings
+
+
+def _check_weights(path: Path, config: Any, what: str) -> None:
+    """Raise InvalidInput for a path on this machine whose weights cannot be trained: a file, an empty folder, GGUF, a
+    quantised model. A folder without weights may be a copy of the tokenizer, so the workers judge it."""
+    if path.is_file():
+        raise InvalidInput(f"{what} is a file; name the model's folder, with config.json and *.safetensors")
+    if not path.is_dir():
+        return
+    remedy = "name a folder with config.json and *.safetensors, as `save_pretrained` writes it"
+    if next(path.iterdir(), None) is None:
+        raise InvalidInput(f"{what} is an empty folder; {remedy}")
+    if next(path.glob("*.gguf"), None) and not next(path.glob("*.safetensors"), None):
+        raise InvalidInput(f"{what} has its weights as GGUF, which cannot be trained; {remedy}")
+    quantised = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method", "an unnamed method")
+        raise InvalidInput(
+            f"{what} is quantised ({method!s:.40}), and cannot be trained; name the model that was quantised"
+        )
 
 
 def _config_of(name: str, field: str) -> Any:

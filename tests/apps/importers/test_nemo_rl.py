@@ -128,12 +128,13 @@ def test_data_sets_that_cannot_be_read_as_one_are_asked_for(tmp_path: Path) -> N
         import_config("nemo", path)
     done = import_config("nemo", path, ("data.train=mine.jsonl",))
     assert done.tree["data"]["validation"] == "HuggingFaceH4/aime_2024"
+    assert done.tree["data"]["validation_split"] == "train"
     assert any("have different columns" in note for note in done.notes)
 
 
 def test_defaults_references_and_prompt_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "examples" / "prompts").mkdir(parents=True)
-    (tmp_path / "examples" / "prompts" / "cot.txt").write_text("Think.\n{}\nAnswer:")
+    (tmp_path / "examples" / "prompts" / "cot.txt").write_text("Think in \\boxed{{}}.\n{}\nAnswer:")
     (tmp_path / "base.yaml").write_text(
         "grpo: {seed: 1, reward_shaping: {enabled: false, max_response_length: 9}}\npolicy: {model_name: m, "
         "max_total_sequence_length: 512, tokenizer: {name: '${..model_name}', use_fastokens: false}, "
@@ -153,7 +154,24 @@ def test_defaults_references_and_prompt_files_are_followed(tmp_path: Path) -> No
     }  # fmt: skip
     assert done.tree["data"] == {
         "train": "openai/gsm8k", "prompt_key": "question", "train_config": "main", "train_split": "train",
-        "prompt_template": "Think.\n{question}\nAnswer:",
+        "prompt_template": "Think in \\boxed{}.\n{question}\nAnswer:",
     }  # fmt: skip
     assert "logger" not in done.tree
     assert not any("reward_shaping" in line for line in done.left_out)
+
+
+def test_checkpoints_that_are_off_stay_off() -> None:
+    settings = {"checkpointing.enabled": False, "checkpointing.save_period": 5, "loss_fn.force_on_policy_ratio": True}
+    assert convert(settings).tree["checkpointing"] == {"enabled": False}
+
+
+def test_the_columns_and_the_part_of_a_data_set_are_carried() -> None:
+    done = convert({
+        "sft.seed": 1, "data.train.dataset_name": "OpenMathInstruct-2", "data.train.output_key": "generated_solution",
+        "data.train.subset": "all", "data.train.mystery": 3, "data.default.env_name": "math",
+    })  # fmt: skip
+    assert done.tree["data"] == {
+        "train": "nvidia/OpenMathInstruct-2", "train_split": "train_1M", "train_config": "all", "prompt_key": "problem",
+        "completion_key": "generated_solution",
+    }  # fmt: skip
+    assert "data.train.mystery (3): the name is unknown" in done.left_out

@@ -53,6 +53,7 @@ def test_literals_are_read_and_other_expressions_are_named(tmp_path: Path) -> No
             {"function": "train_rewards.py:short"},
             {"function": "reward_model", "kwargs": {"path": "org/reward-model"}},
             "accuracy_reward",
+            None,
         ],
         "use_peft": True,
         "lora_r": 16,

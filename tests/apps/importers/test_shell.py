@@ -8,6 +8,7 @@ import pytest
 
 from paceline.apps.importers.import_spec import import_config, read_overrides
 from paceline.apps.importers.shell import commands, unresolved
+from paceline.errors import SpecError
 
 
 @pytest.mark.parametrize(
@@ -29,17 +30,42 @@ def test_what_the_script_sets_is_in_its_place(script: str, words: list[str]) -> 
     assert words in commands(script)
 
 
-@pytest.mark.parametrize("text", ["$(date)", "$2", "${NODES}", "$((n * 2))", "a/$X/b"])
+@pytest.mark.parametrize("text", ["$(date)", "$2", "${NODES}", "$((n * 2))", "a/$X/b", "${1}", "$$", "`x`", "${G[@]}"])
 def test_what_only_a_run_knows_is_named(text: str) -> None:
     [[_, word]] = commands(f"run k={text}")
     assert unresolved(word)
 
 
-@pytest.mark.parametrize(
-    "text", ["'", '"', "${", "$((", "a=(", "$", "\\", "a=(b", '"${x', "$(", "${x:-", "${x[@]", "\x00"]
-)
+@pytest.mark.parametrize("text", ["${", "$((", "a=(", "$", "\\", "a=(b", "$(", "${x:-", "${x[@]", "\x00", "<<A", ">"])
 def test_a_script_that_ends_too_early_is_read_to_its_end(text: str) -> None:
     assert isinstance(commands(f"run {text}"), list)
+
+
+@pytest.mark.parametrize("text", ["'", '"', '"${x', "a='b\nc"])
+def test_a_quote_that_is_not_closed_is_one_error(text: str) -> None:
+    with pytest.raises(SpecError, match="the quote in line 2 is not closed"):
+        commands(f"echo\nrun {text}")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("run a=1 2>&1 >log | tee x", ["run", "a=1"]),
+        ("cat <<'EOF' >file\nit's\nEOF\nrun a=1", ["run", "a=1"]),
+        ("# old \\\n# a=1 \\\nrun a=2", ["run", "a=2"]),
+        ("if [ -z $A ]; then A=1; fi\nrun a=$A", ["run", "a=1"]),
+        ("if x; then A=1; else A=2; fi\nrun a=$A", ["run", "a=${A}"]),
+        ("declare -i N=4\n: ${M:=q}\nrun n=$N m=$M", ["run", "n=4", "m=q"]),
+        ("A=()\nA+=x\nrun a=$((A+1)) b=${A}", ["run", "a=$((A+1))", "b=x"]),
+    ],
+)
+def test_what_is_no_word_of_the_command_is_left_out(script: str, words: list[str]) -> None:
+    assert words in commands(script)
+
+
+def test_a_value_that_grows_without_bound_is_refused() -> None:
+    with pytest.raises(SpecError, match="has more than 65536 characters"):
+        commands("A=aaaaaaaa\n" + "A=$A$A\n" * 20)
 
 
 def test_an_unknown_variable_is_noted_and_not_written(tmp_path: Path) -> None:
@@ -50,7 +76,7 @@ def test_an_unknown_variable_is_noted_and_not_written(tmp_path: Path) -> None:
     )
     settings, notes = read_overrides(path)
     assert "data.train_files" not in settings
-    assert notes == ["data.train_files is $TRAIN, and the script does not set $TRAIN; set it by hand"]
+    assert notes == ["data.train_files is $TRAIN, and only a run of the script knows $TRAIN; set it by hand"]
     tree = import_config("verl", path, ("data.train=t.parquet",)).tree
     assert tree["data"]["chat_template_kwargs"] == {"reasoning_effort": "medium"}
     assert tree["async_grpo"] == {"max_trajectory_age_steps": 0}

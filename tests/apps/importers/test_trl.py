@@ -109,6 +109,15 @@ def test_names_of_open_r1_are_mapped_or_named() -> None:
 
 
 def test_steps_below_one_are_fractions_of_the_run() -> None:
-    done = convert({"warmup_steps": 0.1, "save_steps": 0.05, "reward_funcs": ["accuracy"]})
+    done = convert({
+        "warmup_steps": 0.1, "save_steps": 0.05, "reward_funcs": ["accuracy"], "eval_strategy": "steps",
+        "eval_steps": 0.25, "dataset_name": "d", "dataset_test_split": "test",
+    })  # fmt: skip
+    assert done.tree["grpo"]["val_period"] == 100
     assert done.tree["policy"]["scheduler"]["warmup_ratio"] == 0.1
     assert "save_steps (0.05): a fraction of the run; here it is a number of steps" in done.left_out
+
+
+def test_a_reward_that_is_dropped_keeps_the_weights_of_the_others() -> None:
+    done = convert({"reward_funcs": [None, "f.py:g"], "reward_weights": [0.1, 1.0]})
+    assert done.tree["rewards"] == [{"function": "f.py:g", "weight": 1.0}]

@@ -64,3 +64,10 @@ def test_the_adapter_without_a_function_compares_the_final_answer(tmp_path: Path
     reward = runpy.run_path(str(tmp_path / ADAPTER))["reward"]
     scores = reward(["q"] * 2, ["so \\boxed{4}", "\\boxed{5}"], [{"ground_truth": 4}] * 2, data_source=["x"] * 2)
     assert scores == [1.0, 0.0]
+
+
+def test_a_correction_that_is_off_stays_off() -> None:
+    off = {"algorithm.rollout_correction.rollout_is": None, "algorithm.rollout_correction.rollout_is_threshold": 2.0}
+    assert convert(off).tree["loss_fn"]["truncated_importance_sampling_ratio"] is None
+    on = convert(off | {"algorithm.rollout_correction.rollout_is": "token"}).tree["loss_fn"]
+    assert on["truncated_importance_sampling_ratio"] == 2.0

@@ -150,7 +150,7 @@ def test_a_supervised_recipe_of_trl_becomes_a_spec(tmp_path: Path) -> None:
         ("trl", "a.yaml", "num_generations: many\n", "has a value of another type than trl reads"),
         ("trl", "a.yaml", "num_generations: 0\n", "has a value of another type than trl reads"),
         ("nemo", "a.yaml", "defaults: a.yaml\n", "the chain of defaults has more than 8 files"),
-        ("verl", "a.sh", "echo 'open\n", "has no override such as data.train_files"),
+        ("verl", "a.sh", "echo 'open\n", "the quote in line 1 is not closed"),
         ("verl", "a.sh", "echo\n", "has no override such as data.train_files"),
         (
             "trl",

@@ -15,7 +15,7 @@ def test_types_are_words() -> None:
     expected = {
         "grpo.seed": "integer ≥ 0",
         "policy.optimizer.lr": "number > 0",
-        "policy.optimizer.betas": "2 values (number)",
+        "policy.optimizer.betas": "2 values (number ≥ 0, < 1)",
         "policy.generation.top_p": "number > 0, ≤ 1",
         "cluster.learner_gpus": "list (integer ≥ 0)",
         "data.validation": "text or list (text) or null",

@@ -70,8 +70,13 @@ def test_an_unknown_key_suggests_the_intended_one(spec_path: Path, override: str
             "grpo.num_prompts_per_step=many",
             ("grpo.num_prompts_per_step", "must be an integer", "got 'many'"),
         ),
-        ("weights.max_wait_s=.inf", ("weights.max_wait_s", "less than or equal to 604800", "got inf")),
+        ("weights.max_wait_s=.inf", ("weights.max_wait_s", "must be a finite number", "got inf")),
+        ("weights.max_wait_s=604801", ("weights.max_wait_s", "less than or equal to 604800", "got 604801")),
         ("weights.max_wait_s=.nan", ("weights.max_wait_s", "got nan")),
+        ("policy.optimizer.lr=.inf", ("policy.optimizer.lr", "must be a finite number", "got inf")),
+        ("policy.optimizer.betas=[1.5,0.9]", ("policy.optimizer.betas.0", "less than 1", "got 1.5")),
+        ("rewards.0.weight=.nan", ("rewards.0.weight", "must be a finite number", "got nan")),
+        ("grpo.max_num_steps=99999999999999999999", ("max_num_steps is 99999999999999999999", "9223372036854775807")),
         ("algorithm=ppo", ("algorithm", "'grpo', 'sft', 'dpo'", "loss_fn.preset: ppo", "got 'ppo'")),
         ("loss_fn.ratio_clip_min=1.5", ("loss_fn.ratio_clip_min", "less than or equal to 1", "got 1.5")),
     ],
@@ -357,3 +362,14 @@ def test_a_recorded_spec_opens_without_trackers_of_a_kind_that_is_gone() -> None
     spec, (warning,) = spec_from_ledger(text)
     assert [tracker.kind for tracker in spec.logger.trackers] == ["wandb"]
     assert "logger.trackers.0" in warning
+
+
+def test_a_key_that_is_written_twice_is_refused_with_both_lines(spec_path: Path) -> None:
+    spec_path.write_text(spec_path.read_text() + "\ngrpo: {max_num_steps: 3}\n" * 2)
+    with pytest.raises(SpecError, match=r"'grpo' is in line \d+ and again in line \d+; write each key once"):
+        load_spec(spec_path)
+
+
+def test_the_rest_of_the_sequence_is_the_longest_completion(spec_path: Path) -> None:
+    spec = load_spec(spec_path, ["policy.generation.max_new_tokens=rest", "policy.max_total_sequence_length=64"])
+    assert spec.policy.generation.max_new_tokens == 63

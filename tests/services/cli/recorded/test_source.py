@@ -14,6 +14,7 @@ from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client
+from paceline.files.names import LEDGER_NAME
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 
@@ -172,10 +173,15 @@ def test_columns_are_read_by_data_frames(asked: Asked) -> None:
     assert samples.groupby("group_id")["final_reward"].mean().tolist() == [0.625]
 
 
-def test_the_coordinator_of_the_environment_is_asked_where_no_ledger_is(
+def test_the_coordinator_of_the_environment_is_asked_if_nobody_names_a_folder(
     asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / LEDGER_NAME).write_bytes(b"of other runs")
     result = paceline("metrics", RUN_ID, coordinator=asked.address)
     assert result.exit_code == 0, result.output
     assert "reward" in result.stdout
+    assert f"the records of the coordinator at {asked.address} (PACELINE_COORDINATOR)" in result.stderr
+    named = paceline("metrics", RUN_ID, "--directory", "elsewhere", coordinator=asked.address)
+    assert "no ledger at elsewhere" in named.stderr

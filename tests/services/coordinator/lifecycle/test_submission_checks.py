@@ -230,3 +230,39 @@ def test_texts_that_the_tokenizer_does_not_keep_are_a_warning(
         assert f"{kept!r}; the model reads" in warnings[0]
     else:
         assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "is an empty folder; name a folder with config.json"),
+        ({"model-q4.gguf": "GGUF"}, "has its weights as GGUF, which cannot be trained"),
+        (
+            {"config.json": '{"quantization_config": {"quant_method": "awq"}}'},
+            r"is quantised \(awq\), and cannot be trained",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    spec = spec_for(tmp_path, {"prompt": "a"})
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    policy = spec.policy.model_copy(update={"model_name": str(model)})
+    with pytest.raises(InvalidInput, match=message):
+        checked_data(spec.model_copy(update={"policy": policy}))
+    if "model-q4.gguf" in files:
+        policy = policy.model_copy(update={"model_name": str(model / "model-q4.gguf")})
+        with pytest.raises(InvalidInput, match="is a file; name the model's folder"):
+            checked_data(spec.model_copy(update={"policy": policy}))
+
+
+def test_a_misspelt_built_in_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"rewards\.0: .*'math_acuracy' is not built in, did you mean 'math_accuracy'"
+    ):
+        checked_data(spec_for(tmp_path, {"prompt": "a", "answer": "4"}, {"function": "math_acuracy"}))
+    reward = {"function": "math_accuracy", "kwargs": {"answer_colum": "a"}}
+    with pytest.raises(InvalidInput, match=r"rewards\.0: .*takes no 'answer_colum', did you mean 'answer_column'"):
+        checked_data(spec_for(tmp_path, {"prompt": "a", "answer": "4"}, reward))
