@@ -234,8 +234,8 @@ def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: To
             "message of the user or a tool, or with the beginning of the answer as text"
         )
     rewritten = InvalidInput(
-        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template changes, so it cannot "
-        "be continued; end the prompt with the message before it, or use another template"
+        f"the prompt ends with the message {content!r:.60} of the assistant, which the chat template changes, so it "
+        "cannot be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
     if not kept:  # nothing shows where the message ends: the opening of an answer
@@ -385,8 +385,8 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
 
 def end_of(tokenizer: Any, ids: Sequence[int], message: str = "", stops: frozenset[int] | None = None) -> int | None:
     """Return the number of tokens up to and including the last one at which sampling stops. Return None if there is no
-    such token, or if more than white space follows it. If the tokens are those of a `message` that the template
-    wrote, other text than the message may follow."""
+    such token, or if more than white space follows it. With `message`, a text that the template wrote, other text may
+    follow that does not contain `message`."""
     stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:

@@ -103,7 +103,7 @@ class Folder:
         self._store.makedirs(self._path, exist_ok=True)
 
     def folders(self) -> list[Folder]:
-        """Return the names of the folders directly below this one; none if it does not exist."""
+        """Return the folders directly below this one, sorted by name; none if it does not exist."""
         try:
             entries = self._store.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):

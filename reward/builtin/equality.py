@@ -221,7 +221,8 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 
 
 def _intervals(node: Node) -> tuple[Node, ...] | None:
-    """Return the intervals of a union, `(a, b)` as an open one, and adjacent ones joined; None for other nodes."""
+    """Return the intervals of a union: `(a, b)` as an open one, items of a set as points, adjacent ones joined; None for
+    other nodes."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
         ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))

@@ -68,7 +68,7 @@ class PooledScorer:
         self._texts = TextEncoder(settings, tokenizer)
         self._num_outputs = int(config.num_labels)
         self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
-        """Version of the weights: the server's name of the model, which only a person replaces."""
+        """Version of the weights: the server's name of the model. Only a person replaces the weights there."""
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:

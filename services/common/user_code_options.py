@@ -57,7 +57,7 @@ _require_option = click.option(
     expose_value=False,
     help="--require-isolation: run only user code from bundles, and only if secrets and other programs' credentials can be hidden from it "
     f"(Linux 6.12); also {VARIABLE}=1. --no-isolation: hide nothing; also {VARIABLE}=0. Default: if coordinator and worker are on "
-    "loopback nothing is hidden; else the kernel, if it can, hides the token, the certificates and other runs' bundles.",
+    "loopback nothing is hidden; else the token, the certificates and other runs' bundles are hidden, if the kernel can.",
 )
 _pass_option = click.option(
     "--pass-env",

@@ -128,7 +128,7 @@ def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, 
 
 
 def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
-    """Return the reason for which a version that had not passed its gate was last promoted; empty if there is none."""
+    """Return the override reason of a version's newest promotion; empty if it had passed its gate or was never promoted."""
     promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
     return promotions[-1].reason if promotions else ""
 

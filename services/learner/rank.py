@@ -269,7 +269,8 @@ class LearnerRank:
 MAX_REPLACEABLE = 1024
 """At most this many replaceable reports may wait; beyond this number the oldest is dropped."""
 TOKEN_STATISTICS = 8
-"""The token statistics of at most this many steps may wait; beyond that number the oldest are replaced."""
+"""The token statistics of at most this many steps may wait. Those of a step replace waiting ones of an earlier step with
+the same remainder by this number."""
 Key = tuple[str, str | int]
 
 

@@ -157,7 +157,7 @@ def assembled(
         if source is not None:
             section = tree.setdefault("data", {})
             if not isinstance(section, dict):
-                raise InvalidInput(f"data is {type(section).__name__}, must be a mapping")
+                raise InvalidInput(f"data is {type(section).__name__}, but must be a mapping")
             section[key] = _data_file(source, directory / "data")
     folder = tree.pop("folder", "")
     return parse_spec(tree, base=Path.cwd()).model_copy(update={"folder": folder})

@@ -166,8 +166,8 @@ class ChatAsk(Ask):
     separate_reasoning: bool | None = None
     """False if reasoning stays in the content."""
     continue_final_message: bool | None = None
-    """Field of other servers. It must be true if the last message is the assistant's, because such a message is always
-    continued; otherwise it must be false."""
+    """Field of other servers. If given, it must be true if the last message is the assistant's, which is always
+    continued, else false."""
     add_generation_prompt: bool | None = None
     """Opposite of `continue_final_message`."""
 
@@ -192,7 +192,7 @@ class ChatAsk(Ask):
         for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
             if getattr(self, name) is (not only):
                 raise Unsupported(
-                    f"{name} must be {only} with a last message of the {self.messages[-1].role}; remove it",
+                    f"{name} is {not only}, but must be {only} with a last message of the {self.messages[-1].role}; remove it",
                     name,
                 )
         self.tools = read_tools(self.tools)

@@ -126,7 +126,7 @@ async def test_a_hanging_function_is_killed_and_replaced(
     )
     assert await gone(pid)
     kinds = [failure_of(await score_two(runner)).kind]
-    while kinds[-1] == "unavailable":  # the new process got no processor in time
+    while kinds[-1] == "unavailable" and len(kinds) < 10:  # the new process got no processor in time
         kinds.append(failure_of(await score_two(runner)).kind)
     assert kinds[-1] == "timeout"
 

@@ -213,7 +213,9 @@ def _aligned(num_bytes: int) -> int:
 def _entry(raw: list[Any]) -> TensorEntry:
     name, dtype, shape, offset, digest = raw
     if not isinstance(name, str) or not isinstance(digest, str) or dtype not in DTYPE_BYTES:
-        raise ValueError(f"tensor {name!r} has the dtype {dtype!r} or a checksum that is no text")
+        raise ValueError(
+            f"tensor {name!r} with dtype {dtype!r}: name and checksum must be text, and the dtype one of {', '.join(DTYPE_BYTES)}"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has a shape of more than {MAX_DIMENSIONS} dimensions")
     return TensorEntry(name, dtype, tuple(_count(size) for size in shape), _count(offset), digest)

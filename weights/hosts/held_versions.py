@@ -49,7 +49,7 @@ class HeldVersion:
         """Indices of the verified pieces, in order of arrival."""
         self.verified_bytes = 0
         self.gone = False
-        """True when the segment is being overwritten."""
+        """True once the segment is being overwritten, or the version was dropped."""
         self.readers = 0
         """Number of readers on other hosts."""
         self.writers = 0
@@ -162,8 +162,8 @@ class HeldVersions:
 
     @contextmanager
     def reading(self, held: HeldVersion) -> Iterator[None]:
-        """Count a reader on another host while it reads a version. Raises Unavailable if the version is being
-        overwritten."""
+        """Count a reader on another host while it reads a version. Raises Unavailable if this host
+        no longer has the version."""
         with self.changed:
             if not held.is_current:
                 raise Unavailable(f"this host no longer has version {held.version.step}")

@@ -92,8 +92,8 @@ class Reading:
             channel.close()
 
     def run(self) -> HeldVersion | None:
-        """Return the version once this host has all of it; None if no upstream sends it and a newer one is wanted, or
-        after `close`."""
+        """Return the version once this host has all of it; None if it stays incomplete, because no upstream or no
+        memory has it and a newer one is wanted, or because a stream failed; None also after `close`."""
         here = self._versions.find(self._plan.run_id, self.version)
         manifest = here.manifest if here is not None else None
         if here is None or manifest is None:

@@ -93,7 +93,7 @@ class Sender:
         if not is_known or not hmac.compare_digest(frames.proof(secret, nonce), request.proof):
             return f"the request has no proof that its sender belongs to run {request.run_id[:80]!r}"
         if not request.manifest and not 0 <= request.stream < request.streams <= MAX_STREAMS:
-            return f"stream {request.stream} of {request.streams} is not served; use at most {MAX_STREAMS} streams"
+            return f"stream {request.stream} of {request.streams} is not served; number streams from 0, and use at most {MAX_STREAMS} streams"
         return ""
 
     def _awaited(self, channel: Channel, request: host_agent_pb2.ReadRequest) -> HeldVersion | None:

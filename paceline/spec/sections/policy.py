@@ -355,12 +355,15 @@ class PolicySection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_the_sequence(cls, given: Any) -> Any:
-        """Write `max_new_tokens: rest` as a number; engines end a completion at the total in any case."""
+        """Write `max_new_tokens: rest` as a number; Paceline's engines end a completion at the total in any case."""
         generation = given.get("generation") if isinstance(given, dict) else None
         if not isinstance(generation, dict) or generation.get("max_new_tokens") != "rest":
             return given
         total = given.get("max_total_sequence_length", cls.model_fields["max_total_sequence_length"].default)
-        room = total - 1 if isinstance(total, int) and total > 1 else 1
+        try:
+            room = max(1, int(total) - 1)
+        except (TypeError, ValueError):
+            return given
         return {**given, "generation": {**generation, "max_new_tokens": room}}
 
     @model_validator(mode="after")
@@ -379,7 +382,7 @@ class PolicySection(Section):
         if lora.enabled and lora.dropout and recomputes:
             raise ValueError(
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
-                "recomputation would draw another mask than the forward pass; set dropout to 0, or recomputation to none"
+                "recomputation would draw another mask than the forward pass; set lora_cfg.dropout to 0, or activation_checkpointing to none"
             )
         return self
 

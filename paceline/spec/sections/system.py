@@ -171,7 +171,7 @@ class TrackerSection(Section):
     url: str = ""
     """URL of the server; empty: the one in the tracker's own variables (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
-    """W&B: write files for `wandb sync` into the tracker's folder."""
+    """W&B: write files for `wandb sync` beside the run's tracking cursors."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
     """Names of the metrics: Paceline's, or TRL's or NeMo RL's for the same (docs/use/trackers.md)."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2

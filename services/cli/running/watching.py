@@ -108,7 +108,8 @@ def queue_shown(source: Source, run_id: str, every_s: float | None) -> Iterator[
 
 
 def _tell(source: Source, run_id: str, shown: tuple[str, ...]) -> tuple[str, ...]:
-    """Print the run that a queued run waits for, unless it is in `shown`; return its id, state and message."""
+    """Print the run that a queued run waits for, unless its id, state and message equal `shown`. Return these three;
+    nothing if it waits for none."""
     ahead = in_front_of(source, run_id)
     if ahead is None:
         return ()

@@ -158,7 +158,7 @@ def _slots(of_run: RunRows, report: VerifyReport) -> None:
         odd = sorted(Counter(slots).keys() ^ set(range(of_run.run["next_slot"]))) or [
             slot for slot, number in Counter(slots).items() if number > 1
         ]
-        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or are so several times")
+        report.problem("slots", f"{odd[:5]} are neither held by a group nor free, or are held or free more than once")
 
 
 def _tokens(of_run: RunRows, report: VerifyReport) -> None:

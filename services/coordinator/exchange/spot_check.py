@@ -102,7 +102,7 @@ class Finding(NamedTuple):
             f"{self.groups} compared groups{times}; the learner has computed them with the same weights"
         )
         if self.others is not None:
-            text += f"; the median of the other workers is {self.others:+.4f}"
+            text += f"; the median of the other workers' mean deviations is {self.others:+.4f} nats a token"
         if self.others is not None and abs(self.others) <= TOLERATED:
             return (
                 f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "

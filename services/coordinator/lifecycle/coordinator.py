@@ -252,8 +252,8 @@ class Coordinator:
             await self.states.end(run.run_id, "succeeded", explain(run, self.exchange.end_step))
 
     def _awaits_last_version(self, run: ActiveRun) -> bool:
-        """Return whether a worker of the roster has not got the last version yet. Workers serve this version to callers
-        after the run's end. The wait is bounded, because the run is trained and exported."""
+        """Return whether a worker of the roster still has an older version than the last one. Workers serve the last
+        version to callers after the run's end. The wait is bounded, because the run is trained and exported."""
         if time.monotonic() - self._finished_s >= LAST_VERSION_S:
             return False
         members = map(self.members.get, self.pool.assignments.roster.member_ids)

@@ -170,8 +170,8 @@ class RunBundles:
 
     @contextlib.contextmanager
     def opened(self, spec: RunSpec, bundle: str, *kinds: Kind) -> Iterator[RunSpec]:
-        """Unpack the bundle's files of some kinds, and yield the spec with their paths. Error messages have the
-        submitter's paths. Raises Unreadable for a missing file."""
+        """Unpack the bundle's files of some kinds, and yield the spec with their paths, which are valid only
+        inside the context. Error messages have the submitter's paths. Raises Unreadable for a missing file."""
         if not bundle:
             yield spec
             return

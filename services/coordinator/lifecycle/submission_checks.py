@@ -169,8 +169,8 @@ def _required(path: Path, name: str) -> list[str]:
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
-    """Raise DataError for prompts of chat messages if the tokenizer's chat template is missing or cannot render their
-    tools."""
+    """Raise DataError if the prompts need a chat template (messages, or data.apply_chat_template: always) and it is
+    missing, switched off by `never`, or cannot render their tools."""
     prompt = source.draw(0)[0]
     setting = spec.data.apply_chat_template
     if isinstance(prompt, str) and setting != "always":

@@ -33,8 +33,8 @@ SESSIONS_KEPT = 64
 
 MAX_LATER_SESSIONS = 3
 """At most this many sessions end, while this coordinator runs, because a worker holds weights of a later session. After
-the restore of a backup there are few such workers; a worker that claims ever later sessions must not prevent
-training."""
+the restore of a backup, workers hold weights of few later sessions; a worker that claims ever later sessions must not
+prevent training."""
 
 log = logging.getLogger(__name__)
 

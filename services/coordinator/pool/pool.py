@@ -67,8 +67,8 @@ class Pool:
         self._reports = Reports(runs, members, self.assignments, self.expel, self._add_member_event)
 
     def expect_holders(self) -> None:
-        """After a restart, keep the members that hold leases or the newest session. From this call on they have the
-        usual time to return before their leases are revoked. A learner that had left before is not expected."""
+        """After a restart, keep the members that hold leases or the newest session. Call it once they can reach the
+        coordinator: from then on they have the usual time to return before their leases are revoked. A learner that had left before is not expected."""
         active = self._exchange.active
         lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
         for member_id, role in self._ledger.holders(lease_role):
@@ -93,7 +93,7 @@ class Pool:
             self.members.ignore_silence(pause_s, now_s)
             self._lost_ranks.ignore_silence(pause_s)
             if pause_s > LOGGED_PAUSE_S:
-                log.warning("the coordinator paused for %.1f s, which do not count as silence of members", pause_s)
+                log.warning("the coordinator stood still for %.1f s, which do not count as silence of members", pause_s)
         for member in self.members.silent(now_s):
             with self._fault_of(member):
                 # A process that dies closes its stream; a process that is stopped or cut off does not.

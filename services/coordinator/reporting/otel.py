@@ -155,7 +155,8 @@ BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
 
 
 class WeightMeters:
-    """Instruments for published versions, from `meter`, by default from the process's provider."""
+    """Instruments for published versions, from `meter`; by default from the process's provider, which does nothing if
+    none is set up."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         meter = meter or metrics.get_meter("paceline")
@@ -207,7 +208,8 @@ MAX_NAME = 200
 
 
 class StepMeters:
-    """Gauges of the newest step, from `meter`, by default from the process's provider."""
+    """Gauges of the newest step, from `meter`; by default from the process's provider, which does nothing if none is set
+    up."""
 
     def __init__(self, meter: Meter | None = None, max_gauges: int = MAX_GAUGES) -> None:
         self._meter, self._max_gauges = meter or metrics.get_meter("paceline"), max_gauges

@@ -126,7 +126,7 @@ class Rendezvous:
         if self._is_first and _is_loopback(host) and not _is_loopback(self._host):
             raise InvalidInput(
                 f"--host {host} can be reached only from this host, so the other nodes cannot come to --rendezvous "
-                f"{settings.rendezvous}; give node 0's address in --rendezvous, or 0.0.0.0, as --host"
+                f"{settings.rendezvous}; give as --host the address that --rendezvous names, or 0.0.0.0"
             )
         self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
         self._assembly = Assembly(self._store, settings) if self._store is not None else None

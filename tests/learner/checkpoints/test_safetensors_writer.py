@@ -56,7 +56,7 @@ def test_what_was_not_written_is_noticed(tmp_path: Path) -> None:
     with SafetensorsWriter(tmp_path, HEADERS) as writer:
         writer.write("a", 0, TENSORS["a"])
         writer.write("scalar", 0, TENSORS["scalar"])
-        with pytest.raises(ValueError, match=r"'b' is torch\.bfloat16"):
+        with pytest.raises(ValueError, match=r"'b' has type torch\.bfloat16"):
             writer.write("b", 0, TENSORS["a"])
         with pytest.raises(ValueError, match="6 bytes of tensor 'half' were not written"):
             writer.finish()

@@ -112,5 +112,5 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     save_classifier(tmp_path)
-    with pytest.raises(Unreadable, match=r"device 'cuda:97', but the worker sees \d+ GPUs"):
+    with pytest.raises(Unreadable, match=r"device is 'cuda:97', but the worker sees \d+ GPUs"):
         load_scorer(ModelSettings(path=str(tmp_path), device="cuda:97"))

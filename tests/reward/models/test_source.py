@@ -29,7 +29,7 @@ def test_a_folder_without_a_model_is_unreadable_and_a_hubs_name_is_left_alone(tm
 
 
 def test_a_gpu_that_the_worker_does_not_see_is_unreadable() -> None:
-    with pytest.raises(Unreadable, match=r"device 'cuda:97', but the worker sees \d+ GPUs"):
+    with pytest.raises(Unreadable, match=r"device is 'cuda:97', but the worker sees \d+ GPUs"):
         device_of(ModelSettings(path="org/model", device="cuda:97"))
 
 

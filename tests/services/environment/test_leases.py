@@ -66,7 +66,7 @@ def test_a_lease_with_its_journal() -> None:
             {"journal": [pb.EpisodeJournal(sample=1, arrays_frames=[2], note_frames=[2])]},
             "safetensors|payload",
         ),
-        ({"journal": [pb.EpisodeJournal(sample=1, arrays_frames=[1])]}, "1 turns and 0 notes"),
+        ({"journal": [pb.EpisodeJournal(sample=1, arrays_frames=[1])]}, "1 turns, but 0 notes"),
     ],
 )
 def test_what_is_no_lease_is_a_wire_error(fields: dict[str, object], words: str) -> None:

@@ -34,8 +34,8 @@ def test_definitions_are_taken_as_they_are() -> None:
     [
         ([{"type": "web_search"}], "not a function"),
         ([{"type": "function"}], "not a function"),
-        ([tool(1)], "the name 1"),
-        ([tool("a b")], "the name 'a b'"),
+        ([tool(1)], "the invalid name 1"),
+        ([tool("a b")], "the invalid name 'a b'"),
         ([tool("a"), tool("a")], "two functions"),
         ([tool("a", parameters=[])], "not a JSON schema"),
         ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], f"at most {MAX_TOOLS}"),

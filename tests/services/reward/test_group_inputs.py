@@ -65,7 +65,7 @@ def test_an_episode_that_was_given_up_is_not_scored() -> None:
 
 
 def test_texts_that_do_not_fit_are_a_wire_error() -> None:
-    with pytest.raises(WireError, match="texts of 1 samples"):
+    with pytest.raises(WireError, match="the header has 1 samples"):
         of_episodes(episode_texts()[:1])
     broken = episode_texts()
     broken[0].messages_json = "["

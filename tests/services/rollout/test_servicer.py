@@ -65,7 +65,7 @@ async def generate(worker: RolloutWorker, **request: Any) -> rollout_pb2.Generat
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"prompt": "1", "n": 400_000}, "n is 400000, at most 128"),
+        ({"prompt": "1", "n": 400_000}, "n is 400000; at most 128"),
         ({"prompt_ids": [1] * 100_000}, "number of prompt_ids is 100000"),
         ({"prompt": "1" * 1_000_000}, "length of prompt is 1000000"),
         ({"prompt": "1", "params": {"stop_token_ids": [1] * 1000}}, "stop_token_ids is 1000"),

@@ -81,7 +81,10 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
             request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
-        return exchange.stale(request, f"term {request.term} is not the coordinator's term {exchange.ledger.term}")
+        return exchange.stale(
+            request,
+            f"term {request.term} is not the coordinator's term {exchange.ledger.term}; it ended when the coordinator restarted",
+        )
     standing = exchange.senders.standing(request.member_id, request.secret)
     if standing is Standing.STRANGER:
         return exchange.refuse(

@@ -104,7 +104,7 @@ class Receiver:
         self._readable.set()
 
     def release(self, size_bytes: int) -> None:
-        """Subtract `size` from the pending bytes, because results of this size are answered."""
+        """Subtract `size_bytes` from the pending bytes, because results of this size are answered."""
         self.pending_bytes -= size_bytes
         self._room.set()
 

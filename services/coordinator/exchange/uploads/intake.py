@@ -416,8 +416,8 @@ def turns_of(group: Group) -> list[GroupTurn]:
 
 
 def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
-    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions. The digest does not depend on how
-    tokens of one version are divided into spans."""
+    """Return XXH3-128 over a turn's sampled tokens, log-probabilities and versions; equal for spans that
+    give each token the same version."""
     lengths: list[list[int]] = []
     for session, step, start, end in spans:
         if lengths and lengths[-1][:2] == [session, step]:

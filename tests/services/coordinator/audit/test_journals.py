@@ -89,7 +89,7 @@ CHANGES = {
     "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "turns follow the one that is marked as the last",
     "DELETE FROM episodes WHERE sample = 1": "the group has 12 tokens, but its turns have 9",
     "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "its oldest version is 3, but that of its turns is 0",
-    "UPDATE episodes SET group_id = 0 WHERE sample = 1": "the group is trained, but still has turns in the table",
+    "UPDATE episodes SET group_id = 0 WHERE sample = 1": "the group is trained, but still has turns in the table episodes",
     "UPDATE episodes SET group_id = 99 WHERE sample = 1": "these groups have rows in the table episodes",
 }
 
