@@ -82,6 +82,8 @@ def test_all_records_agree() -> None:
     assert facts["manifests_on_disk"] == 2
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_replay_trains_the_recorded_batches_to_the_recorded_weights() -> None:
     result, facts = paceline("replay", RUN, "--from", "4", "--device", "cpu", "--threads", "1")
 

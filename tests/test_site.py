@@ -48,6 +48,8 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_every_page_of_the_documentation_is_in_the_site(site: Path) -> None:
     pages = [path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md")]
     made = [

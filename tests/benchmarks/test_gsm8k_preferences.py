@@ -48,6 +48,8 @@ def test_questions_are_held_out_once_and_whole(benchmark: ModuleType, tmp_path: 
     assert sorted(held_out) == sorted({question["prompt"] for question in questions})
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_short_run_judges_every_held_out_question(benchmark: ModuleType, tmp_path: Path) -> None:
     questions = [
         {

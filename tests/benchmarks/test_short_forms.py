@@ -21,7 +21,6 @@ TIMEOUT_S = 300.0
 
 
 @pytest.mark.slow
-@pytest.mark.merge
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_short_form_of_a_benchmark_prints_its_result(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -215,6 +215,8 @@ def restarts(cluster: LocalCluster, run_id: str) -> Counter[str]:
     return Counter(row["reason"] for row in rows)
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_episodes_are_trained_and_can_be_looked_at(
     client: Client, cluster: LocalCluster, make_episodes: MakeSpec
 ) -> None:
@@ -233,6 +235,8 @@ def test_episodes_are_trained_and_can_be_looked_at(
     assert "go " in shown.output
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_the_run_can_be_trained_again_bit_by_bit(
     client: Client, cluster: LocalCluster, make_episodes: MakeSpec
 ) -> None:
@@ -296,6 +300,8 @@ def test_an_agent_trains_by_its_base_url(client: Client, cluster: LocalCluster, 
     assert all(line["environment/turns_per_sample"] == 3 for line in metrics(cluster, run_id))
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_deaths_in_the_middle_of_episodes_cost_no_finished_turn(
     client: Client, cluster: LocalCluster, make_episodes: MakeSpec
 ) -> None:

@@ -89,6 +89,8 @@ TEXTS = ["length_reward", "answer_reward", "sums_only", "products_only"]
 CHATS = ["tags_reward", "length_reward"]
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["texts", "chats"])
 def test_a_script_for_trl_trains_here(
     client: Client,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from command_line import paceline
 from watched_runs import finish
 
@@ -61,6 +62,8 @@ async def used(folder: Path, traces: Path) -> list[str]:
     return ids
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_run_becomes_a_champion_whose_traces_are_pairs(
     client: Client,
     cluster: LocalCluster,

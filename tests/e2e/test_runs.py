@@ -100,6 +100,8 @@ def test_in_order_never_trains_a_token_older_than_allowed(
     assert any(row["step"] > row["oldest_step"] for row in rows), "generation never ran ahead of training"
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_second_run_waits_for_the_first(client: Client, cluster: LocalCluster, make_spec: MakeSpec) -> None:
     first = client.submit(make_spec())
     second = client.submit(make_spec(grpo={"max_num_steps": 3}))
@@ -140,6 +142,8 @@ def test_killed_rollout_and_reward_workers_lose_nothing(
     assert finish(client, cluster, run.run_id)["steps"] == 30
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_killed_learner_goes_on_from_its_checkpoint(
     client: Client,
     cluster: LocalCluster,
@@ -196,6 +200,8 @@ def test_two_runs_may_share_a_checkpoint_folder(
         assert [path.name for path in (tmp_path / run.run_id).iterdir()] == ["1-2"]
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_the_best_checkpoints_are_kept_beside_the_newest(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, tmp_path: Path
 ) -> None:

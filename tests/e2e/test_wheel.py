@@ -121,6 +121,8 @@ def test_the_wheel_installs_one_name(installed: Path) -> None:
     assert {path for path in files if not (installed / path).is_file()} == set()
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_training_beside_packages_of_the_users_own(installed: Path, own: Path) -> None:
     told = json.loads(run(installed, own, "train.py").splitlines()[-1])
     assert Path(told["package"]).is_relative_to(installed)

@@ -72,12 +72,16 @@ def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
         yield Restarts(run)
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_killed_before_it_could_plan_a_version_that_the_learner_stages(restarts: Restarts) -> None:
     restarts.stop_coordinator_in_a_step()
     restarts.kill_coordinator()
     restarts.check()
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_killed_while_a_version_is_on_its_way_to_a_host(restarts: Restarts) -> None:
     restarts.far.arm_relay("transfer", "SIGSTOP", "agent")
     until("the relay is stopped", restarts.far.struck_at_s)
@@ -87,6 +91,8 @@ def test_killed_while_a_version_is_on_its_way_to_a_host(restarts: Restarts) -> N
     restarts.check()
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_killed_when_workers_use_a_version_and_have_not_acknowledged_it(restarts: Restarts) -> None:
     struck_s = [worker.struck_at_s() for worker in restarts.workers]
     for worker in restarts.workers:

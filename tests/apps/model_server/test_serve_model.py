@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from registry_place import make_place
 from service_processes import PACELINE, environment, wait_for
 
@@ -21,6 +22,8 @@ def post(url: str, **content: Any) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_fetched_model_is_served_and_its_traces_name_its_version(tmp_path: Path) -> None:
     place, champion, traces = make_place(tmp_path), tmp_path / "champion", tmp_path / "traces"
     place.passed()

@@ -89,6 +89,8 @@ def test_the_run_is_paused_names_the_group_and_can_be_resumed(
     ledger.close()
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_a_run_may_go_on_without_the_update(
     client: Client, cluster: LocalCluster, exploding: Callable[..., RunSpec]
 ) -> None:

@@ -36,6 +36,8 @@ def two_ranks(policy: Path, one: Trainer, tmp_path_factory: pytest.TempPathFacto
     return out
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_two_ranks_resume_bit_identically(two_ranks: Path) -> None:
     for rank in range(2):
         expected = load_file(two_ranks / f"uninterrupted.{rank}.safetensors")

@@ -54,6 +54,8 @@ def two_by_two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> MeshRu
     return run_mesh(models, tmp_path_factory.mktemp("ranks") / "2x2", 2, 2)
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_of_shards_equal_one_rank(name: str, two_by_two: MeshRun, expected: dict[str, OneRank]) -> None:
     assert two_by_two.difference(name, expected[name]) <= TOLERANCE

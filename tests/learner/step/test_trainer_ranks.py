@@ -20,6 +20,8 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(name: str, model: Path, two_ranks: Path) -> None:
     metrics, tensors = run_case(model, CASES[name], batch_of(name), budget=1000)

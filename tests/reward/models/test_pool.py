@@ -50,6 +50,8 @@ def expected(folder: Path, completions: list[str]) -> list[float]:
         ]
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 async def test_several_models_score_groups_at_one_time_and_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
     first, second = save_classifier(tmp_path / "a"), save_classifier(tmp_path / "b", seed=1)
     steps = save_classifier(tmp_path / "c", labels=2, by_token=True)
@@ -130,6 +132,8 @@ async def test_a_model_without_memory_says_which_key(tmp_path: Path) -> None:
             raise AssertionError("it must not start")
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 async def test_weights_are_exchanged_while_groups_are_scored(tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     first = save_classifier(exports / "step-1")

@@ -188,6 +188,8 @@ growth(from_dcp, folder / "dcp", folder / "back")
 """
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_peak_memory_stays_below_a_shard(model: Path, tmp_path: Path) -> None:
     big = tiny_qwen3(hidden_size=1024, intermediate_size=8192, num_hidden_layers=6)
     big.bfloat16().save_pretrained(tmp_path / "big", max_shard_size="70MB")

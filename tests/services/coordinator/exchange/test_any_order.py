@@ -133,6 +133,8 @@ class WatchedWorld(World):
         return outcome
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80),

@@ -17,6 +17,8 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank.{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.merge
+@pytest.mark.slow
 def test_ranks_whose_parts_are_of_different_batches_fetch_again(met: list[dict[str, Any]]) -> None:
     assert [rank["chain"] for rank in met] == ["after", "after"]
     assert [rank["fetched"] for rank in met] == [2, 2]
