@@ -20,8 +20,8 @@ Decode = Callable[[list[int]], str]
 
 
 class StopStrings:
-    """Strings that end a completion, with the decoder of the run's tokenizer: `decode` gives the text of the
-    completion, `decode_all` that of all tokens, so that a special token of the chat may be a stop string too."""
+    """Strings that end a completion, with the decoders of the run's tokenizer. `decode` gives the text of a completion;
+    `decode_all` also writes the special tokens of the chat, so that such a token may be a stop string too."""
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, decode_all: Decode | None = None) -> None:
         """Raise ValueError for an empty string, which every text contains."""

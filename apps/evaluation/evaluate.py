@@ -274,8 +274,8 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return, for each training set, the number of questions in it and the indices of the first ones, or why it was not
-    compared."""
+    """Return, for each training set, how many questions it holds and the indices of the first of them, or the reason
+    why it was not compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -309,7 +309,7 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
 
 
 LONGEST = 4096
-"""Most tokens of prompt and completion together, for a model whose files are not on this machine."""
+"""Largest number of tokens of prompt and completion together, for a model whose files are not on this machine."""
 
 
 def spec_of_endpoint(url: str) -> RunSpec:

@@ -17,7 +17,7 @@ from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option
 
 STATUS = {"passed": 0, "failed": 1, "undecided": 2, "promote": 0, "roll back": 1, "hold": 2}
-"""Exit status by outcome of a gate, or by decision on traces."""
+"""Maps the outcome of a gate, or a decision on traces, to the exit status."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 

@@ -30,7 +30,7 @@ from paceline.spec import RunSpec
 
 Json = dict[str, Any]
 MAX_GROUPS = 200
-"""Most values that a column of evaluation.group_by may have."""
+"""Largest number of different values in a column of evaluation.group_by."""
 
 
 def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:

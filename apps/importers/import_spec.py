@@ -78,7 +78,7 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Most characters of a comment's line."""
+"""Largest number of characters in a line of a comment."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
@@ -177,7 +177,7 @@ def _one_line(text: str) -> str:
 
 
 MAX_DEFAULTS = 8
-"""Most files in a chain of `defaults` or `toml_files`."""
+"""Largest number of files in a chain of `defaults` or `toml_files`."""
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
@@ -273,7 +273,8 @@ def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 
 
 
 def _absolute(reference: str, name: str) -> str:
-    """Return the dotted name of OmegaConf's reference in setting `name`: one dot is its section, each more one above."""
+    """Return the dotted name that a reference of OmegaConf in setting `name` means. One leading dot stands for the
+    section of the setting, each further dot for the section above."""
     rest = reference.lstrip(".")
     dots = len(reference) - len(rest)
     return ".".join([*name.split(".")[:-dots], rest]) if dots else rest

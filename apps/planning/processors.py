@@ -134,7 +134,8 @@ PREFILL_SHARE = 0.50
 """Assumed share of the peak operations that generation reaches when operations limit it. Unmeasured."""
 
 LAUNCH_S = 5e-6
-"""Seconds of a decoder layer in a decoding step beyond its roofline, with CUDA graphs. Unmeasured."""
+"""Seconds that a decoder layer takes in a decoding step in addition to its roofline time, with CUDA graphs. Unmeasured.
+"""
 
 STATE_BYTES_MOVED = 32
 """Bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32."""

@@ -68,7 +68,8 @@ def make_statement(
     export: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Json:
-    """Return the statement on a folder. `export` and `files` have the SHA-256 by name: of exported and of all files."""
+    """Return the statement on a folder. `export` maps the name of each exported file to its SHA-256; `files` does so
+    for all files."""
     run = {key: value for key, value in vars(lineage).items() if key != "batches"}
     return {
         "_type": TYPE,

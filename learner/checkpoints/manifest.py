@@ -88,8 +88,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
 
 
 def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1) -> None:
-    """Raise Conflict unless the folder has exactly the files that the manifest lists, with their sizes and, in this
-    part, their hashes. Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
+    """Raise Conflict unless the folder has exactly the files that the manifest lists, with the listed sizes and hashes.
+    Each of `parts` ranks hashes every parts-th file; all ranks compare the names and sizes of all files."""
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
     for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):

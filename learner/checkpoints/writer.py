@@ -102,8 +102,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. A GPU's state goes to pinned memory, which is faster to copy to but slow to
-        allocate, so it is kept for the next checkpoint, whose `begin` comes after this one is written."""
+        """Return a copy in host memory. The state of a GPU goes to pinned memory, which is fast to copy to but slow to
+        allocate. So the pinned memory is kept for the next checkpoint, which begins only after this one is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:

@@ -59,7 +59,7 @@ class TokenArrays:
 
     @property
     def weight_lengths_N(self) -> Tensor:
-        """[N] lengths by which a mean over samples divides."""
+        """[N] number of active tokens in the token's sample, by which a mean over samples divides."""
         return self.lengths_N if self.sample_lengths_N is None else self.sample_lengths_N
 
 
@@ -134,7 +134,7 @@ class Objective(ABC):
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """Return the sample of a completion of one token, as a data set would have it."""
+    """Return a sample whose completion has one token, in the form of a sample from a data set."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 

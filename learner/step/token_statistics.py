@@ -85,8 +85,8 @@ def _numbers(
 
 
 MAX_DIFFERENCE = 1.0
-"""Largest difference of one token, in nats. Larger ones count as this one, so that no single token decides about a
-group."""
+"""Largest difference of one token that counts, in nats. A larger difference counts as this value, so that no single
+token decides about a group."""
 
 
 class GroupDifference(NamedTuple):

@@ -23,7 +23,7 @@ from paceline.learner.model.mesh import in_first_replica, shard_group
 from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
 
 PIECE_BYTES = 64 << 20
-"""Most bytes of a tensor that rank 0 receives at a time, from all ranks together."""
+"""Largest number of bytes of a tensor that rank 0 receives at a time, from all ranks together."""
 
 
 class TensorRun(NamedTuple):

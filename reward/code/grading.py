@@ -91,8 +91,8 @@ STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
 def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
-    """Return the outcome of each test. Checks and calls test the first program that loads if there are `others`. Raises
-    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
+    """Return the outcome of each test. If there are `others`, checks and calls test the first program that loads.
+    Raises SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
     tests."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)

@@ -56,11 +56,11 @@ class CodeSettings(Section):
     total_time_s: PositiveFloat = 6.0
     """Seconds that all tests of one completion may take; tests that have not run by then have not passed."""
     parallel: PositiveInt = 2
-    """Programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
+    """Number of programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
     """Memory of a program in MiB, see the sandbox's limit of that name."""
     processes: PositiveInt = 1
-    """Concurrent processes of a program; `landlock` allows 1."""
+    """Number of processes that a program may have at the same time; `landlock` allows only 1."""
     disk_mb: PositiveInt = 64
     """Size of a program's files in MiB."""
     output_bytes: PositiveInt = 1 << 20

@@ -80,7 +80,7 @@ Count = Callable[[str, float], None]
 """Adds a value to one of the function's sums: `requests`, `failed`, `prompt_tokens`, …"""
 
 _rates: dict[tuple[str, str], RequestRate] = {}
-"""Request rates by URL and model. All calls of the process share them."""
+"""Maps a URL and a model to the rate of requests to them. All calls of the process share these rates."""
 
 
 class EndpointUnavailable(ConnectionError):

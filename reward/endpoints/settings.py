@@ -42,8 +42,8 @@ class EndpointSettings(Section):
     attempts: PositiveInt = 4
     """Attempts at a request before the service counts as unavailable."""
     first_backoff_s: NonNegativeFloat = 0.5
-    """Seconds of pause after the first failed attempt, then doubled up to 30. A longer `Retry-After` takes precedence.
-    """
+    """Pause in seconds after the first failed attempt. It doubles after each further failure, up to 30 seconds. A
+    longer `Retry-After` takes precedence."""
     request_timeout_s: PositiveFloat = 60.0
     """Time limit of one attempt, in seconds."""
     cache: bool = True

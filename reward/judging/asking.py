@@ -60,7 +60,7 @@ class Panel:
         self._refusal = ""
 
     async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:
-        """Return the verdicts of each question that have arrived by the end or by the deadline.
+        """Return, for each question, the verdicts that arrived before the deadline.
 
         Raises EndpointUnavailable if the service gave no answer in time (unless `when_unavailable` is none), and
         RequestRefused if it refused every question.

@@ -98,11 +98,11 @@ class JudgeSettings(Section):
     votes: PositiveInt = 1
     """Answers to each question, each with its own seed."""
     min_votes: PositiveInt | None = None
-    """Fewest answers with a verdict. Default: more than half of the votes."""
+    """Smallest number of answers with a verdict that gives a result. Default: more than half of the votes."""
     temperature: float | Literal["auto"] | None = "auto"
     """Sampling temperature. `auto` is 0 for one vote and 0.7 for several votes; null leaves it to the service."""
     max_tokens: PositiveInt = 1024
-    """Most tokens of an answer."""
+    """Largest number of tokens in an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
     """How the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`). `auto` takes
     `json_schema`, or `none` after the service has refused it."""
@@ -120,7 +120,7 @@ class JudgeSettings(Section):
 
     @property
     def needed_votes(self) -> int:
-        """Return the fewest verdicts that make a result."""
+        """Return the smallest number of verdicts that gives a result."""
         return self.min_votes or self.votes // 2 + 1
 
     @property

@@ -27,7 +27,7 @@ from paceline.user_code.frames import encode, receive
 log = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-"""Most groups that are scored in common passes."""
+"""Largest number of groups that are scored in common passes."""
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "mem
 """How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
-"""As argv[0], the name of the interpreter of the caller's environment, or of the remote sandbox."""
+"""If argv[0] is this name, the program runs with the interpreter of the caller's environment, or of the remote sandbox.
+"""
 
 MAX_INPUT_BYTES = 16 << 20
 

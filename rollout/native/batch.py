@@ -52,7 +52,8 @@ class RunningSequence:
     birth: int = 0
     """Decode step at which the sequence would have had 0 tokens: its `total` is the batch's step minus this."""
     computed_at: int = 0
-    """Number of changes of weights in the batch when its oldest keys and values were computed."""
+    """Number of weight changes that the batch had made when the oldest keys and values of this sequence were computed.
+    """
     scanner: StopScanner | None = None
     """Search for the request's stop strings."""
 
@@ -145,7 +146,7 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def remove(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Remove unfinished `sequences`, and return them with their tokens until now."""
+        """Remove unfinished `sequences` from the batch, and return them with the tokens sampled so far."""
         return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
@@ -393,8 +394,9 @@ class PromptState:
 
 
 class PromptCache:
-    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes
-    of the token ids, within `max_bytes`; 0 keeps none."""
+    """Cache for the results of lately computed prompts: keys, values and logits of the next token, all under the
+    current weights. The key of an entry is the bytes of the prompt's token ids. All entries together have at most
+    `max_bytes` bytes; 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

@@ -57,7 +57,7 @@ class ReadOrder:
     generation: int
     manifest: bytes
     digests: bool
-    """True if checksums are to be compared, False if they were already."""
+    """True to compare checksums; False if they were compared earlier."""
     receipts: str
     """Path of the page with the receipts."""
     num_readers: int

@@ -200,7 +200,8 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the tokenizer then differs."""
+    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the copied tokenizer differs
+    from the source's."""
     copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG
