@@ -44,8 +44,9 @@ class StopStrings:
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return the text of a completion, up to and including the stop string that its last token completes; None if
-        it completes none. A stop string with a special token of the chat is not text, so the text ends before it."""
+        """Return the text of a completion, up to and including the stop string that the last token completes; None if
+        the last token completes no stop string. A stop string with a special token of the chat is not text, so the text
+        ends before it."""
         ids = token_ids.tolist()
         for decode in (self._decode, self._decode_all):
             text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))

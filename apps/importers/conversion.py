@@ -32,7 +32,7 @@ class Conversion:
     used: set[str] = field(default_factory=set)
     """Names of settings that were read or left out; `carry` skips them."""
     files: dict[str, str] = field(default_factory=dict)
-    """Contents of the files to write beside the spec, by name."""
+    """Maps the name of each file to write beside the spec to its content."""
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a setting, or the library's default, and mark it as used."""

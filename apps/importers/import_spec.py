@@ -191,8 +191,8 @@ def read_yaml(path: Path, library: str) -> dict[str, Any]:
 
 
 def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the `section.key=value` words of a shell script by name, and a note for each value that only a run of the
-    script would know. Raises SpecError."""
+    """Return a mapping from name to value of the `section.key=value` words in a shell script, and a note for each value
+    that only a run of the script would know. Raises SpecError."""
     found: dict[str, Any] = {}
     notes = []
     for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):

@@ -42,7 +42,7 @@ class TokenStatistics:
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
-        """Return the values of the samples that trained and belong to the chosen groups. Copies to the host."""
+        """Return the values of the samples that trained and belong to the chosen groups. Copies the values to the host."""
         values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()
@@ -110,7 +110,7 @@ class SamplerComparison:
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
     def results(self) -> list[GroupDifference]:
-        """Return the differences of the noted groups, by group id. Copies to the host."""
+        """Return the differences of the noted groups, in the order of their ids. Copies the values to the host."""
         sequences: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         for packed, logprobs_N in self._noted.values():
             assert packed.behaviour_N is not None

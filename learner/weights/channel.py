@@ -20,8 +20,8 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error
-        of a thread that failed."""
+        """Return whether a member needs a snapshot; if so, all ranks must call `write_snapshot`. Raises the error of a
+        thread that failed."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:

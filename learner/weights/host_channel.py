@@ -152,7 +152,7 @@ class Rank0HostChannel(HostChannel):
         """Set when it is pointless to wait longer for the other hosts' digests, because there is a newer version or the
         channel ends."""
         self._notes: dict[str, dict[str, list[str]]] = {}
-        """Notes of the other hosts about the newest version, by key."""
+        """Notes of the other hosts about the newest version. Maps the key of a note to its content."""
         self._dividing = threading.Lock()
         super().__init__(client, hosts, board, writer)
         self._threads = [

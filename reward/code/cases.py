@@ -71,7 +71,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class PytestFiles:
-    """Files of pytest by name."""
+    """Files for pytest. Maps the name of a file to its content."""
 
     files: Mapping[str, str]
 
@@ -223,7 +223,7 @@ def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> No
 
 
 def _is_call(row: Mapping[str, Any]) -> bool:
-    """Return whether a test calls a function, by its type, or without a type by its `fn_name`."""
+    """Return whether a test calls a function. Its type determines this; without a type, its `fn_name` does."""
     kind = row.get("testtype") or row.get("type")
     if kind is None:
         return bool(row.get("fn_name"))

@@ -44,8 +44,8 @@ class CodeSettings(Section):
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
-    """Part of a completion that is the program: its last fenced block; without one all of it (`auto`) or nothing
-    (`block`); all of it (`none`)."""
+    """Part of a completion that is the program. `auto`: its last fenced block, or all of it if there is no block;
+    `block`: its last fenced block, or nothing if there is no block; `none`: all of it."""
     compare: Compare = "lines"
     """Comparison of outputs. `lines`: without white space at their ends; `tokens`: only the words; `decimals`: lines
     that are equal or have equal numbers, the default for tests with a `testtype`; `exact`: every byte."""

@@ -140,7 +140,7 @@ class Endpoint:
         return await self._attempts("POST", route, sent)
 
     async def get(self, route: str) -> dict[str, Any]:
-        """Return the JSON object of a route. Raises as `post`."""
+        """Return the JSON object of a route. Raises EndpointUnavailable, RequestRefused, BadAnswer."""
         return await self._attempts("GET", route, None)
 
     async def _attempts(self, method: str, route: str, sent: bytes | None) -> dict[str, Any]:

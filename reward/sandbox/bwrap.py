@@ -93,7 +93,8 @@ class BwrapSandbox:
 
 
 class InnerFolder:
-    """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
+    """The tmpfs of a program. The kernel bounds the bytes of the tmpfs but not its entries, so the tmpfs is measured
+    too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
         """Return the bytes in the tmpfs, read through a process that has it mounted. An entry counts as at least

@@ -169,7 +169,7 @@ class DecodeBatch:
                 self._recompute(first, end)
 
     def _prefill(self, shared: list[list[RunningSequence]]) -> None:
-        """Add sequences whose tokens have to be computed; those in one list of `shared` have the same tokens."""
+        """Add sequences whose tokens must be computed. The sequences in one list of `shared` have the same tokens."""
         sequences = [sequence for group in shared for sequence in group]
         first, end, longest = self._place(sequences)
         sizes = [len(group) for group in shared]
@@ -278,8 +278,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index and return their completions, which end with `reason`. Without it they end with
-        `stop` or `length`, by last token and stop strings."""
+        """Remove sequences by index, and return their completions with the finish reason `reason`. Without `reason`, a
+        completion gets `stop` or `length`, depending on its last token and on the stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -290,7 +290,7 @@ class DecodeBatch:
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """Return the present completions of sequences by index; `reason` as for `_take`."""
+        """Return the completions of sequences by index, as they are now. `reason` has the same meaning as for `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
         sequences = [self.sequences[index] for index in indexes]
         totals = [self._step - sequence.birth for sequence in sequences]

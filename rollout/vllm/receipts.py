@@ -42,7 +42,7 @@ length and text."""
 ERROR_BYTES = 204
 FAILED = b"\xff" * 32
 KINDS: tuple[type[PacelineError], ...] = (Unavailable, WireError, InvalidInput)
-"""Error types that the engine raises, by the number of their kind."""
+"""Error types that the engine raises. The index of a type is the number of its kind."""
 POLL_S = 0.002
 
 

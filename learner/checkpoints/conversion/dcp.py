@@ -110,9 +110,9 @@ class DcpCheckpoint:
     """The weights below one key of the saved state dict, by their names below that key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """Without `key` the weights are those of the entry `model`, or of the whole state dict if it has no such entry.
-        Raises InvalidInput for a folder that is no such checkpoint or has no weights under the key, Unavailable if
-        it cannot be read now."""
+        """Without `key`, the weights are those of the entry `model`, or of the whole state dict if there is no entry
+        `model`. Raises InvalidInput for a folder that is no checkpoint of torch.distributed.checkpoint or has no
+        weights under the key, Unavailable if the folder cannot be read now."""
         self._folder = folder
         try:
             self._metadata = decode_metadata(folder.read(METADATA), folder.files())

@@ -74,7 +74,8 @@ def to_folder(
     adapter: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model folder again, with other weights. Raises as `to_dcp`."""
+    """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable in the same cases as
+    `to_dcp`."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
