@@ -21,7 +21,7 @@ class Conversion:
     library: str
     """Table of the other library's names: one of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
-    """The other library's settings by dotted name."""
+    """Maps the dotted name of each setting of the other library to its value."""
     algorithm: str = "grpo"
     tree: dict[str, Any] = field(default_factory=dict)
     """The spec's sections, as YAML has them."""

@@ -36,7 +36,7 @@ class Rates:
     each_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for each of the overheads that `generation_terms` and `training_terms` count."""
     width: int = 2
-    """Bytes of a weight, and of an element of keys and values."""
+    """Number of bytes of a weight, and of an element of keys and values."""
 
     def seconds(self, terms: Mapping[str, float]) -> float:
         """Return the seconds of the counted terms."""
@@ -105,7 +105,7 @@ class Work:
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: int
-    """Tokens of one forward and backward pass of a rank."""
+    """Number of tokens in one forward and backward pass of a rank."""
     recomputed: float = 0.0
     """Share of the forward pass that the backward pass computes again."""
 

@@ -161,7 +161,7 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
 
 @contextlib.contextmanager
 def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
-    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for others the same text.
+    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for any other text this text.
 
     A fetched folder is verified too if a key is given. With `required`, a model without a signature is refused. Raises
     UsageError for a registered model without a key, DataError, which names the file that differs, or NotFound.

@@ -42,7 +42,7 @@ class States:
 
     packed: PackedBatch
     before_token_M: Tensor
-    """[M] True for the states before a token, False for the one after a sequence's last token."""
+    """[M] True for the states before a token, False for the state after a sequence's last token."""
     values_M: Tensor
     """[M] values at the start of the step."""
     returns_N: Tensor | None = None

@@ -174,7 +174,8 @@ class ComputedBehaviour(Reference):
 def _passes(
     reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
-    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes equally many."""
+    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes the same number of
+    passes."""
     micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):

@@ -45,7 +45,8 @@ class Pairs:
 
     pairs: tuple[tuple[str, str], ...]
     decimals: bool = False
-    """True if outputs are compared as LiveCodeBench does: lines stripped of white space, or else their numbers."""
+    """True if outputs are compared as LiveCodeBench does: by their lines, stripped of white space, or else by the
+    numbers in them."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class CodeSettings(Section):
     processes: PositiveInt = 1
     """Number of processes that a program may have at the same time; `landlock` allows only 1."""
     disk_mb: PositiveInt = 64
-    """Size of a program's files in MiB."""
+    """Largest size of a program's files together, in MiB."""
     output_bytes: PositiveInt = 1 << 20
     """Largest output of a program, in bytes."""
 

@@ -96,7 +96,7 @@ class JudgeSettings(Section):
     system: str | None = None
     """System message in place of the built-in one, with `{rubric}` and the scale. It must ask for the JSON object."""
     votes: PositiveInt = 1
-    """Answers to each question, each with its own seed."""
+    """Number of answers to each question, each with a different seed."""
     min_votes: PositiveInt | None = None
     """Smallest number of answers with a verdict that gives a result. Default: more than half of the votes."""
     temperature: float | Literal["auto"] | None = "auto"
@@ -107,7 +107,7 @@ class JudgeSettings(Section):
     """How the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`). `auto` takes
     `json_schema`, or `none` after the service has refused it."""
     answer_attempts: PositiveInt = 2
-    """Attempts for one vote while the answers have no verdict."""
+    """Number of attempts at one vote, if the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
     """If the service gives no answer: `wait` to score the group later, `none` to give these completions None, `fail` to
     fail the attempt."""
@@ -154,7 +154,7 @@ class ScoreSettings(JudgeSettings):
     max_score: float = 10.0
     """Best score, for which the reward is 1."""
     vote: Vote = "mean"
-    """How votes are combined."""
+    """Method by which votes are combined."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ScoreSettings:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MAX_TEXT = 1 << 16
-"""Characters at the end of an answer that are searched for a verdict."""
+"""Number of characters at the end of an answer that are searched for a verdict."""
 PREFERENCES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Maps a judge's preference to the score of the completion that was shown first."""
 

@@ -21,7 +21,7 @@ from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
-"""Processes besides the program's: bwrap, and the first one of the pid namespace."""
+"""Number of processes besides the program's: bwrap, and the first process of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
 """Options of bwrap 0.8, the oldest accepted version."""
 

@@ -18,9 +18,9 @@ GROW_BELOW = 0.80
 TRIM_ABOVE = 0.95
 """KV-cache use (fraction of blocks) above which the limit is trimmed."""
 GROW_EVERY = 32
-"""Steps between two growths, because new sequences need time to fill their blocks."""
+"""Number of steps between two growths, because new sequences need time to fill their blocks."""
 REST_AFTER_CUT = 512
-"""Steps without growth after a cut."""
+"""Number of steps without growth after a cut."""
 
 
 @dataclass(frozen=True)
