@@ -313,7 +313,7 @@ LONGEST = 4096
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model behind a URL, which gives no settings itself."""
+    """Return the settings for a model behind a URL. The URL itself gives no settings."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},

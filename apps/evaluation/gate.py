@@ -113,7 +113,7 @@ def judge(
 
 
 def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
-    """Return the outcome of a difference by its interval, as `judge` describes it."""
+    """Return the outcome that `judge` describes for a difference with this interval."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if below(high, -bounds.max_drop):

@@ -41,7 +41,7 @@ class EvaluatedModel(Protocol):
     name: str
     """Name of the model in the result."""
     concurrency: int
-    """Completions generated at a time; further requests wait."""
+    """Number of completions that are generated at a time; further requests wait."""
 
     async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         """Return `grpo.val_samples_per_prompt` completions of problem number `index`, with their texts. The chat

@@ -138,8 +138,8 @@ def one_line_a_section(left_out: list[str]) -> list[str]:
 
 
 def flattened(tree: Mapping[str, Any], library: str, above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted name. A list, an empty section, and a mapping whose name is in the
-    table or in the spec count as values."""
+    """Return a mapping from dotted name to value for nested sections. A list, an empty section, and a mapping whose
+    name is in the table or in the spec count as values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{above}{key}"

@@ -185,7 +185,7 @@ _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
 
 def read_yaml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a YAML file by dotted name. Raises SpecError."""
+    """Return a mapping from the dotted name of each setting in a YAML file to its value. Raises SpecError."""
     settings = flattened(_with_defaults(path, MAX_DEFAULTS), library)
     return {name: _resolved(value, name, settings) for name, value in settings.items()}
 
@@ -210,8 +210,8 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a TOML file by dotted name. They override the settings of its `toml_files`. Raises
-    SpecError."""
+    """Return a mapping from the dotted name of each setting in a TOML file to its value. A setting of the file
+    overrides the same setting of its `toml_files`. Raises SpecError."""
     return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
 
 

@@ -40,7 +40,7 @@ NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
 PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
-"""Bytes reserved for the score in a row."""
+"""Number of bytes reserved for the score in a row."""
 MAX_OPEN = 100_000
 """Only this many of the newest choices can get feedback."""
 

@@ -29,7 +29,7 @@ SPLIT_SHARE = 0.85
 """
 
 TOKEN_BYTES = 12
-"""Bytes of a token that passes through the coordinator: its id, log-probability and text."""
+"""Number of bytes of a token that passes through the coordinator: its id, log-probability and text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
 """Measured commits of a coordinator on two cores, in a second: number of groups of 100 kB, and MB in groups of 400 kB

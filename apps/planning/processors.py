@@ -138,7 +138,8 @@ LAUNCH_S = 5e-6
 """
 
 STATE_BYTES_MOVED = 32
-"""Bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32."""
+"""Number of bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32.
+"""
 
 UNMEASURED = "unmeasured"
 

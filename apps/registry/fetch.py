@@ -205,7 +205,7 @@ def _check_fetched(folder: Folder, public_key: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield an empty folder and remove it at the end; the next call removes those of killed processes."""
+    """Yield an empty folder, and remove it at the end. The next call removes the folders that killed processes left."""
     from paceline.learner.checkpoints.export_folder import remove_left_overs
 
     spool = spool_folder() / "served"

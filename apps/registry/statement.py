@@ -99,7 +99,7 @@ def read_statement(text: bytes) -> Json:
 
 
 def subjects(statement: Json) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name."""
+    """Return a mapping from the name of each file to its SHA-256."""
     return {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
 
 

@@ -32,7 +32,8 @@ Block = list[Any]
 
 
 class RunCurves(NamedTuple):
-    """The metrics of a run: a row for each step and for each evaluation, with `step` and values by name."""
+    """The metrics of a run: a row for each step and for each evaluation. A row has `step`, and maps names of metrics to
+    values."""
 
     run_id: str
     state: str

@@ -42,7 +42,7 @@ Setting = TrackerSection | WebhookSection
 
 
 def named(logger: LoggerSection) -> dict[str, Setting]:
-    """Return the trackers and the webhooks of a spec by the names of their cursors."""
+    """Return a mapping from the name of a cursor to its tracker or webhook, for all trackers and webhooks of a spec."""
     found: dict[str, Setting] = {tracker.kind: tracker for tracker in logger.trackers}
     for webhook in logger.webhooks:
         address = webhook.url or f"${webhook.url_variable}"

@@ -189,7 +189,7 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Why the sender failed; empty while it has not."""
+        """Reason why the sender failed; empty while it has not failed."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 

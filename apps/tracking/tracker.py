@@ -69,7 +69,7 @@ class Tracker:
         return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Send metrics by name and a table of samples."""
+        """Send metrics (a mapping from name to value) and a table of samples."""
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Send a warning."""

@@ -33,7 +33,7 @@ from paceline.learner.checkpoints.verification import Location
 from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
-"""Bytes of memory that must stay free on the host beside the copy of a state."""
+"""Number of bytes of memory that must stay free on the host beside the copy of a state."""
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """Facts by name for the manifests of checkpoints that begin later."""
+        """Maps the names of facts to the facts, for the manifests of checkpoints that begin later."""
         self.step = -1
         """Step of the checkpoint that began last."""
         self.seconds = 0.0

@@ -140,7 +140,7 @@ def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
 
 
 def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
-    """Return the number of tokens, and the sums of their entropy and log-probability."""
+    """Return the number of tokens, the sum of their entropies, and the sum of their log-probabilities."""
     return {
         "tokens": torch.ones_like(tokens.current_N).sum(),
         "entropy": detached_sum(tokens.entropy_N),

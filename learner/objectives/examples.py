@@ -58,7 +58,8 @@ class ExampleSource:
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput as `of_step`."""
+        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput for an example longer
+        than the model allows."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
@@ -74,11 +75,12 @@ class ExampleSource:
         return sorted(pairs)
 
     def of_row(self, row: int) -> list[TrainingSample]:
-        """Return the samples of a row. Raises InvalidInput as `of_step`."""
+        """Return the samples of a row. Raises InvalidInput for an example longer than the model allows."""
         return self.of_pair(RowPair(row, row), row)
 
     def of_pair(self, pair: RowPair, number: int) -> list[TrainingSample]:
-        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput as `of_step`."""
+        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput for an example longer than
+        the model allows."""
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]

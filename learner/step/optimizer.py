@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Steps over which `inverse_sqrt` falls if no warm-up sets the scale, as in transformers."""
+"""Number of steps that is the time scale of `inverse_sqrt` if there is no warm-up, as in transformers."""
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:

@@ -34,14 +34,15 @@ from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
-"""Rows of each rank whose tokens are in memory at the same time."""
+"""Number of rows of each rank whose tokens are in memory at the same time."""
 
 
 class Reference:
     """Base of the references. It gives no log-probabilities, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
+        """Prepare for the examples of `source`, before the first step. Raises InvalidInput for an example that `source`
+        refuses."""
 
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         """Return [N] log π_ref of the completion tokens; None if it is not available for each token."""

@@ -111,7 +111,7 @@ class DeviceSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the copy on the device."""
+        """Number of bytes of the copy on the device."""
         return sum(map(self.layout.size_bytes, range(len(self.layout.chunks))))
 
     def fits(self) -> bool:

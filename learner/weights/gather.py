@@ -42,7 +42,8 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather as `gather_weights`, but the architecture's whole state dict, with an adapter merged into its base."""
+    """Gather the architecture's whole state dict in the same way as `gather_weights`, with an adapter merged into its
+    base."""
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)

@@ -58,7 +58,7 @@ class CodeSettings(Section):
     parallel: PositiveInt = 2
     """Number of programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program in MiB, see the sandbox's limit of that name."""
+    """Largest memory of a program in MiB; see the sandbox's limit of that name."""
     processes: PositiveInt = 1
     """Number of processes that a program may have at the same time; `landlock` allows only 1."""
     disk_mb: PositiveInt = 64

@@ -56,7 +56,7 @@ class Panel:
             "additionalProperties": False,
         }
         self._running: dict[str, asyncio.Future[str]] = {}
-        """Unanswered requests by the digest of their question."""
+        """Maps the digest of a question to its unanswered request."""
         self._refusal = ""
 
     async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:

@@ -104,8 +104,8 @@ class JudgeSettings(Section):
     max_tokens: PositiveInt = 1024
     """Largest number of tokens in an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """How the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`). `auto` takes
-    `json_schema`, or `none` after the service has refused it."""
+    """Way in which the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`).
+    `auto` takes `json_schema`, or `none` after the service has refused it."""
     answer_attempts: PositiveInt = 2
     """Number of attempts at one vote, if the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
@@ -175,8 +175,8 @@ class PairSettings(JudgeSettings):
     template: str = PAIR_TEMPLATE
     """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """How the comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley and
-    Terry."""
+    """Way in which comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley
+    and Terry."""
     max_pairs: PositiveInt | None = None
     """Number of a group's pairs that are compared, spread evenly over the completions. Default: all pairs."""
     reference_column: str | None = None

@@ -93,7 +93,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Wins that each completion of a compared pair gets in advance, so that one that always won has a finite strength."""
+"""Number of wins that each completion of a compared pair gets in advance, so that a completion that always won has a
+finite strength."""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from paceline.errors import InvalidInput, Unavailable
 
 Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "memory"]
-"""How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
+"""Way in which a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
 """If argv[0] is this name, the program runs with the interpreter of the caller's environment, or of the remote sandbox.

@@ -150,7 +150,7 @@ class DecodeBatch:
         return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
-        """Return each sequence that has a progress callback, with its completion until now; all stay in the batch."""
+        """Return each sequence that has a progress callback, with its tokens sampled so far; all stay in the batch."""
         watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 

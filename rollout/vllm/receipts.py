@@ -70,7 +70,7 @@ def receipt_of(content_hash: str, order: int, reader: int) -> bytes:
 
 
 class Receipts:
-    """Page with the receipts of `num_readers` workers, made by the engine for its life."""
+    """Page with the receipts of `num_readers` workers. The engine makes one page, for as long as it lives."""
 
     def __init__(self, num_readers: int) -> None:
         self.num_readers = num_readers

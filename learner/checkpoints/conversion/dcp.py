@@ -107,7 +107,7 @@ class _BlockPlanner(DefaultSavePlanner):
 
 
 class DcpCheckpoint:
-    """The weights below one key of the saved state dict, by their names below that key."""
+    """The weights below one key of the saved state dict. Each weight has the name that it has below this key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
         """Without `key`, the weights are those of the entry `model`, or of the whole state dict if there is no entry
