@@ -87,8 +87,9 @@ def whitened_token_advantages(
 
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, with the variance
-    divided by their number (OpenRLHF); 0 for tokens that are not scored, and for all if all values are equal.
+    """Return (A - mean) / √max(variance, 1e-8). Mean and variance are taken over the scored tokens of the global batch,
+    and the variance divides by the number of these tokens (OpenRLHF). The result is 0 for tokens that are not scored,
+    and for all tokens if all values are equal.
 
     Args:
         raw: one [N] per micro-batch of this rank.

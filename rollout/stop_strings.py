@@ -103,7 +103,7 @@ class StopScanner:
 
 
 def cut(completion: Completion, num_tokens: int) -> Completion:
-    """Return the first `num_tokens` tokens of a completion, ended by a stop string."""
+    """Return the first `num_tokens` tokens of a completion, as a completion that a stop string has ended."""
     spans = tuple(
         VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens))
         for s in completion.spans

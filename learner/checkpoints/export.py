@@ -219,7 +219,8 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
     """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads.
-    `origin` is its run, if any. Raises Conflict if `directory` exists (with `replace`: and is no export)."""
+    `origin` is the adapter's run, if any. Raises Conflict if `directory` exists; with `replace`, only if it is no
+    export."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

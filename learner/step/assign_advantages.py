@@ -244,7 +244,8 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S] index of each sequence's sample in this part, in order; transcripts of an episode share one."""
+    """Return [S]: for each sequence of this part, in order, the index of its sample. Transcripts of an episode share
+    one sample."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
