@@ -91,8 +91,8 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request. A length, a temperature or stop ids that are zero or unset come
-        from `default`, and so does every parameter that a request cannot set."""
+        """Return the parameters of a caller's request. If its length, temperature or stop ids are zero or unset, they
+        come from `default`. So does every parameter that a request cannot set."""
         return replace(
             default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,

@@ -36,7 +36,7 @@ class ScoredSample:
     index: int
     """Number of the problem in its task."""
     sample: int
-    """Number of the sample among those of its problem."""
+    """Number of the sample among the samples of its problem."""
     prompt: Any
     completion: str
     scores: Mapping[str, float]

@@ -125,7 +125,8 @@ MACHINERY = (
 
 
 def one_line_a_section(left_out: list[str]) -> list[str]:
-    """Return the lines of `Conversion.left_out`, those of MACHINERY without reasons in one line for each section, last."""
+    """Return the lines of `Conversion.left_out`. The settings of each section of MACHINERY share one line without
+    reasons, and these lines come last."""
     lines, sections = [], dict[str, list[str]]()
     for line in left_out:
         name = line.partition(": ")[0].partition(" ")[0]

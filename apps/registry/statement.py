@@ -68,8 +68,8 @@ def make_statement(
     export: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Json:
-    """Return the statement on a folder. `export` maps the name of each exported file to its SHA-256; `files` does so
-    for all files."""
+    """Return the statement on a folder. `export` maps the name of each exported file to its SHA-256; `files` maps the
+    name of each file in the folder to its SHA-256."""
     run = {key: value for key, value in vars(lineage).items() if key != "batches"}
     return {
         "_type": TYPE,

@@ -113,7 +113,8 @@ def _figure(kind: str, name: str, runs: Sequence[RunCurves], curves: Sequence[li
 
 
 def line(label: str, places: Sequence[Point], **options: Any) -> dict[str, Any]:
-    """Return a line of a chart, with gaps for values that are not finite; `options` are those of the dashboard's charts.js."""
+    """Return a line of a chart, with gaps for values that are not finite. `options` are the options that the
+    dashboard's charts.js has for a line."""
     ys = [y if math.isfinite(y) else None for _, y in places]
     return {"label": label, "xs": [x for x, _ in places], "ys": ys, **options}
 

@@ -149,7 +149,7 @@ def on_gpu(model: nn.Module) -> bool:
 
 
 def size_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in a state; for sharded ones, those of this rank."""
+    """Return the number of bytes of all tensors in a state. Of a sharded tensor, only this rank's part counts."""
     if isinstance(state, dict):
         return sum(size_bytes(part) for part in state.values())
     if isinstance(state, list | tuple):

@@ -376,7 +376,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the seconds that the block takes on the device to those of `phase`."""
+        """Add the seconds that the block takes on the device to the sum of `phase`."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

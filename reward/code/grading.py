@@ -35,7 +35,8 @@ State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
 """`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
-program ended before its test did; `not run`: an earlier test failed or used up the time; others as `Outcome.ended`."""
+program ended before its test did; `not run`: an earlier test failed or used up the time. The other values have the same
+meaning as in `Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200

@@ -1,4 +1,5 @@
-"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces, with the same filter and rlimits inside.
+"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces. Inside them the filter of system calls
+and the rlimits are those of `landlock`.
 
 It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk,
 and the end of the pid namespace ends all processes of the program.

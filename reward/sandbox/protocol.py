@@ -75,7 +75,7 @@ class Outcome:
     stderr: bytes
     """Bytes written to standard error, up to `Limits.output_bytes`."""
     duration_s: float
-    """Seconds from start to end, including those of the sandbox."""
+    """Seconds from start to end, including the seconds of the sandbox itself."""
 
     @property
     def succeeded(self) -> bool:

@@ -39,7 +39,8 @@ class ConcurrencyLimit:
     """State machine whose `limit`, from 1 to `most`, is the number of sequences to have, running and waiting."""
 
     def __init__(self, *, sure: int, most: int) -> None:
-        """Start at `sure` sequences, which fit however long they get; the engine runs at most `most` at a time."""
+        """Start at `sure` sequences, which fit whatever their length is. The engine runs at most `most` sequences at a
+        time."""
         self._most = most
         self.limit = max(1, min(sure, most))
         self._rest = GROW_EVERY

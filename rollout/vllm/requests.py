@@ -61,8 +61,8 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
 
 
 def scoring_params() -> Any:
-    """Return vLLM's parameters of a request for the log-probabilities of its prompt. They are those of the model's own
-    distribution: temperature and the like change sampled tokens alone."""
+    """Return vLLM's parameters of a request for the log-probabilities of its prompt. The log-probabilities are those of
+    the model's own distribution, because parameters such as the temperature change only sampled tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
