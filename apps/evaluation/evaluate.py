@@ -324,8 +324,8 @@ def spec_of_endpoint(url: str) -> RunSpec:
 
 
 def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file`, with the model of `model` in place of the model in `file`. Raises SpecError, or InvalidInput
-    without validation data."""
+    """Return the spec in `file`, with the model of `model` in place of the model in `file`. Raises SpecError, or
+    InvalidInput without validation data."""
     from paceline.spec.reading import apply_override, parse_spec, read_tree
 
     tree = read_tree(file)
