@@ -241,7 +241,7 @@ def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
 
 
 def own_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the model's tensors, in the model's order. A tied tensor appears once, under its first name."""
+    """Return the names of the tensors in the order of the model. A tied tensor appears once, under its first name."""
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)

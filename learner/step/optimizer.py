@@ -217,7 +217,7 @@ def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> 
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the global norm of the gradients. It is the same number on every rank, so that every rank decides alike."""
+    """Return the global norm of the gradients. It is the same number on every rank, so all ranks decide alike."""
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 

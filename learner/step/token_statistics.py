@@ -42,7 +42,7 @@ class TokenStatistics:
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
-        """Return the values of the samples that trained and belong to the chosen groups. Copies the values to the host."""
+        """Return the values of the trained samples of the chosen groups. Copies the values to the host."""
         values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()

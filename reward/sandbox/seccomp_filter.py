@@ -105,7 +105,7 @@ def _any_of(argument: int, values: tuple[int, ...], answer: bytes) -> list[bytes
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Return a test of the call's number, then `block` for a call with this number. The block must end with a return."""
+    """Return a test of the call's number, then `block` for a call with this number. `block` must end with a return."""
     return [_op(EQUAL, number, 0, len(block)), *block]
 
 

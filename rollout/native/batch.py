@@ -290,7 +290,7 @@ class DecodeBatch:
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """Return the completions of sequences by index, as they are now. `reason` has the same meaning as for `_take`."""
+        """Return the completions of sequences by index, as they are now. `reason` means the same as in `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
         sequences = [self.sequences[index] for index in indexes]
         totals = [self._step - sequence.birth for sequence in sequences]
