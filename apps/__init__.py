@@ -1,2 +1,2 @@
-"""Apps around the core, each a folder with its commands. An app's `COMMANDS` has them by heading of `paceline --help`;
-entry points find the apps. Nothing else imports apps."""
+"""Apps around the core, each a folder with its commands. An app's `COMMANDS` maps a heading of `paceline --help` to the
+commands below it; entry points find the apps. Nothing else imports apps."""

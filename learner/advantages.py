@@ -38,8 +38,9 @@ class ScoredBatch:
 
 
 def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float64Array:
-    """Return [S] advantages before clipping. For REINFORCE++ return the bases that `whitened_token_advantages` takes,
-    NaN without a reward. Gates act on the rewards first; the functions have their weights of step `step`.
+    """Return the [S] advantages before clipping. For REINFORCE++, return the base of each sequence for
+    `whitened_token_advantages` instead, NaN for a sequence without a reward. Gates are applied to the rewards first.
+    Each reward function has its weight of step `step`.
 
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
@@ -86,8 +87,9 @@ def whitened_token_advantages(
 
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, with the variance
-    divided by their number (OpenRLHF); 0 for tokens that are not scored, and for all if all values are equal.
+    """Return (A - mean) / √max(variance, 1e-8). Mean and variance are taken over the scored tokens of the global batch,
+    and the variance divides by the number of these tokens (OpenRLHF). The result is 0 for tokens that are not scored,
+    and for all tokens if all values are equal.
 
     Args:
         raw: one [N] per micro-batch of this rank.
@@ -128,7 +130,7 @@ def _moments(values: list[Tensor], device: torch.device, mean: float, power: int
 
 
 def _sums_to_the_end(values_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """Return [N] Σ_{i≥t} of the values in the token's sequence."""
+    """Return [N]: for each token, the sum of the values from this token to the end of its sequence."""
     backwards_N = values_N.double().flip(0).cumsum(0).flip(0)
     # The cumulative sum right after the sequence's last token is the part of later sequences.
     ends_N = torch.searchsorted(sequence_N, sequence_N, right=True)

@@ -46,8 +46,8 @@ class FailedElsewhere(PacelineError):
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
     """Run this rank's `work`, which contains no collective, and return when every rank has run its own. Raises the
-    error of `work`, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective
-    alone."""
+    error of `work` on the ranks where it failed, and FailedElsewhere on the others, so that no rank waits in a
+    collective alone."""
     error: Exception | None = None
     try:
         work()

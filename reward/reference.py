@@ -134,8 +134,8 @@ class ReferenceScorer:
         self._model = None
 
     async def score(self, prompt_ids: IntArray, completions: Sequence[IntArray]) -> list[FloatArray]:
-        """Return the result of `ReferenceModel.logprobs`, after earlier groups. Raises InvalidInput, also without a
-        reference."""
+        """Return the result of `ReferenceModel.logprobs`, computed after the results of earlier calls. Raises the
+        errors of that method, and InvalidInput if the reward pool does not serve the run's reference."""
         if self._model is None:
             raise InvalidInput("a task needs the reference, but this run has none in the reward pool")
         loop = asyncio.get_running_loop()

@@ -38,8 +38,8 @@ class RewardResult:
     durations_s_F: tuple[float, ...]
     """Seconds that each function took, in order, including a function that failed."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the logged values by metric."""
+    """Maps a metric to the sum and the number of its logged values."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    """[C] logged values by additional column."""
+    """Maps an additional column to its [C] logged values."""
     usage: Mapping[str, float] = field(default_factory=dict)
-    """Sums over a function's requests to services, by `NAME/LABEL`."""
+    """Maps `NAME/LABEL` to the sum NAME over the requests that the function LABEL sent to services."""

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_METRICS = 32
-"""Most metrics of one call. Further ones are dropped."""
+"""Largest number of metrics of one call. Further metrics are dropped."""
 MAX_NAME = 48
 MAX_COLUMNS = 16
-"""Most columns of one group that `log_extra` adds. Further ones are dropped."""
+"""Largest number of columns that `log_extra` adds to one group. Further columns are dropped."""
 MAX_VALUES = 4096
-"""Most values of a column that `log_extra` adds. A group has fewer completions."""
+"""Largest number of values in a column that `log_extra` adds. A group has fewer completions."""
 MAX_TEXT = 2000
-"""Characters of a text that `log_extra` stores. A longer text is cut."""
+"""Largest number of characters of a text that `log_extra` stores. A longer text is cut."""
 
 USAGE = (
     "requests", "failed", "cached", "no_verdict", "prompt_tokens", "completion_tokens", "cost"
@@ -45,13 +45,13 @@ class CallView:
         self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
         """Number of processes of the reward pool, which share the limits of a service."""
         self.usage: dict[str, float] = {}
-        """Sums over the call's requests, by names in USAGE."""
+        """Maps a name in USAGE to its sum over the call's requests."""
         shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
         self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
-        """Sum and number of the logged values by metric."""
+        """Maps a metric to the sum and the number of its logged values."""
         self.extra: dict[str, list[Any]] = {}
-        """[C] JSON values by additional column."""
+        """Maps an additional column to its [C] JSON values."""
 
     def arguments(self) -> dict[str, Any]:
         return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}

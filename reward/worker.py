@@ -81,7 +81,7 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
 
 
 def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int) -> dict[str, Any]:
-    """Return the reply to a call, with the sums of its requests to services, also if it failed."""
+    """Return the reply to a call. It has the sums of the call's requests to services, even if the call failed."""
     view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
     return {**_outcome(loaded, group, loop, view), "usage": view.usage}
 

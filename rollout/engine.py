@@ -77,7 +77,8 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
-        """Return the parameters of a lease. It sets every field that its message has; the others are the run's."""
+        """Return the sampling parameters of a lease. `params`, the lease's message, sets all its fields; the other
+        parameters come from `run`."""
         return replace(
             run,
             max_new_tokens=params.max_new_tokens,
@@ -90,8 +91,8 @@ class SamplingParams:
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
-        """Return the parameters of a caller's request. A length, a temperature or stop ids that are zero or unset come
-        from `default`, and so does every parameter that a request cannot set."""
+        """Return the parameters of a caller's request. If its length, temperature or stop ids are zero or unset, they
+        come from `default`. So does every parameter that a request cannot set."""
         return replace(
             default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
@@ -118,8 +119,9 @@ class GenerationRequest:
     prefix: Completion | None = None
     """An unfinished completion that a worker has returned; generation continues from its end."""
     on_progress: Callable[[Completion], None] | None = None
-    """Called with the completion until now, as an abort would return it, whenever it has grown; on the caller's loop,
-    in order, and never after `generate` has returned a result. The last tokens may come with the result only."""
+    """Function that is called whenever new tokens are sampled, with the tokens sampled so far in the form that an abort
+    returns. The calls are made on the caller's loop, in order, and never after `generate` has returned a result. The
+    last tokens may come only with the result."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
 
@@ -130,8 +132,8 @@ class GenerationRequest:
         return self.prompt_ids if prefix is None else np.concatenate([self.prompt_ids, prefix.token_ids])
 
     def limit(self, max_tokens: int, vocab_size: int) -> int:
-        """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that
-        could later fail in an engine whose model takes `max_tokens`."""
+        """Return the largest number of tokens that prompt and completion may have together. Raises InvalidInput for a
+        request that could later fail in an engine whose model takes `max_tokens`."""
         if self.prefix is not None:
             check_prefix(self.prefix)
         check_prompt_length(len(self.prompt_ids), max_tokens)
@@ -196,8 +198,8 @@ class Engine(Protocol):
         InvalidInput: no tokens, too many, or unknown ones. Raises Unavailable and EngineDied like `generate`."""
 
     def abort(self, request_id: str) -> None:
-        """Make `generate` of this request return the completion until now, with finish_reason `abort`. An unknown id is
-        ignored."""
+        """Make `generate` of this request return the tokens sampled so far, with finish_reason `abort`. An unknown id
+        is ignored."""
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps. Names are those of the model's state_dict. If
@@ -212,7 +214,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """End the engine. Remaining requests return their completions until now, with finish_reason `abort`."""
+        """End the engine. Each unfinished request returns the tokens sampled so far, with finish_reason `abort`."""
 
 
 def check_prompt_length(num_tokens: int, max_tokens: int) -> None:

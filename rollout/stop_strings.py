@@ -20,8 +20,8 @@ Decode = Callable[[list[int]], str]
 
 
 class StopStrings:
-    """Strings that end a completion, with the decoder of the run's tokenizer: `decode` gives the text of the
-    completion, `decode_all` that of all tokens, so that a special token of the chat may be a stop string too."""
+    """Strings that end a completion, with the decoders of the run's tokenizer. `decode` gives the text of a completion;
+    `decode_all` also writes the special tokens of the chat, so that such a token may be a stop string too."""
 
     def __init__(self, strings: tuple[str, ...], decode: Decode, decode_all: Decode | None = None) -> None:
         """Raise ValueError for an empty string, which every text contains."""
@@ -44,8 +44,9 @@ class StopStrings:
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return the text of a completion, up to and including the stop string that its last token completes; None if
-        it completes none. A stop string with a special token of the chat is not text, so the text ends before it."""
+        """Return the text of a completion, up to and including the stop string that the last token completes; None if
+        the last token completes no stop string. A stop string with a special token of the chat is not text, so the text
+        ends before it."""
         ids = token_ids.tolist()
         for decode in (self._decode, self._decode_all):
             text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))
@@ -102,7 +103,7 @@ class StopScanner:
 
 
 def cut(completion: Completion, num_tokens: int) -> Completion:
-    """Return the first `num_tokens` tokens of a completion, ended by a stop string."""
+    """Return the first `num_tokens` tokens of a completion, as a completion that a stop string has ended."""
     spans = tuple(
         VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens))
         for s in completion.spans

@@ -57,7 +57,7 @@ class Dashboard:
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Accept no more requests, and wait at most two seconds for those under way."""
+        """Accept no more requests, and wait at most two seconds for the requests in progress."""
         await self._listener.close()
         self._pieces.close()
 

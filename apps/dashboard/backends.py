@@ -205,13 +205,14 @@ def _value(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, 
 
 
 def _comments() -> dict[str, str]:
-    """Return the comment before each message, rpc and field, by `Message`, `Service.Method` and `Message.field`."""
+    """Return a mapping from `Message`, `Service.Method` and `Message.field` to the comment before this message, rpc or
+    field."""
     names = [Path(module.DESCRIPTOR.name).name for module in (*MODULES, common_pb2)]
     return {key: text for name in names for key, text in comments_of(PROTOS / name).items()}
 
 
 def comments_of(path: Path) -> dict[str, str]:
-    """Return the comment before each message, rpc, field and value, by `Owner` and `Owner.member`."""
+    """Return a mapping from `Owner` and `Owner.member` to the comment before this message, rpc, field or value."""
     found: dict[str, str] = {}
     owners, lines = list[str](), list[str]()
     for line in path.read_text(encoding="utf-8").splitlines():

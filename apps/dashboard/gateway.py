@@ -50,7 +50,7 @@ STATUS = {
     "unavailable": 503,
     "unauthenticated": 401,
 }
-"""HTTP status by code, as in Connect; any other code is 500."""
+"""Maps an error code to its HTTP status, as in Connect. Any other code gets status 500."""
 
 CODES = (
     (InvalidInput, "invalid_argument"),
@@ -65,7 +65,7 @@ CODES = (
 Read = Callable[[web.Request], Awaitable[bytes]]
 IDENTIFY = "paceline.v1.AccessService/Identify"
 MAX_STREAMS = 64
-"""Most streams open at a time; each holds a stream of the coordinator."""
+"""Largest number of streams open at a time; each holds a stream of the coordinator."""
 
 
 class Refused(Exception):

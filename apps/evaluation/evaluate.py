@@ -274,8 +274,8 @@ Json = dict[str, Any]
 
 
 def compared(questions: Sequence[str], sets: Sequence[DataSource], prompt_key: str) -> list[Json]:
-    """Return, for each training set, the number of questions in it and the indices of the first ones, or why it was not
-    compared."""
+    """Return, for each training set, how many questions it holds and the indices of the first of them, or the reason
+    why it was not compared."""
     index = OverlapIndex(questions)
     return [_compared(index, questions, source, prompt_key) for source in sets]
 
@@ -309,11 +309,11 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
 
 
 LONGEST = 4096
-"""Most tokens of prompt and completion together, for a model whose files are not on this machine."""
+"""Largest number of tokens of prompt and completion together, for a model whose files are not on this machine."""
 
 
 def spec_of_endpoint(url: str) -> RunSpec:
-    """Return the settings of a model behind a URL, which gives no settings itself."""
+    """Return the settings for a model behind a URL. The URL itself gives no settings."""
     return RunSpec.model_validate(
         {
             "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
@@ -324,8 +324,8 @@ def spec_of_endpoint(url: str) -> RunSpec:
 
 
 def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file`, with its model replaced by that of `model`. Raises SpecError, InvalidInput without
-    validation data."""
+    """Return the spec in `file`, with the model of `model` in place of the model in `file`. Raises SpecError, or
+    InvalidInput without validation data."""
     from paceline.spec.reading import apply_override, parse_spec, read_tree
 
     tree = read_tree(file)

@@ -34,7 +34,7 @@ from paceline.apps.evaluation.statistics import (
 from paceline.errors import InvalidInput
 
 MIN_PROBLEMS = 20
-"""Fewest problems for a decision: with fewer, the bootstrap's interval has a wrong width."""
+"""Smallest number of problems for a decision. With fewer problems, the bootstrap's interval has a wrong width."""
 
 Outcome = Literal["passed", "failed", "undecided"]
 
@@ -46,11 +46,11 @@ class Bounds:
     max_drop: float = 0.0
     """Largest accepted drop of the metric against the baseline."""
     margin: float = 0.05
-    """Further drop that the interval must exclude before the candidate passes."""
+    """The candidate passes only if the interval excludes a drop of `max_drop` plus this value."""
     minima: Mapping[str, float] | None = None
-    """Least value that the candidate must reach, by metric."""
+    """Maps a metric to the smallest value that the candidate must reach."""
     maxima: Mapping[str, float] | None = None
-    """Greatest value that the candidate may have, by metric, such as a gap between groups."""
+    """Maps a metric, such as a gap between groups, to the largest value that the candidate may have."""
 
 
 def judge(
@@ -113,7 +113,7 @@ def judge(
 
 
 def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
-    """Return the outcome of a difference by its interval, as `judge` describes it."""
+    """Return the outcome that `judge` describes for a difference with this interval."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if below(high, -bounds.max_drop):
@@ -146,7 +146,7 @@ Decision = Literal["promote", "hold", "roll back"]
 DECISIONS: Mapping[str, Decision] = {"passed": "promote", "undecided": "hold", "failed": "roll back"}
 
 Rewards = Mapping[Any, Sequence[float]]
-"""Rewards of a model's traces, by prompt."""
+"""Maps a prompt to the rewards of a model's traces with this prompt."""
 
 
 def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0) -> dict[str, Any]:

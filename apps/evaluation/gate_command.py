@@ -17,7 +17,7 @@ from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option
 
 STATUS = {"passed": 0, "failed": 1, "undecided": 2, "promote": 0, "roll back": 1, "hold": 2}
-"""Exit status by outcome of a gate, or by decision on traces."""
+"""Maps the outcome of a gate, or a decision on traces, to the exit status."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
@@ -52,7 +52,7 @@ def decision_options(command: CommandT) -> CommandT:
 
 
 def end(report: dict[str, Any], outcome: str, lines: Sequence[str], output: Path | None, as_json: bool) -> NoReturn:
-    """Write the report to a file, if one is named, print it or its lines, and exit with the outcome's status."""
+    """Write the report to a file, if a file is named; print the report or its lines; exit with the outcome's status."""
     from paceline.files.whole_file import write_whole
 
     if output is not None:

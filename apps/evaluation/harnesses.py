@@ -36,11 +36,11 @@ class ScoredSample:
     index: int
     """Number of the problem in its task."""
     sample: int
-    """Number of the sample among those of its problem."""
+    """Number of the sample among the samples of its problem."""
     prompt: Any
     completion: str
     scores: Mapping[str, float]
-    """Scores by name; the first one counts as the reward."""
+    """Maps the name of a score to its value. The first score counts as the reward."""
     choices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     """Log-probability of each answer and whether it is greedy, for a task that chooses among answers."""
 
@@ -50,12 +50,12 @@ class HarnessRun:
     version: str
     samples: Sequence[ScoredSample]
     results: Json
-    """The harness's own metrics by task."""
+    """Maps a task to the harness's own metrics."""
 
 
 MODEL, CHAT = "local-completions", "local-chat-completions"
 CONCURRENT = 8
-"""Most requests that a harness sends at one time."""
+"""Largest number of requests that a harness sends at the same time."""
 
 
 def lm_eval_command(url: str, model: str, tokenizer: str, folder: Path, arguments: Sequence[str]) -> list[str]:

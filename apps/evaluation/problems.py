@@ -41,7 +41,7 @@ class EvaluatedModel(Protocol):
     name: str
     """Name of the model in the result."""
     concurrency: int
-    """Completions generated at a time; further requests wait."""
+    """Number of completions that are generated at a time; further requests wait."""
 
     async def sample(self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None) -> list[Completion]:
         """Return `grpo.val_samples_per_prompt` completions of problem number `index`, with their texts. The chat
@@ -51,7 +51,8 @@ class EvaluatedModel(Protocol):
         """
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
-        """Return the log-probability of each text after the prompt. Raises as `sample`."""
+        """Return the log-probability of each text after the prompt. Raises InvalidInput for a prompt that the model
+        cannot take, Unavailable if the model does not answer."""
 
 
 def split(prompt: str, continuation: str) -> tuple[str, str]:
@@ -100,8 +101,8 @@ async def solved(
     prompt: Any,
     columns: dict[str, Any],
 ) -> Problem:
-    """Return the problem with its rewards, or with a failure if the model cannot take it or it cannot be scored.
-    `model` is None only with the method `prefer`. Raises Unavailable, and the engine's errors."""
+    """Return the problem with its rewards, or with a failure if the model cannot take the problem or the problem cannot
+    be scored. `model` is None only with the method `prefer`. Raises Unavailable, and the engine's errors."""
     problem = Problem(index, prompt, columns)
     try:
         match spec.evaluation.method:

@@ -30,7 +30,7 @@ from paceline.spec import RunSpec
 
 Json = dict[str, Any]
 MAX_GROUPS = 200
-"""Most values that a column of evaluation.group_by may have."""
+"""Largest number of different values in a column of evaluation.group_by."""
 
 
 def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:
@@ -86,7 +86,8 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
 
 
 def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
-    """Return the number of completions of scored problems that got no number, by function, if there are any."""
+    """Return a mapping from the label of a function to the number of completions of scored problems that got no number
+    from it. A function that gave every completion a number is left out."""
     if not scored or spec.evaluation.method != "sample":
         return {}
     counts = np.isnan(np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])).sum(axis=0)

@@ -23,7 +23,7 @@ ROUNDING = 1e-6
 """Relative difference up to which numbers count as equal: rewards, whose means are compared, are in float32."""
 
 CHUNK = 1 << 22
-"""Most indices drawn at a time."""
+"""Largest number of indices that are drawn at a time."""
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

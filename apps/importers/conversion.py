@@ -22,7 +22,7 @@ class Conversion:
     library: str
     """Table of the other library's names: one of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
-    """The other library's settings by dotted name."""
+    """Maps the dotted name of each setting of the other library to its value."""
     algorithm: str = "grpo"
     tree: dict[str, Any] = field(default_factory=dict)
     """The spec's sections, as YAML has them."""
@@ -33,7 +33,7 @@ class Conversion:
     used: set[str] = field(default_factory=set)
     """Names of settings that were read or left out; `carry` skips them."""
     files: dict[str, str] = field(default_factory=dict)
-    """Contents of the files to write beside the spec, by name."""
+    """Maps the name of each file to write beside the spec to its content."""
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a setting, or the library's default, and mark it as used."""
@@ -134,7 +134,8 @@ LINE = 170
 
 
 def one_line_a_section(left_out: list[str]) -> list[str]:
-    """Return the lines of `Conversion.left_out`, those of MACHINERY without reasons in one line for each section, last."""
+    """Return the lines of `Conversion.left_out`. The settings of each section of MACHINERY share one line without
+    reasons, and these lines come last."""
     lines, sections = [], dict[str, list[str]]()
     for line in left_out:
         name = line.partition(": ")[0].partition(" ")[0]

@@ -78,7 +78,7 @@ def import_spec(
 
 LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
 MAX_LINE = 200
-"""Most characters of a comment's line."""
+"""Largest number of characters in a line of a comment."""
 REQUIRED = {
     "policy.model_name": "policy.model_name=…",
     "data.train": "data.train=…",
@@ -179,7 +179,7 @@ def _one_line(text: str) -> str:
 
 
 MAX_DEFAULTS = 8
-"""Most files in a chain of `defaults` or `toml_files`."""
+"""Largest number of files in a chain of `defaults` or `toml_files`."""
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
@@ -187,14 +187,14 @@ _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
 
 
 def read_yaml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a YAML file by dotted name. Raises SpecError."""
+    """Return a mapping from the dotted name of each setting in a YAML file to its value. Raises SpecError."""
     settings = flattened(_with_defaults(path, MAX_DEFAULTS), library)
     return {name: _resolved(value, name, settings) for name, value in settings.items()}
 
 
 def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the `section.key=value` words of a shell script by name, and a note for each value that only a run of the
-    script would know. Raises SpecError."""
+    """Return a mapping from name to value of the `section.key=value` words in a shell script, and a note for each value
+    that only a run of the script would know. Raises SpecError."""
     found: dict[str, Any] = {}
     notes = []
     for command in shell.commands(path.read_text(encoding="utf-8")[:MAX_BYTES]):
@@ -212,8 +212,8 @@ def read_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_toml(path: Path, library: str) -> dict[str, Any]:
-    """Return the settings of a TOML file by dotted name. They override the settings of its `toml_files`. Raises
-    SpecError."""
+    """Return a mapping from the dotted name of each setting in a TOML file to its value. A setting of the file
+    overrides the same setting of its `toml_files`. Raises SpecError."""
     return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
 
 
@@ -275,7 +275,8 @@ def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 
 
 
 def _absolute(reference: str, name: str) -> str:
-    """Return the dotted name of OmegaConf's reference in setting `name`: one dot is its section, each more one above."""
+    """Return the dotted name that a reference of OmegaConf in setting `name` means. One leading dot stands for the
+    section of the setting, each further dot for the section above."""
     rest = reference.lstrip(".")
     dots = len(reference) - len(rest)
     return ".".join([*name.split(".")[:-dots], rest]) if dots else rest

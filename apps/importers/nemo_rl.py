@@ -34,9 +34,10 @@ DATA = {
     "aime2024": DataSet("HuggingFaceH4/aime_2024", "problem", "answer", split="train"),
     "gsm8k": DataSet("openai/gsm8k", "question", "answer", "main"),
 }
-"""By lower-case name. Source: nemo_rl/data/datasets/response_datasets of NeMo RL."""
+"""Maps the lower-case name of a data set to the data set. Source: nemo_rl/data/datasets/response_datasets of NeMo RL.
+"""
 ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo", (False, False): "dr_grpo"}
-"""`grpo.advantage` by NeMo RL's (normalize_rewards, use_leave_one_out_baseline)."""
+"""Maps NeMo RL's (normalize_rewards, use_leave_one_out_baseline) to `grpo.advantage`."""
 ESTIMATORS = {"gdpo": "gdpo", "gae": "gae"}
 IMAGES = ("vlm", "image", "audio", "video", "clevr", "geometry3k", "refcoco", "avqa", "daily-omni", "mmpr")
 """Parts of the names of processors and data sets whose samples have images, audio or video."""
@@ -404,7 +405,7 @@ def _objective(done: Conversion) -> None:
 
 
 def _importance(done: Conversion) -> None:
-    """Carry over the importance weight; without the correction it and its bounds are off."""
+    """Carry over the importance weight. Without the correction, the weight and its bounds are switched off."""
     names = [f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")]
     if done.take("loss_fn.use_importance_sampling_correction") is False:
         for name in names:

@@ -26,7 +26,7 @@ TRAINER = ("optim", "scheduler", "loss")
 """Top-level names of a trainer's separate file."""
 GROUP = ("orchestrator.rollouts_per_example", "orchestrator.group_size", "orchestrator.train.group_size")
 GROUP_SIZE = 8
-"""Completions of a prompt where the file has one."""
+"""Number of completions of each prompt that the spec gets if the file has only one."""
 SAMPLING = ("orchestrator.sampling", "orchestrator.train.sampling")
 SOURCES = "orchestrator.train.source"
 ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.environment", SOURCES)
@@ -40,7 +40,7 @@ OBJECTIVES = {
     "opsd": "distills the policy with a demonstration in its prompt",
     "sft": "trains on samples of a teacher that a server gives",
 }
-"""Values of `algo.type` without a counterpart, and what they do."""
+"""Maps each value of `algo.type` without a counterpart to a description of its effect."""
 GSM8K = {"dataset_name": "openai/gsm8k", "dataset_subset": "main"}
 
 

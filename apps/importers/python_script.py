@@ -62,7 +62,7 @@ class Script:
     settings: dict[str, Any]
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)
-    """Files to write beside the spec, by name: the script's reward functions."""
+    """Maps the name of each file to write beside the spec to its content: the script's reward functions."""
 
 
 def read_command(text: str, about: str) -> Script:
@@ -92,7 +92,7 @@ def _known(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """Return the values of `--name value …` by name; an option without a value is true."""
+    """Return a mapping from name to value of the options `--name value …`. An option without a value is true."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:

@@ -187,7 +187,8 @@ class _Scanner:
         self._at += 1
 
     def _expand(self, parts: list[str]) -> None:
-        """Append the value of the expansion at the present place to the last part; of an array as parts."""
+        """Append the value of the expansion at the present position to the last part. Further values of an array become
+        further parts."""
         rest = self._text[self._at :]
         if rest.startswith("$(("):
             end = self._closing("(", ")", self._at + 1)

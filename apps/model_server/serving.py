@@ -20,7 +20,8 @@ from paceline.services.rollout.openai.server import Endpoint, Gate, Recorder
 from paceline.spec import RunSpec
 
 QUEUE = 256
-"""Most running and waiting sequences, in multiples of those that the engine decodes at a time."""
+"""Largest number of running and waiting sequences together, as a multiple of the number that the engine decodes at a
+time."""
 
 
 @dataclass

@@ -40,9 +40,9 @@ NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
 PARTS = 16
 """Number of files of one kind within the limit, so that a sixteenth of the room is freed at a time."""
 SCORE_BYTES = 32
-"""Bytes reserved for the score in a row."""
+"""Number of bytes reserved for the score in a row."""
 MAX_OPEN = 100_000
-"""Number of newest choices that can get feedback."""
+"""Only this many of the newest choices can get feedback."""
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 Key = tuple[str, int]
@@ -70,7 +70,7 @@ class TraceLog:
         self._files: dict[str, LineWriter] = {}
         self._key = storage_key()
         self._file_room = max_bytes // PARTS - (0 if self._key is None else HEADER_BYTES)
-        """Most bytes of rows in a file."""
+        """Largest number of bytes that the rows of a file take."""
         self._thread = ThreadPoolExecutor(1, "traces")
         self._read_earlier()
 

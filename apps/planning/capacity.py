@@ -22,13 +22,14 @@ RECOMPUTED = {"full": 1.0, "selective": 0.1}
 """Share of the forward pass that checkpointing computes again; selective: attention and activations only."""
 
 SEQUENCES_OF_ENGINE = 1_024
-"""Most sequences that one vLLM engine runs at a time, also if its cache has room for more."""
+"""Largest number of sequences that one vLLM engine runs at a time, even if its cache has room for more."""
 
 SPLIT_SHARE = 0.85
-"""Speed of each GPU of an engine on several GPUs, relative to that of an engine on one. Unmeasured."""
+"""Speed of each GPU if an engine has several GPUs, as a share of a GPU's speed if the engine has only one. Unmeasured.
+"""
 
 TOKEN_BYTES = 12
-"""Bytes of a token that passes through the coordinator: its id, log-probability and text."""
+"""Number of bytes of a token that passes through the coordinator: its id, log-probability and text."""
 
 MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
 """Measured commits of a coordinator on two cores, in a second: number of groups of 100 kB, and MB in groups of 400 kB

@@ -36,7 +36,7 @@ class Rates:
     each_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for each of the overheads that `generation_terms` and `training_terms` count."""
     width: int = 2
-    """Bytes of a weight, and of an element of keys and values."""
+    """Number of bytes of a weight, and of an element of keys and values."""
 
     def seconds(self, terms: Mapping[str, float]) -> float:
         """Return the seconds of the counted terms."""
@@ -105,7 +105,7 @@ class Work:
     prompt_tokens: float
     completion_tokens: float
     micro_batch_tokens: int
-    """Tokens of one forward and backward pass of a rank."""
+    """Number of tokens in one forward and backward pass of a rank."""
     recomputed: float = 0.0
     """Share of the forward pass that the backward pass computes again."""
 
@@ -134,10 +134,12 @@ PREFILL_SHARE = 0.50
 """Assumed share of the peak operations that generation reaches when operations limit it. Unmeasured."""
 
 LAUNCH_S = 5e-6
-"""Seconds of a decoder layer in a decoding step beyond its roofline, with CUDA graphs. Unmeasured."""
+"""Seconds that a decoder layer takes in a decoding step in addition to its roofline time, with CUDA graphs. Unmeasured.
+"""
 
 STATE_BYTES_MOVED = 32
-"""Bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32."""
+"""Number of bytes that an AdamW step reads and writes for each parameter: weight, gradient and two moments in float32.
+"""
 
 UNMEASURED = "unmeasured"
 

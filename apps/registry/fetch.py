@@ -161,7 +161,7 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
 
 @contextlib.contextmanager
 def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
-    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for others the same text.
+    """Yield the model to serve: for NAME:VERSION and NAME@ALIAS the verified folder, for any other text this text.
 
     A fetched folder is verified too if a key is given. With `required`, a model without a signature is refused. Raises
     UsageError for a registered model without a key, DataError, which names the file that differs, or NotFound.
@@ -205,7 +205,7 @@ def _check_fetched(folder: Folder, public_key: Path) -> None:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield an empty folder and remove it at the end; the next call removes those of killed processes."""
+    """Yield an empty folder, and remove it at the end. The next call removes the folders that killed processes left."""
     from paceline.learner.checkpoints.export_folder import remove_left_overs
 
     spool = spool_folder() / "served"

@@ -97,8 +97,8 @@ def make_folder(
 
 def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
     """Return the contents of a registered folder. Raises DataError, which names the file, unless every file matches the
-    statement, evaluations and verdicts are of these files and, with a key, the signature is valid; also raises what
-    `verify` raises."""
+    statement, the evaluations and verdicts are of these files and, with a key, the signature is valid. Raises
+    InvalidInput without the package for signatures or for an invalid key, NotFound without a key file."""
     if not (folder / STATEMENT).is_file():
         raise DataError(f"{folder.name} has no {STATEMENT}, so it is not a registered model")
     statement = read_statement((folder / STATEMENT).read_bytes())

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from paceline.v1.registry_pb2 import RegisteredModel
 
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
-"""Errors after which the version is certainly not recorded. After any other error it may be, so its files stay."""
+"""Errors after which the version is certainly not recorded. After any other error the version may be recorded, so its
+files stay."""
 NAMELESS = (
     "these files name no run: they were converted since, or come from elsewhere; their lineage rests on --run and --step "
     "alone"

@@ -68,7 +68,8 @@ def make_statement(
     export: Mapping[str, str],
     files: Mapping[str, str],
 ) -> Json:
-    """Return the statement on a folder. `export` and `files` have the SHA-256 by name: of exported and of all files."""
+    """Return the statement on a folder. `export` maps the name of each exported file to its SHA-256; `files` maps the
+    name of each file in the folder to its SHA-256."""
     run = {key: value for key, value in vars(lineage).items() if key != "batches"}
     return {
         "_type": TYPE,
@@ -98,7 +99,7 @@ def read_statement(text: bytes) -> Json:
 
 
 def subjects(statement: Json) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name."""
+    """Return a mapping from the name of each file to its SHA-256."""
     return {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
 
 

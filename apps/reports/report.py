@@ -91,7 +91,7 @@ SHOWN = 6
 """Number of best and of worst completions shown of the last step."""
 
 MAX_TEXT = 20_000
-"""Most characters shown of a completion."""
+"""Largest number of characters that are shown of a completion."""
 WARNINGS = 200
 
 

@@ -21,7 +21,7 @@ from paceline.services.common.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
 MAX_POINTS = 300
-"""Most points of a curve. If a run has more, neighbours are averaged."""
+"""Largest number of points of a curve. If a run has more, neighbours are averaged."""
 STYLES = ("vendor/uPlot.min.css", "style.css")
 MODULES = ("dom.js", "charts.js")
 
@@ -32,7 +32,8 @@ Block = list[Any]
 
 
 class RunCurves(NamedTuple):
-    """The metrics of a run: a row for each step and for each evaluation, with `step` and values by name."""
+    """The metrics of a run: a row for each step and for each evaluation. A row has `step`, and maps names of metrics to
+    values."""
 
     run_id: str
     state: str
@@ -74,7 +75,8 @@ def curves_page(runs: Sequence[RunCurves]) -> str:
 
 
 def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
-    """Return a chart for each metric that the runs have, by the parts of the table of metrics; a run has one colour."""
+    """Return the blocks with a chart for each metric that the runs have. The charts are grouped by the parts of the
+    table of metrics, and each run has the same colour in all of them."""
     blocks: list[Block] = []
     for kind, rows in (("train", [run.steps for run in runs]), ("eval", [run.evaluations for run in runs])):
         metrics = dict.fromkeys(name for each in rows for row in each for name in row if name not in NO_METRICS)
@@ -86,7 +88,8 @@ def curve_blocks(runs: Sequence[RunCurves]) -> list[Block]:
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the names by the parts of the table of metrics, in its order; names without an entry come last."""
+    """Return the names of metrics, grouped by the parts of the table of metrics and in the order of the table. Names
+    without an entry there come last."""
     order = {metric: (p, i) for p, part in enumerate(PARTS) for i, metric in enumerate(part.metrics)}
     placed: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
@@ -110,7 +113,8 @@ def _figure(kind: str, name: str, runs: Sequence[RunCurves], curves: Sequence[li
 
 
 def line(label: str, places: Sequence[Point], **options: Any) -> dict[str, Any]:
-    """Return a line of a chart, with gaps for values that are not finite; `options` are those of the dashboard's charts.js."""
+    """Return a line of a chart, with gaps for values that are not finite. `options` are the options that the
+    dashboard's charts.js has for a line."""
     ys = [y if math.isfinite(y) else None for _, y in places]
     return {"label": label, "xs": [x for x, _ in places], "ys": ys, **options}
 

@@ -48,7 +48,7 @@ def trials_of(study: optuna.Study) -> list[Ended]:
 
 
 MIN_TRIALS = 4
-"""Fewest completed trials from which importances are computed."""
+"""Importances are computed if at least this many trials are completed."""
 
 
 def importances(study: optuna.Study) -> dict[str, float]:

@@ -223,8 +223,8 @@ class Trials:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def _is_stuck(self, run_id: str, event: Event) -> bool:
-        """Return whether a run is paused because of a fault. A person's pause, which has no message, and a retried one
-        may still end, so neither counts."""
+        """Return whether a run is paused because of a fault. Two kinds of pause do not count, because they may still
+        end: a person's pause, which has no message, and a pause that is retried."""
         if event.content.get("retried"):
             return False
         facts = render.run_facts(self._coordinator.get(run_id))

@@ -46,14 +46,15 @@ class ConversionReport:
     rows: int = 0
     with_reward: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Entries left out, by reason."""
+    """Maps a reason to the number of entries that were left out for it."""
 
     def facts(self) -> Json:
         return {**vars(self), "left_out": dict(self.left_out)}
 
 
 class Scores:
-    """Scores of responses by the ids of spans and responses. The last score of a name counts."""
+    """Scores of responses, found by the id of the span or of the response. If a name has several scores, the last one
+    counts."""
 
     def __init__(self, scores: Iterable[Score], names: Sequence[str]) -> None:
         """`names` choose evaluations, whose values are added up; default: the only evaluation. Raises DataError."""

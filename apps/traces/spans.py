@@ -185,7 +185,7 @@ def _tool(tool: Any) -> Json:
 
 
 def _json_value(value: Any, key: str) -> list[Any]:
-    """Return an attribute that is a list, structured or as JSON; empty if it is absent."""
+    """Return the list in an attribute, which is structured or a JSON text; an empty list if the attribute is absent."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

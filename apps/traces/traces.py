@@ -58,10 +58,10 @@ class _Side:
     def __init__(self, source: str) -> None:
         self.source = source
         self.rewards: dict[bytes, list[float]] = defaultdict(list)
-        """Rewards by the digest of the prompt."""
+        """Maps the digest of a prompt to its rewards."""
         self.models: set[str] = set()
         self.unrated = 0
-        """Traces without a reward; of a folder, requests without feedback."""
+        """Number of traces without a reward; in a folder, number of requests without feedback."""
 
 
 def _rewards(place: str) -> _Side:
@@ -263,7 +263,7 @@ def _check(_: object) -> None:
 @dataclass(frozen=True)
 class PairRules:
     chosen: float = 0.7
-    """Least reward of a chosen completion."""
+    """Smallest reward of a chosen completion."""
     rejected: float = 0.5
     """A rejected completion has a reward below this."""
     max_pairs_per_prompt: int | None = None
@@ -282,9 +282,9 @@ class PairReport:
     pairs: int = 0
     pairs_held_out: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Traces left out, by reason."""
+    """Maps a reason to the number of traces that were left out for it."""
     pairs_left_out: Counter[str] = field(default_factory=Counter)
-    """Pairs left out, by reason."""
+    """Maps a reason to the number of pairs that were left out for it."""
 
     def facts(self) -> dict[str, Any]:
         return {**vars(self), "left_out": dict(self.left_out), "pairs_left_out": dict(self.pairs_left_out)}

@@ -42,7 +42,7 @@ Setting = TrackerSection | WebhookSection
 
 
 def named(logger: LoggerSection) -> dict[str, Setting]:
-    """Return the trackers and the webhooks of a spec by the names of their cursors."""
+    """Return a mapping from the name of a cursor to its tracker or webhook, for all trackers and webhooks of a spec."""
     found: dict[str, Setting] = {tracker.kind: tracker for tracker in logger.trackers}
     for webhook in logger.webhooks:
         address = webhook.url or f"${webhook.url_variable}"
@@ -99,7 +99,7 @@ class Follower:
         self.stop = threading.Event()
         """Set to end as soon as everything recorded is sent, or an attempt has failed."""
         self.sent = 0
-        """Entries sent since the start."""
+        """Number of entries sent since the start."""
 
     def run(self) -> None:
         """Send until the run has ended and everything is sent, or `stop` is set. Raises NotFound (no such run, or a
@@ -251,7 +251,7 @@ class Cursor:
         self.sequence = int(content.get("sequence", 0))
         """Sequence number of the newest entry sent."""
         self.time_s = float(content.get("time_s", 0.0))
-        """Time of the newest entry sent, in seconds since 1970; entries without a time get it."""
+        """Time of the newest entry sent, in seconds since 1970. An entry without a time gets this time."""
         self.ended = str(content.get("ended", ""))
         """State in which the run had ended by the newest entry sent; empty if it had not."""
         self.done = bool(content.get("done"))

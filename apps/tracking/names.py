@@ -13,7 +13,8 @@ PREFIXES = {"step": "train", "evaluation": "eval"}
 
 
 class Name(NamedTuple):
-    """One metric under its names; `<x>` is the same text in all of them. With an empty name the library lacks it."""
+    """The names of one metric; `<x>` is the same text in all of them. An empty name means that the library lacks the
+    metric."""
 
     kind: str
     ours: str

@@ -127,8 +127,9 @@ class _SourceOpener:
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
 ) -> dict[str, Setting]:
-    """Return trackers and webhooks by name: the trackers that the command names, with the spec's settings of their
-    kind; without such names the spec's trackers and webhooks. Raises NotFound, InvalidInput."""
+    """Return a mapping from names to the settings of trackers and webhooks. If the command names trackers, return
+    those, with the spec's settings of their kind; otherwise return all trackers and webhooks of the spec. Raises
+    NotFound, InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
     in_spec = named(spec.logger)
     trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
@@ -173,7 +174,7 @@ def main() -> None:
 
 
 END_S = 8.0
-"""Seconds that senders have to end; the process exits without a sender that hangs."""
+"""Senders have this many seconds to end. The process exits even if a sender still hangs."""
 MAX_SENDERS = 64
 FOLDER = "trackers"
 """Folder beside the ledger that has the cursors."""
@@ -188,7 +189,7 @@ class Sender:
     def __init__(self, follower: Follower, name: str):
         self.follower, self.name = follower, name
         self.failure = ""
-        """Why the sender failed; empty while it has not."""
+        """Reason why the sender failed; empty while it has not failed."""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 

@@ -69,13 +69,13 @@ class Tracker:
         return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Send metrics by name and a table of samples."""
+        """Send metrics (a mapping from name to value) and a table of samples."""
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Send a warning."""
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Set the run's new state, as `running` or `failed`, and why."""
+        """Set the run's new state, such as `running` or `failed`, and the reason."""
 
     def close(self) -> None:
         """Close the tracker; the run may be opened again."""
@@ -117,8 +117,8 @@ class Entry(NamedTuple):
 
 
 def entries(records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int) -> Iterator[Entry]:
-    """Yield the entries after a sequence number, oldest first. An event without a time gets that of the one before, at
-    first `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
+    """Yield the entries after a sequence number, oldest first. An event without a time gets the time of the event
+    before it, and the first one gets `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
     for event in records.events(run_id, kinds=KINDS, after=after):
         recorded = event.content.get("time")
         time_s = float(recorded) if isinstance(recorded, int | float) else time_s

@@ -216,8 +216,9 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete all checkpoints, complete or torn, that are older than the newest of `keep`, except those in `keep` and
-    `spared`. Return their paths (as `str(checkpoint.path)`, like `keep`). Newer checkpoints may be in progress."""
+    """Delete all checkpoints, complete or torn, that are older than the newest one in `keep`, except those in `keep`
+    and `spared`. Return the paths of the deleted checkpoints (as `str(checkpoint.path)`, the form that `keep` has too).
+    Newer checkpoints stay, because they may be in progress."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -277,8 +278,9 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler. Also
-    suppress the warning about a missing process group, which is intended."""
+    """Raise a failure of torch as an error of type `kind`, because torch's own error is no subclass of Exception, and
+    so would pass every handler. Also suppress torch's warning about a missing process group, whose absence is intended.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -323,7 +325,8 @@ def _rank() -> int:
 
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
-"""Seconds before each further check for a file of another rank, because a network file system may show it late."""
+"""If a file of another rank is missing, it is checked for again after each of these pauses, in seconds, because a
+network file system may show the file late."""
 
 
 def files_of_all_ranks(

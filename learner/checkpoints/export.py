@@ -169,7 +169,8 @@ def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process
-    group. An adapter is merged into its base. Raises as `paceline.learner.checkpoints.verification.verify`."""
+    group. An adapter is merged into its base. Raises NotFound, Conflict, Unavailable or WrongKey in the same cases as
+    `paceline.learner.checkpoints.verification.verify`."""
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verified = verify(checkpoint, expected_sha256)
@@ -218,7 +219,8 @@ def export_adapter(
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
     """Write `adapter` (whole, as `gather_weights` returns it) as a folder that `PeftModel.from_pretrained` reads.
-    `origin` is its run, if any. Raises Conflict if `directory` exists (with `replace`: and is no export)."""
+    `origin` is the adapter's run, if any. Raises Conflict if `directory` exists; with `replace`, only if it is no
+    export."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

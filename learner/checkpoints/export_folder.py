@@ -133,5 +133,6 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether another process has this number. No export of this process is in progress during the call."""
+    """Return whether another process with this id exists. The id of this process does not count, because this process
+    has no export in progress during the call."""
     return pid != os.getpid() and psutil.pid_exists(pid)

@@ -25,7 +25,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 
 
 class CheckpointFile(BaseModel):
-    """One file, by its path inside the checkpoint."""
+    """One file, named by its path inside the checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,10 +47,11 @@ class CheckpointManifest(BaseModel):
     """Hash at this step in the ledger's hash chain."""
     world_size: Annotated[int, Field(ge=1)]
     num_threads: Annotated[int, Field(ge=1)]
-    """Compute threads of rank 0; with another number the continuation is not bit-identical."""
+    """Number of compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Facts that callers add, by name: `audit` is the newest record of the coordinator's audit log."""
+    """Maps the name of a fact that a caller adds to the fact. `audit` is the newest record of the coordinator's audit
+    log."""
     files: tuple[CheckpointFile, ...]
 
 
@@ -88,8 +89,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
 
 
 def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1) -> None:
-    """Raise Conflict unless the folder has exactly the files that the manifest lists, with their sizes and, in this
-    part, their hashes. Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
+    """Raise Conflict unless the folder has exactly the files that the manifest lists, with the listed sizes and hashes.
+    Each of `parts` ranks hashes every parts-th file; all ranks compare the names and sizes of all files."""
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
     for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):

@@ -41,7 +41,7 @@ METADATA_NAMES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Names that `.metadata` may use, by module, besides the dtypes of `torch`."""
+"""Maps a module to the names in it that `.metadata` may use. The dtypes of `torch` are allowed too."""
 PLANS = {
     **METADATA_NAMES,
     "torch.distributed.checkpoint.api": {"CheckpointException"},
@@ -59,7 +59,8 @@ PLANS = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
-"""Names that objects exchanged between ranks may use, besides the exceptions of Python and of `paceline.errors`."""
+"""Maps a module to the names in it that objects exchanged between ranks may use. The exceptions of Python and of
+`paceline.errors` are allowed too."""
 
 
 class ListedUnpickler(pickle.Unpickler):

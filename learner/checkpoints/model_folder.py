@@ -241,7 +241,7 @@ def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
 
 
 def own_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the model's tensors, in its order, each tied one under its first name."""
+    """Return the names of the tensors in the order of the model. A tied tensor appears once, under its first name."""
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
@@ -278,7 +278,8 @@ def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str
 
 
 def _groups(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Return, for each tensor, the tensors that are converted with it; and those that are stored as they are trained."""
+    """Return a mapping from each tensor to the tensors that are converted together with it, and the set of tensors that
+    are stored as they are trained."""
     alone: dict[str, tuple[str, ...]] = {name: (name,) for name in stored}
     whole = _shapes(revert_weight_conversion(model, dict(stored)))
     if whole == _shapes(stored):
@@ -303,7 +304,7 @@ def _is_plain(model: PreTrainedModel, name: str, stored: Mapping[str, Tensor]) -
 
 
 def _outputs(model: PreTrainedModel, sources: tuple[str, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the files, on the meta device, that `sources` are converted to."""
+    """Convert `sources`, and return the resulting tensors of the files, on the meta device."""
     outputs: dict[str, Tensor] = revert_weight_conversion(model, {name: stored[name] for name in sources})
     return outputs
 

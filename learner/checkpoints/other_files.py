@@ -113,8 +113,8 @@ def _local_files(name: str, source: str, file: str) -> Path:
 
 
 def check_tokenizer(source: str, folder: Path) -> Any:
-    """Return the tokenizer that loads from `folder`; None for a source without a tokenizer that loads. Raises
-    InvalidInput if it differs from the one that loads from `source`."""
+    """Return the tokenizer that loads from `folder`; None if no tokenizer loads from `source`. Raises InvalidInput if
+    the two tokenizers differ."""
     from transformers import AutoTokenizer
 
     try:

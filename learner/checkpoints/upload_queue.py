@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
-"""Longest wait in seconds, when the queue is closed, for an upload in progress."""
+"""When the queue is closed, it waits at most this many seconds for an upload in progress."""
 log = logging.getLogger(__name__)
 
 
@@ -103,8 +103,8 @@ class UploadQueue:
                 self._thread.start()
 
     def fitting(self, quota_bytes: int) -> int:
-        """Return how many of the newest checkpoints fit into `quota_bytes` with this rank's files; the newest always
-        counts."""
+        """Return how many of the newest checkpoints fit into `quota_bytes`, counting only this rank's files. The newest
+        checkpoint always counts as fitting."""
         with self._changed:
             sizes = [queued.size_bytes for queued in self._queue]
         number = 1

@@ -40,7 +40,7 @@ def verify(
     path: Location, expected_sha256: str, rank: int = 0, ranks: int = 1, device: torch.device | None = None
 ) -> Verified:
     """Compare the checkpoint with the expected hash of its manifest, reading every byte once over all ranks. Raises
-    NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank."""
+    NotFound, Conflict, Unavailable or WrongKey: every rank raises the gravest error that any rank has found."""
     result: Verified | PacelineError
     try:
         result = _verify_part(Folder(path), expected_sha256, rank, ranks)

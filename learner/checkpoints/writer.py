@@ -33,7 +33,7 @@ from paceline.learner.checkpoints.verification import Location
 from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
-"""Bytes of memory that must stay free on the host beside the copy of a state."""
+"""Number of bytes of memory that must stay free on the host beside the copy of a state."""
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
         self.extra: dict[str, Any] = {}
-        """Facts by name for the manifests of checkpoints that begin later."""
+        """Maps the names of facts to the facts, for the manifests of checkpoints that begin later."""
         self.step = -1
         """Step of the checkpoint that began last."""
         self.seconds = 0.0
@@ -102,8 +102,8 @@ class CheckpointWriter:
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a copy in host memory. A GPU's state goes to pinned memory, which is faster to copy to but slow to
-        allocate, so it is kept for the next checkpoint, whose `begin` comes after this one is written."""
+        """Return a copy in host memory. The state of a GPU goes to pinned memory, which is fast to copy to but slow to
+        allocate. So the pinned memory is kept for the next checkpoint, which begins only after this one is written."""
         if on_gpu(model):
             self._pinned = self._pinned or BlockingAsyncStager(cache_staged_state_dict=True)
             try:
@@ -149,7 +149,7 @@ def on_gpu(model: nn.Module) -> bool:
 
 
 def size_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in a state; for sharded ones, those of this rank."""
+    """Return the number of bytes of all tensors in a state. Of a sharded tensor, only this rank's part counts."""
     if isinstance(state, dict):
         return sum(size_bytes(part) for part in state.values())
     if isinstance(state, list | tuple):

@@ -120,7 +120,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def adapted_parts(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return (A [R, I], B [O, R], scaling) of every adapted layer by its name. The tensors are live."""
+    """Return a mapping from the name of every adapted layer to (A [R, I], B [O, R], scaling). The tensors are live."""
     return {
         name: (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, float(layer.scaling[NAME]))
         for name, layer in _adapted(model)

@@ -28,8 +28,9 @@ def use_deterministic_operations(enabled: bool) -> None:
 
 def repeat_backward(out: Tensor) -> Tensor:
     """Return `out`, the result of an attention kernel, and make its backward pass deterministic if this process uses
-    deterministic operations. ATen's kernels (native/transformers/cuda/attention_backward.cu) have such a pass, but
-    take it only without `warn_only`, which lets other operations without a deterministic version run."""
+    deterministic operations. ATen's kernels (native/transformers/cuda/attention_backward.cu) have a deterministic
+    backward pass, but choose it only without `warn_only`. This process needs `warn_only`, because it lets other
+    operations without a deterministic version run."""
     if out.grad_fn is not None and torch.are_deterministic_algorithms_enabled():
         out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY_TILE = 16_384
-"""Tokens of the vocabulary whose logits exist at the same time: 64 MiB in float32 with 1,024 tokens."""
+"""Number of tokens of the vocabulary whose logits exist at the same time: 64 MiB in float32 with 1,024 tokens."""
 MIN_LOGPROB = -1e4
 """Floor of log p in products with p. Its exp is 0, so the product is exact, even for a logit of minus infinity."""
 

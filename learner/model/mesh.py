@@ -25,8 +25,9 @@ _meshes: dict[tuple[Any, str, MeshShape], DeviceMesh] = {}
 
 
 def mesh_of(policy: PolicySection, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks; it has one dimension if there are no replicas. Without a process group, one of a
-    single rank is made first. The first call for the same sizes is a collective call. Raises InvalidInput."""
+    """Return the mesh of all ranks; it has one dimension if there are no replicas. If there is no process group, a
+    group of a single rank is made first. The first call for the same sizes is a collective call. Raises InvalidInput.
+    """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]

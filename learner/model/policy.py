@@ -108,7 +108,7 @@ def packed_logprobs(
 
 
 def compute_dtype(policy: PolicySection, device: torch.device) -> torch.dtype:
-    """Return the type of the forward and backward passes, by policy.precision."""
+    """Return the type that `policy.precision` gives to the forward and backward passes."""
     dtype: torch.dtype = getattr(torch, resolved_dtype(policy.precision, device.type))
     return dtype
 
@@ -152,9 +152,9 @@ def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -
 def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from;
-    if only transformers can read the files (quantized), the whole model and None. The parameters have type `dtype`,
-    or `exact` if the files have only that type."""
+    """Return the modules of a model, on the meta device and with this package's forward, and the files with their
+    weights. If only transformers can read the files (quantized), return the whole model and None. The parameters have
+    type `dtype`, or `exact` if the files have only that type."""
     name = policy.model_name
     try:
         files: WeightFiles | None
@@ -333,8 +333,8 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 ROW_MULTIPLE = 128
 """Rows are padded to multiples of this many tokens."""
 COMPILED_VARIANTS = 64
-"""Most variants of one layer's code that are compiled before torch falls back to eager mode: kinds of attention, with
-and without gradients, and lengths of rows that are not dynamic."""
+"""Largest number of variants of one layer's code that are compiled; further variants run in torch's eager mode.
+Variants differ in the kind of attention, in having gradients or not, and in the length of rows if it is not dynamic."""
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:

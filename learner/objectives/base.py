@@ -59,7 +59,7 @@ class TokenArrays:
 
     @property
     def weight_lengths_N(self) -> Tensor:
-        """[N] lengths by which a mean over samples divides."""
+        """[N] number of active tokens in the token's sample, by which a mean over samples divides."""
         return self.lengths_N if self.sample_lengths_N is None else self.sample_lengths_N
 
 
@@ -134,13 +134,13 @@ class Objective(ABC):
 
 
 def dummy_sample(label: PreferenceLabel | None = None) -> TrainingSample:
-    """Return the sample of a completion of one token, as a data set would have it."""
+    """Return a sample whose completion has one token, in the form of a sample from a data set."""
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=label)
 
 
 def token_sums(tokens: TokenArrays) -> dict[str, Tensor]:
-    """Return the number of tokens, and the sums of their entropy and log-probability."""
+    """Return the number of tokens, the sum of their entropies, and the sum of their log-probabilities."""
     return {
         "tokens": torch.ones_like(tokens.current_N).sum(),
         "entropy": detached_sum(tokens.entropy_N),

@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.spec import LossSection
 
 MAX_EXPONENT = 80.0
-"""exp(80) = 5.5e34 is the last round power within float32; beyond it 0 · inf would make NaN gradients."""
+"""Largest exponent, because exp(80) = 5.5e34 still fits into float32. With infinity, 0 · inf would make NaN gradients.
+"""
 
 
 def bounded_exp(log_N: Tensor) -> Tensor:

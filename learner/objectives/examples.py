@@ -24,14 +24,16 @@ from paceline.spec import RunSpec
 
 
 class RowPair(NamedTuple):
-    """Row of a prompt, and row of the completions after it. They differ if KTO measures its KL on the pair."""
+    """The row of a prompt, and the row of the completions that follow this prompt. The two rows differ only if KTO
+    measures its KL on the pair."""
 
     prompt: int
     completions: int
 
 
 class ExampleSource:
-    """Examples of a run by step, or with `validation` its held-out examples; `maker` is the run's objective."""
+    """The examples of each step of a run; with `validation`, the run's held-out examples. `maker` is the run's
+    objective."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the algorithm samples, so the run has no examples"
@@ -56,7 +58,8 @@ class ExampleSource:
         return self._examples([first + i for i in range(rank, self._count, world_size)])
 
     def held_out(self, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput as `of_step`."""
+        """Return this rank's share of the examples that one measurement uses. Raises InvalidInput for an example longer
+        than the model allows."""
         return self._examples(list(range(rank, self._count, world_size)))
 
     def rows_used(self) -> list[int]:
@@ -72,11 +75,12 @@ class ExampleSource:
         return sorted(pairs)
 
     def of_row(self, row: int) -> list[TrainingSample]:
-        """Return the samples of a row. Raises InvalidInput as `of_step`."""
+        """Return the samples of a row. Raises InvalidInput for an example longer than the model allows."""
         return self.of_pair(RowPair(row, row), row)
 
     def of_pair(self, pair: RowPair, number: int) -> list[TrainingSample]:
-        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput as `of_step`."""
+        """Return the samples of `pair`, with `number` as their group id. Raises InvalidInput for an example longer than
+        the model allows."""
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
@@ -91,7 +95,8 @@ class ExampleSource:
         self._reference = logprobs
 
     def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
-        """Set log μ of each row's samples that have none, concatenated; `of_row` adds them from then on."""
+        """Set log μ for the samples that have none. `logprobs` maps a row to the values of all such samples of the row,
+        concatenated. From then on `of_row` adds these values to the samples."""
         self._behaviour = logprobs
 
     def _with_behaviour(self, row: int, samples: list[TrainingSample]) -> list[TrainingSample]:

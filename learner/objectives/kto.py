@@ -81,8 +81,8 @@ class Kto(Objective):
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
         """Return the metrics with `batch_kl`; `accuracy`: the share of completions on the correct side of z (exactly z
-        counts half); `chosen_reward`, `rejected_reward`: mean rewards of good and bad ones; `margin`: their
-        difference."""
+        counts half); `chosen_reward`: the mean reward of good completions; `rejected_reward`: the mean reward of bad
+        completions; `margin`: the difference of these means."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}
         if sums["labels"]:

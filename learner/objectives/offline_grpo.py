@@ -36,7 +36,7 @@ class OfflineGrpo(Objective):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return a sample for each trace; a sample of a text has no log-probabilities of μ yet."""
+        """Return a sample for each trace. The sample of a trace that has only texts has no log μ yet."""
         traces = read_traces(row, self._spec)
         rewards_C = np.array([np.nan if trace.reward is None else trace.reward for trace in traces])
         advantages_C = advantages(rewards_C, group_preset(self._spec.offline_grpo.advantage))

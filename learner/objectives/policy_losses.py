@@ -141,5 +141,6 @@ def vespo(terms: PolicyTerms, config: LossSection) -> PolicyLosses:
 
 
 def _by_sign(positive_N: Tensor, positive: float, other: float, like_N: Tensor) -> Tensor:
-    """Return one of two constants per token, in the type of `like_N` (`torch.where` on two floats rounds to float32)."""
+    """Return [N] `positive` where `positive_N` is true, else `other`, in the type of `like_N`. (`torch.where` on two
+    floats would round to float32.)"""
     return torch.where(positive_N, torch.full_like(like_N, positive), torch.full_like(like_N, other))

@@ -244,7 +244,8 @@ def _replaced(updates: Sequence[Update], real: Sequence[MicroBatch]) -> list[Upd
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
-    """Return [S] index of each sequence's sample in this part, in order; transcripts of an episode share one."""
+    """Return [S]: for each sequence of this part, in order, the index of its sample. Transcripts of an episode share
+    one sample."""
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
@@ -256,8 +257,9 @@ def advantages_of_turns(
     spec: RunSpec,
     step: int,
 ) -> list[Float64Array]:
-    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside turns get 0.
-    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
+    """Return the [T] advantages of each sequence's tokens, computed as `environment.advantage` says; tokens outside
+    turns get 0. advantages_C: advantages of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the
+    samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
         rewards[sample] += (

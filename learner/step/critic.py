@@ -142,7 +142,8 @@ class Critic:
 
 
 def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> tuple[PackedBatch, Tensor]:
-    """Return the packed sequences with one more state, as if another token followed, and `States.before_token_M`."""
+    """Return the packed sequences, each with one more state at its end (as if another token followed), and
+    `States.before_token_M`."""
     token = np.zeros(1, np.int32)
     if not sequences:
         sequences = [TrainingSample(-1, token, token)]

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Steps over which `inverse_sqrt` falls if no warm-up sets the scale, as in transformers."""
+"""Number of steps that is the time scale of `inverse_sqrt` if there is no warm-up, as in transformers."""
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
@@ -94,7 +94,7 @@ def _half_cosine(x: float) -> float:
 
 
 PART_NUMEL = 1 << 22
-"""Most elements of a parameter that are updated at the same time."""
+"""Largest number of elements of a parameter that are updated at the same time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -160,15 +160,16 @@ class PartwiseAdamW(torch.optim.AdamW):
                     moment.copy_(new, non_blocking=True)
 
     def _place_moments(self) -> None:
-        """Convert loaded moments to their type and device, because torch loads them in the parameter's type, which
-        represents every bfloat16 exactly, and on its device."""
+        """Convert loaded moments to the type and the device on which they are kept, because torch loads them in the
+        parameter's type and on its device. The parameter's type represents every bfloat16 exactly, so no value changes.
+        """
         for state in self.state.values():
             for name in MOMENTS:
                 if name in state:
                     state[name] = self._placed(state[name].to(self._moment_dtype))
 
     def _placed(self, moment: Tensor) -> Tensor:
-        """Return a moment where it is kept between updates; on the host in pinned memory."""
+        """Return a moment in the memory where it is kept between updates. On the host this is pinned memory."""
         if not self._on_host or not moment.is_cuda:
             return moment
         moment = moment.to("cpu")
@@ -216,7 +217,7 @@ def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> 
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the global norm; the same number on every rank, so every rank takes the same branch on it."""
+    """Return the global norm of the gradients. It is the same number on every rank, so all ranks decide alike."""
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 

@@ -42,7 +42,7 @@ class States:
 
     packed: PackedBatch
     before_token_M: Tensor
-    """[M] True for the states before a token, False for the one after a sequence's last token."""
+    """[M] True for the states before a token, False for the state after a sequence's last token."""
     values_M: Tensor
     """[M] values at the start of the step."""
     returns_N: Tensor | None = None
@@ -91,11 +91,11 @@ def given(values_N: Tensor | None) -> Tensor:
 
 
 EVEN_COST_TOKENS = 32_768
-"""Length in tokens from which sequences are also packed by cost. At this length attention is about two fifths of the
-cost (8B parameters)."""
+"""An update with a sequence of at least this many tokens is packed by cost, if ROOM_FOR_EVEN_COST allows it. At this
+length attention is about two fifths of the cost (8B parameters)."""
 ROOM_FOR_EVEN_COST = 1.5
-"""Least ratio of a micro-batch's budget to the longest sequence at which packing by cost beats first fit
-(docs/operate/performance.md)."""
+"""If the budget of a micro-batch is at least this many times the longest sequence, packing by cost is better than first
+fit (docs/operate/performance.md)."""
 
 
 def plan_updates(
@@ -204,8 +204,9 @@ def batch_metrics(
 def _of_even_cost(
     part: Sequence[tuple[int, TrainingSample]], spec: RunSpec, shape: ModelShape, passes: int
 ) -> list[tuple[int, ...]]:
-    """Return the indices of `part` in micro-batches whose passes take about as long, as many as any rank needs. Each
-    pass gathers and reduces over all ranks, so all wait for the one with the longest sequences."""
+    """Divide the indices of `part` into micro-batches whose passes take about the same time. All ranks get the same
+    number of micro-batches, as many as any rank needs. Each pass gathers and reduces over all ranks, so all ranks wait
+    for the one with the longest sequences."""
     lengths = [sample.num_row_tokens for _, sample in part]
     costs = [training_flops(shape, [(1, length)], length) for length in lengths]
     packed = pack_evenly(lengths, costs, spec.policy.row_tokens, passes)

@@ -34,14 +34,15 @@ from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
-"""Rows of each rank whose tokens are in memory at the same time."""
+"""Number of rows of each rank whose tokens are in memory at the same time."""
 
 
 class Reference:
     """Base of the references. It gives no log-probabilities, for objectives that compare with nothing."""
 
     def prepare(self, source: ExampleSource, rank: int) -> None:
-        """Prepare for the examples of `source`, before the first step. Raises InvalidInput as the source does."""
+        """Prepare for the examples of `source`, before the first step. Raises InvalidInput for an example that `source`
+        refuses."""
 
     def logprobs(self, packed: PackedBatch) -> Tensor | None:
         """Return [N] log π_ref of the completion tokens; None if it is not available for each token."""
@@ -174,7 +175,8 @@ class ComputedBehaviour(Reference):
 def _passes(
     reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
-    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes equally many."""
+    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes the same number of
+    passes."""
     micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
     passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
     for i in range(passes):

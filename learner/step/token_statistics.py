@@ -42,7 +42,7 @@ class TokenStatistics:
             self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
 
     def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
-        """Return the values of the samples that trained and belong to the chosen groups. Copies to the host."""
+        """Return the values of the trained samples of the chosen groups. Copies the values to the host."""
         values_of: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
         for packed, logprobs_N, entropy_N in self._noted:
             sequence_N = packed.sequence_N.cpu().numpy()
@@ -85,8 +85,8 @@ def _numbers(
 
 
 MAX_DIFFERENCE = 1.0
-"""Largest difference of one token, in nats. Larger ones count as this one, so that no single token decides about a
-group."""
+"""Largest difference of one token that counts, in nats. A larger difference counts as this value, so that no single
+token decides about a group."""
 
 
 class GroupDifference(NamedTuple):
@@ -110,7 +110,7 @@ class SamplerComparison:
             self._noted.setdefault(id(packed), (packed, logprobs_N.detach()))
 
     def results(self) -> list[GroupDifference]:
-        """Return the differences of the noted groups, by group id. Copies to the host."""
+        """Return the differences of the noted groups, in the order of their ids. Copies the values to the host."""
         sequences: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         for packed, logprobs_N in self._noted.values():
             assert packed.behaviour_N is not None

@@ -376,7 +376,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Count the time of the block, on the device, towards `phase`."""
+        """Add the seconds that the block takes on the device to the sum of `phase`."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -390,7 +390,7 @@ class Stopwatch:
             self._seconds[phase] += time.perf_counter() - start_s
 
     def seconds(self) -> dict[str, float]:
-        """Wait for the device, and return the seconds by phase until now."""
+        """Wait for the device, and return the seconds that each phase has taken so far."""
         if self._cuda:
             torch.cuda.synchronize()
             for phase, begin, end in self._events:

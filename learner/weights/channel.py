@@ -20,8 +20,8 @@ class WeightChannel:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error
-        of a thread that failed."""
+        """Return whether a member needs a snapshot; if so, all ranks must call `write_snapshot`. Raises the error of a
+        thread that failed."""
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
@@ -32,14 +32,15 @@ class WeightChannel:
         """Write the newest version in full, if the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive versions from now on, and return at once. `by_host` are those whose hosts have
-        relays."""
+        """Set the members that receive versions from now on, and return at once. `by_host` are the members whose hosts
+        have relays."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Process a member's answer to an offer."""
 
     def progress(self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False) -> None:
-        """Note that a member still works on a version: it has received so many bytes, or its engine loads them."""
+        """Note that a member still works on a version: it has received this number of bytes, or its engine loads the
+        version."""
 
     def interrupt(self, reason: str) -> None:
         """Repeat the offers that may be unanswered, because messages were lost while the control plane was away."""

@@ -111,7 +111,7 @@ class DeviceSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the copy on the device."""
+        """Number of bytes of the copy on the device."""
         return sum(map(self.layout.size_bytes, range(len(self.layout.chunks))))
 
     def fits(self) -> bool:
@@ -132,8 +132,9 @@ class DeviceSnapshot:
 
     @torch.no_grad()
     def take(self, replaced: VersionSource | None = None) -> VersionSource:
-        """Return all slices at the first call, and if the version before was not written in full; else the changes
-        since that version. `replaced` is the last call's result, if it will not be written."""
+        """Return all slices at the first call, or if the previous version was not written in full; otherwise the
+        changes since the previous version. `replaced` is the result of the last call, if that result will not be
+        written."""
         if not self._kept or isinstance(replaced, WholeSlices):
             return self._whole()
         if isinstance(replaced, FoundChanges):

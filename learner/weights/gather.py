@@ -23,7 +23,7 @@ from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
-"""Most bytes of a rank's shards that are sent at a time."""
+"""Largest number of bytes of a rank's shards that are sent at a time."""
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts that wrappers add to state-dict names; the model that receives the weights has no wrappers."""
@@ -42,7 +42,8 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
 
 def gather_merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather as `gather_weights`, but the architecture's whole state dict, with an adapter merged into its base."""
+    """Gather the architecture's whole state dict in the same way as `gather_weights`, with an adapter merged into its
+    base."""
     if not has_adapter(model):
         return gather_weights(model, None)
     state = _state(model)
@@ -126,7 +127,8 @@ class _Gathering:
 
 
 def _buckets(sharded: list[tuple[str, DTensor]]) -> Iterator[list[tuple[str, DTensor]]]:
-    """Yield `sharded` in order, in parts of one mesh and at most BUCKET_BYTES a rank (or one larger tensor)."""
+    """Yield the tensors of `sharded` in order, in buckets. The tensors of a bucket have the same mesh, and at most
+    BUCKET_BYTES on each rank; a larger tensor is a bucket alone."""
     part: list[tuple[str, DTensor]] = []
     filled = 0
     for name, tensor in sharded:

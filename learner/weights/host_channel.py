@@ -138,7 +138,7 @@ class Rank0HostChannel(HostChannel):
         self._announce, self._send = announce, send
         self._changed = threading.Condition()
         self._staged: list[tuple[Version, list[bytes]]] = []
-        """Versions that this host has staged and whose manifests are to be completed."""
+        """Versions that this host has staged and whose manifests are not complete yet."""
         self._newest: tuple[HostManifest, worker_pb2.HostVersion] | None = None
         """Manifest of the newest version that has one, and the message about it."""
         self._here: tuple[Version, int, HostSegment] | None = None
@@ -149,9 +149,10 @@ class Rank0HostChannel(HostChannel):
         """The newest version that was put into the object store."""
         self._roster: tuple[int, tuple[str, ...], frozenset[str]] = (0, (), frozenset())
         self._overtaken = threading.Event()
-        """Set if a newer version, or the end, makes waiting for the other hosts' digests pointless."""
+        """Set when it is pointless to wait longer for the other hosts' digests, because there is a newer version or the
+        channel ends."""
         self._notes: dict[str, dict[str, list[str]]] = {}
-        """Notes of the other hosts about the newest version, by key."""
+        """Notes of the other hosts about the newest version. Maps the key of a note to its content."""
         self._dividing = threading.Lock()
         super().__init__(client, hosts, board, writer)
         self._threads = [

@@ -56,8 +56,8 @@ class ShardWriter:
 
     @torch.no_grad()
     def write(self, model: nn.Module, segment: HostSegment) -> torch.cuda.Event | None:
-        """Write this rank's parts into the segment. Return the event of the last copy, which the next optimizer step
-        has to wait for; None if all is written."""
+        """Write this rank's parts into the segment. Return the event of the last copy, for which the next optimizer
+        step must wait; None if all is written."""
         flat = segment.flat()
         if self._stream is None:
             for part in self._parts(model):

@@ -23,7 +23,7 @@ from paceline.learner.model.mesh import in_first_replica, shard_group
 from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
 
 PIECE_BYTES = 64 << 20
-"""Most bytes of a tensor that rank 0 receives at a time, from all ranks together."""
+"""Largest number of bytes of a tensor that rank 0 receives at a time, from all ranks together."""
 
 
 class TensorRun(NamedTuple):
@@ -80,7 +80,7 @@ def pieces(
     weights: dict[str, Weight], dtype: torch.dtype | None, piece_bytes: int = PIECE_BYTES
 ) -> Iterator[TensorRun]:
     """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are). A
-    collective call: all ranks have to iterate to the end."""
+    collective call: all ranks must iterate to the end."""
     for name, weight in weights.items():
         whole_a_RI = None if weight.a_RI is None else _whole(weight.a_RI)
         if isinstance(weight.tensor, DTensor) and is_split_by_rows(weight.tensor):

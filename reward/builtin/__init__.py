@@ -41,13 +41,13 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,
 }
-"""Functions by their name in `RewardFunctionSection.function`."""
+"""Maps a name in `RewardFunctionSection.function` to the function."""
 
 SETTINGS: dict[str, Callable[[object], Any]] = {
     "code_tests": code_settings,
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Parsers of `kwargs`, by functions that get them as `settings`. They raise InvalidInput and return settings with the
-`columns` that the function reads. Their `check_submitted` and `check_host` raise if a run or a worker cannot use
-them."""
+"""Maps a function that gets `settings` to the parser of its `kwargs`. A parser raises InvalidInput, or returns settings
+with the `columns` that the function reads. The settings' `check_submitted` and `check_host` raise if a run or a worker
+cannot use them."""

@@ -40,11 +40,11 @@ CLAUSE = re.compile(
 )
 DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_STATEMENTS = 20
-"""Most statements of each form that are read, from the end of a text backwards."""
+"""Largest number of statements of each form that are read, from the end of a text backwards."""
 MAX_WORDS = 4
-"""Most words of an answer without mathematics; longer texts are prose."""
+"""Largest number of words in an answer without mathematics; a longer text is prose."""
 MAX_CLAUSES = 10
-"""Most ends of clauses that are tried as the end of a value in prose."""
+"""Largest number of ends of clauses that are tried as the end of a value in prose."""
 
 
 class Statement(NamedTuple):
@@ -198,7 +198,8 @@ def _boxes(text: str) -> Iterator[Statement]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    r"""Return the index of the closing brace by the index of each opening one. `\{` and `\}` are not braces."""
+    r"""Return a mapping from the index of each opening brace to the index of the brace that closes it. `\{` and `\}`
+    are not braces."""
     found, opened = {}, []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":

@@ -394,7 +394,8 @@ class _Reader:
         return value if power is None or is_inverse else Node("power", (value, power))
 
     def bare_argument(self) -> Node:
-        r"""Parse the argument of `\sin 2x`: factors up to a sign, a bracket or another function."""
+        r"""Parse the argument of a function without brackets, as in `\sin 2x`: take factors, and stop before a sign
+        (such as + or -), a bracket or another function."""
         value = self.factor()
         while self.begins_factor() and not notation.OPENING.match(self.text, self.at):
             match = notation.COMMAND.match(self.text, self.at)

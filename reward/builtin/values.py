@@ -147,7 +147,7 @@ FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "co
 FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
               "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
-"""Names in mpmath, by names of functions."""
+"""Maps the name of a function to its name in mpmath."""
 
 
 def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:

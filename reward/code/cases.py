@@ -45,7 +45,8 @@ class Pairs:
 
     pairs: tuple[tuple[str, str], ...]
     decimals: bool = False
-    """True if outputs are compared as LiveCodeBench does: lines stripped of white space, or else their numbers."""
+    """True if outputs are compared as LiveCodeBench does: by their lines, stripped of white space, or else by the
+    numbers in them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class PytestFiles:
-    """Files of pytest by name."""
+    """Files for pytest. Maps the name of a file to its content."""
 
     files: Mapping[str, str]
 
@@ -223,7 +224,7 @@ def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> No
 
 
 def _is_call(row: Mapping[str, Any]) -> bool:
-    """Return whether a test calls a function, by its type, or without a type by its `fn_name`."""
+    """Return whether a test calls a function. Its type determines this; without a type, its `fn_name` does."""
     kind = row.get("testtype") or row.get("type")
     if kind is None:
         return bool(row.get("fn_name"))

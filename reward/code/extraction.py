@@ -74,9 +74,9 @@ def _acts(code: str) -> bool:
 
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the content of each fenced block, without the fence's indentation. A block that is not
-    closed ends with the text. As in CommonMark 0.31, section 4.5, a fence is closed by one at least as long that is
-    indented by at most three columns more. Blocks of Markdown are searched; a block in Python ends where another
-    opens."""
+    closed ends with the text. The closing fence is at least as long as the opening one, and is indented by at most
+    three columns more (CommonMark 0.31, section 4.5). Blocks of Markdown are searched for blocks inside them. A block
+    in Python ends where another block opens."""
     fence, indent, word = "", 0, ""
     lines: list[str] = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):

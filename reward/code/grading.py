@@ -35,7 +35,8 @@ State = Literal[
     "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
 """`wrong`: another output, or a failed assertion; `error`: an exception, or a status other than 0; `exited`: the
-program ended before its test did; `not run`: an earlier test failed or used up the time; others as `Outcome.ended`."""
+program ended before its test did; `not run`: an earlier test failed or used up the time. The other values have the same
+meaning as in `Outcome.ended`."""
 
 MAX_SHOWN = 20
 MAX_DETAIL = 200
@@ -91,8 +92,8 @@ STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
 def grade(
     program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
 ) -> list[CaseResult]:
-    """Return the outcome of each test. Checks and calls test the first program that loads if there are `others`. Raises
-    SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
+    """Return the outcome of each test. If there are `others`, checks and calls test the first program that loads.
+    Raises SandboxFailed, InvalidInput for a program that no sandbox accepts, RuntimeError if the sandbox cannot run the
     tests."""
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)

@@ -194,7 +194,7 @@ def _function(name: str, names: dict[str, Any]) -> Any:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """Return a mapping with whole numbers as keys, which JSON turns into texts."""
+    """Return a mapping with its keys as whole numbers again, because JSON turns them into texts."""
     if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
         return {int(key): each for key, each in value.items()}
     return value
@@ -261,7 +261,7 @@ def _run_pytest(request: dict[str, Any], report: Report) -> None:
     failures: list[tuple[str, str]] = []
 
     class Plugin:
-        """Applies the time limit to each test and reports it."""
+        """Plugin for pytest that applies the time limit to each test, and reports the test's result."""
 
         def pytest_collection_finish(self, session: Any) -> None:
             report.line("loaded", len(session.items))

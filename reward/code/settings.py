@@ -44,25 +44,25 @@ class CodeSettings(Section):
     file: FileName = "main.py"
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
-    """Part of a completion that is the program: its last fenced block; without one all of it (`auto`) or nothing
-    (`block`); all of it (`none`)."""
+    """Part of a completion that is the program. `auto`: its last fenced block, or all of it if there is no block;
+    `block`: its last fenced block, or nothing if there is no block; `none`: all of it."""
     compare: Compare = "lines"
-    """Comparison of outputs. `lines`: without white space at their ends; `tokens`: only the words; `decimals`: lines
-    that are equal or have equal numbers, the default for tests with a `testtype`; `exact`: every byte."""
+    """Comparison of outputs. `lines`: without white space at the ends of lines; `tokens`: only the words; `decimals`:
+    lines are equal or have equal numbers (the default for tests with a `testtype`); `exact`: every byte."""
     tolerance: NonNegativeFloat = 0.0
     """Largest difference of equal numbers, absolute or relative, for `lines`, `tokens` and values of calls."""
     time_s: PositiveFloat = 3.0
     """Seconds that one test may take."""
     total_time_s: PositiveFloat = 6.0
-    """Seconds that all tests of one completion may take; tests that have not run by then have not passed."""
+    """Seconds that all tests of one completion may take. A test that has not run by then counts as not passed."""
     parallel: PositiveInt = 2
-    """Programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
+    """Number of programs that one call runs at the same time. A worker runs this many for each of its `--processes`."""
     memory_mb: PositiveInt = 512
-    """Memory of a program in MiB, see the sandbox's limit of that name."""
+    """Largest memory of a program in MiB; see the sandbox's limit of that name."""
     processes: PositiveInt = 1
-    """Concurrent processes of a program; `landlock` allows 1."""
+    """Number of processes that a program may have at the same time; `landlock` allows only 1."""
     disk_mb: PositiveInt = 64
-    """Size of a program's files in MiB."""
+    """Largest size of a program's files together, in MiB."""
     output_bytes: PositiveInt = 1 << 20
     """Largest output of a program, in bytes."""
 

@@ -80,7 +80,7 @@ Count = Callable[[str, float], None]
 """Adds a value to one of the function's sums: `requests`, `failed`, `prompt_tokens`, …"""
 
 _rates: dict[tuple[str, str], RequestRate] = {}
-"""Request rates by URL and model. All calls of the process share them."""
+"""Maps a URL and a model to the rate of requests to them. All calls of the process share these rates."""
 
 
 class EndpointUnavailable(ConnectionError):
@@ -140,7 +140,7 @@ class Endpoint:
         return await self._attempts("POST", route, sent)
 
     async def get(self, route: str) -> dict[str, Any]:
-        """Return the JSON object of a route. Raises as `post`."""
+        """Return the JSON object of a route. Raises EndpointUnavailable, RequestRefused, BadAnswer."""
         return await self._attempts("GET", route, None)
 
     async def _attempts(self, method: str, route: str, sent: bytes | None) -> dict[str, Any]:

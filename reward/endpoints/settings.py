@@ -36,14 +36,16 @@ class EndpointSettings(Section):
     api_key_file: str | None = None
     """File of the reward workers' hosts that holds the key; absolute, and its name ends in api_key."""
     max_concurrency: PositiveInt = 32
-    """Concurrent requests of the whole reward pool, divided among its processes; each has at least one."""
+    """Number of concurrent requests of the whole reward pool, divided among its processes; each process has at least
+    one."""
     max_requests_per_minute: PositiveFloat | None = None
-    """Requests per minute of the whole reward pool, divided among its processes; null for no limit."""
-    attempts: PositiveInt = 4
-    """Attempts at a request before the service counts as unavailable."""
-    first_backoff_s: NonNegativeFloat = 0.5
-    """Seconds of pause after the first failed attempt, then doubled up to 30. A longer `Retry-After` takes precedence.
+    """Largest number of requests per minute of the whole reward pool, divided among its processes; null for no limit.
     """
+    attempts: PositiveInt = 4
+    """Number of attempts at a request before the service counts as unavailable."""
+    first_backoff_s: NonNegativeFloat = 0.5
+    """Pause in seconds after the first failed attempt. It doubles after each further failure, up to 30 seconds. A
+    longer `Retry-After` takes precedence."""
     request_timeout_s: PositiveFloat = 60.0
     """Time limit of one attempt, in seconds."""
     cache: bool = True

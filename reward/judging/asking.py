@@ -56,11 +56,11 @@ class Panel:
             "additionalProperties": False,
         }
         self._running: dict[str, asyncio.Future[str]] = {}
-        """Unanswered requests by the digest of their question."""
+        """Maps the digest of a question to its unanswered request."""
         self._refusal = ""
 
     async def votes(self, questions: Sequence[Messages], parse: Parse, deadline_s: float) -> list[list[Verdict]]:
-        """Return the verdicts of each question that have arrived by the end or by the deadline.
+        """Return, for each question, the verdicts that arrived before the deadline.
 
         Raises EndpointUnavailable if the service gave no answer in time (unless `when_unavailable` is none), and
         RequestRefused if it refused every question.

@@ -96,18 +96,18 @@ class JudgeSettings(Section):
     system: str | None = None
     """System message in place of the built-in one, with `{rubric}` and the scale. It must ask for the JSON object."""
     votes: PositiveInt = 1
-    """Answers to each question, each with its own seed."""
+    """Number of answers to each question, each with a different seed."""
     min_votes: PositiveInt | None = None
-    """Fewest answers with a verdict. Default: more than half of the votes."""
+    """Smallest number of answers with a verdict that gives a result. Default: more than half of the votes."""
     temperature: float | Literal["auto"] | None = "auto"
     """Sampling temperature. `auto` is 0 for one vote and 0.7 for several votes; null leaves it to the service."""
     max_tokens: PositiveInt = 1024
-    """Most tokens of an answer."""
+    """Largest number of tokens in an answer."""
     structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
-    """How the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`). `auto` takes
-    `json_schema`, or `none` after the service has refused it."""
+    """Way in which the JSON object is enforced: by `response_format` of that type, or only by the prompt (`none`).
+    `auto` takes `json_schema`, or `none` after the service has refused it."""
     answer_attempts: PositiveInt = 2
-    """Attempts for one vote while the answers have no verdict."""
+    """Number of attempts at one vote, if the answers have no verdict."""
     when_unavailable: Literal["wait", "none", "fail"] = "wait"
     """If the service gives no answer: `wait` to score the group later, `none` to give these completions None, `fail` to
     fail the attempt."""
@@ -120,7 +120,7 @@ class JudgeSettings(Section):
 
     @property
     def needed_votes(self) -> int:
-        """Return the fewest verdicts that make a result."""
+        """Return the smallest number of verdicts that gives a result."""
         return self.min_votes or self.votes // 2 + 1
 
     @property
@@ -154,7 +154,7 @@ class ScoreSettings(JudgeSettings):
     max_score: float = 10.0
     """Best score, for which the reward is 1."""
     vote: Vote = "mean"
-    """How votes are combined."""
+    """Method by which votes are combined."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ScoreSettings:
@@ -175,8 +175,8 @@ class PairSettings(JudgeSettings):
     template: str = PAIR_TEMPLATE
     """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """How the comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley and
-    Terry."""
+    """Way in which comparisons become scores: the share of wins, or the mean chance of a win by the model of Bradley
+    and Terry."""
     max_pairs: PositiveInt | None = None
     """Number of a group's pairs that are compared, spread evenly over the completions. Default: all pairs."""
     reference_column: str | None = None

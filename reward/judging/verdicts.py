@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MAX_TEXT = 1 << 16
-"""Characters at the end of an answer that are searched for a verdict."""
+"""Number of characters at the end of an answer that are searched for a verdict."""
 PREFERENCES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Maps a judge's preference to the score of the completion that was shown first."""
 
@@ -93,7 +93,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 PRIOR = 0.25
-"""Wins that each completion of a compared pair gets in advance, so that one that always won has a finite strength."""
+"""Number of wins that each completion of a compared pair gets in advance, so that a completion that always won has a
+finite strength."""
 MAX_ROUNDS = 500
 TOLERANCE = 1e-9
 

@@ -22,7 +22,7 @@ KINDS = ("reward_model", "process_reward_model")
 
 
 class RewardModels:
-    """The models by the index of their function."""
+    """The models of a run. Each has the index of its function."""
 
     def __init__(self, functions: Sequence[RewardFunctionSection]) -> None:
         """`functions` are the run's. Raises InvalidInput for wrong settings of a model."""
@@ -79,7 +79,7 @@ class ModelProcess:
     """One child process with one model."""
 
     def __init__(self, function: str, settings: ModelSettings, memory_mb: int) -> None:
-        """`start` loads the model. memory_mb: address space that it may add on a CPU."""
+        """`start` loads the model. memory_mb: address space in MiB that the process may add on a CPU."""
         load = {"function": function, "model": settings.shared(), "memory_bytes": memory_mb << 20}
         self.shared = SharedProcess("paceline.reward.models.serving", load, None)
         self._starting = asyncio.Lock()

@@ -37,7 +37,8 @@ from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
-    """Load the model, or open the server that holds it. Raises as `load_scorer`, Unreadable for an unreachable server."""
+    """Load the model, or open the server that holds it. Raises InvalidInput for another kind of model or damaged files,
+    Unreadable for missing files or devices, or for an unreachable server."""
     return load_scorer(settings) if settings.endpoint is None else PooledScorer(settings)
 
 

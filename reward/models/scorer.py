@@ -209,7 +209,8 @@ def steps_of(text: str, separator: str) -> list[str]:
 
 
 def passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the indices of the texts in passes, longest first, so that texts of similar length share one.
+    """Divide the texts into passes, and return the indices of each pass. The longest texts come first, so that texts of
+    similar length share a pass.
 
     A pass has at most `max_tokens` tokens including padding (texts times the longest), or one text.
     """

@@ -27,7 +27,7 @@ from paceline.user_code.frames import encode, receive
 log = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-"""Most groups that are scored in common passes."""
+"""Largest number of groups that are scored in common passes."""
 
 
 def main() -> None:
@@ -78,7 +78,8 @@ class ModelServer:
     """Holds the loaded model and its successor."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. Raises as `open_scorer`."""
+        """Load the model. Raises InvalidInput for another kind of model or damaged files, Unreadable for missing files
+        or devices, or for an unreachable server."""
         from paceline.reward.models.pooled import open_scorer
         from paceline.reward.models.scorer import device_of
         from paceline.reward.models.settings import model_settings

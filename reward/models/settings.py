@@ -25,7 +25,7 @@ class ModelSettings(Section):
     """vLLM's server that holds the model, for a model that is larger than a GPU. Its `base_url` ends before `/pooling`.
     """
     scale: float = 1.0
-    """Factor of the score, after `offset` was subtracted from it."""
+    """Factor by which the score is multiplied, after `offset` was subtracted from it."""
     offset: float = 0.0
     """Number that is subtracted from the score."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -35,7 +35,7 @@ class ModelSettings(Section):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. `auto` is bfloat16 on GPUs, else float32."""
     max_batch_tokens: PositiveInt = 16384
-    """Most tokens of a forward pass, including padding. A longer text has its own pass."""
+    """Largest number of tokens in a forward pass, including padding. A longer text has its own pass."""
     refresh_s: NonNegativeFloat = 0.0
     """Seconds between two checks for other weights at `path`, which then replace the loaded ones; 0 for no checks."""
 
@@ -74,7 +74,7 @@ def model_settings(function: str, kwargs: object) -> ModelSettings:
 
 
 MAX_LABEL = 40
-"""Most characters of a function's label in the names of additional columns."""
+"""Largest number of characters of a function's label in the names of additional columns."""
 
 
 def rewards_of(reply: dict[str, Any], settings: ModelSettings, num_completions: int) -> list[float | None]:

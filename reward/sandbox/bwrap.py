@@ -1,4 +1,5 @@
-"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces, with the same filter and rlimits inside.
+"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces. Inside them the filter of system calls
+and the rlimits are those of `landlock`.
 
 It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk,
 and the end of the pid namespace ends all processes of the program.
@@ -21,7 +22,7 @@ from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
-"""Processes besides the program's: bwrap, and the first one of the pid namespace."""
+"""Number of processes besides the program's: bwrap, and the first process of the pid namespace."""
 NEEDED = ("--disable-userns", "--size")
 """Options of bwrap 0.8, the oldest accepted version."""
 
@@ -93,7 +94,8 @@ class BwrapSandbox:
 
 
 class InnerFolder:
-    """The tmpfs of a program. The kernel bounds its bytes but not its entries, so it is measured too."""
+    """The tmpfs of a program. The kernel bounds the bytes of the tmpfs but not its entries, so the tmpfs is measured
+    too."""
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
         """Return the bytes in the tmpfs, read through a process that has it mounted. An entry counts as at least

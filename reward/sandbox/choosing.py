@@ -194,7 +194,7 @@ MEANS = {
         "memory limit": "address space (RLIMIT_AS)",
     },
 }
-"""Mechanism for each goal, by backend."""
+"""Maps a backend to its mechanism for each goal."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,10 @@ class Report:
     holding: tuple[str, ...]
     """Backends that passed the probe, in the order of `auto`."""
     reasons: dict[str, str]
-    """Reasons of the backends that do not hold, by backend."""
+    """Maps a backend that failed the probe to the reason."""
     means: dict[str, str]
-    """Mechanisms of the first backend that holds, by goal: files, network, processes, memory limit, kernel."""
+    """Maps a goal (files, network, processes, memory limit, kernel) to its mechanism in the first backend that passed
+    the probe."""
 
 
 def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:

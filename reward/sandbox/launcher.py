@@ -26,13 +26,13 @@ SIGKILL = 9
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, IOCTL_DEV = 1 << 6, 1 << 9, 1 << 11, 1 << 15
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Bits of the rights on files, by the Landlock ABI that introduced them."""
+"""Maps a version of Landlock's ABI to the bits of the rights on files that it has."""
 NETWORK_RIGHTS, SCOPES = 0b11, 0b11  # bind and connect by TCP (ABI 4); abstract sockets and signals (ABI 6)
 SETUP_FAILED = 125
 
 _functions: dict = {}  # type: ignore[type-arg]
 _kinds: dict = {}  # type: ignore[type-arg]
-"""C functions by name and C types by code, filled when they are needed."""
+"""Maps names to C functions, and codes to C types. Each entry is added when it is first needed."""
 
 
 def main() -> None:

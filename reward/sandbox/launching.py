@@ -19,8 +19,9 @@ from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024
-"""Tasks that the kernel allows beyond the user's present ones. The supervisor ends a program far below; this only
-bounds what it can start between two measurements, and is enough for concurrent programs."""
+"""Number of tasks that the kernel allows beyond the user's present ones. The supervisor ends a program that has far
+fewer; this number only bounds the tasks that a program can start between two measurements. It is enough for concurrent
+programs."""
 
 
 def launch_command(

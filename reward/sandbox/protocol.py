@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 from paceline.errors import InvalidInput, Unavailable
 
 Ending = Literal["exited", "signal", "time", "output", "disk", "processes", "memory"]
-"""How a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
+"""Way in which a program ended: by itself, by a signal, or because it exceeded the limit of that name."""
 
 PYTHON = "python"
-"""As argv[0], the name of the interpreter of the caller's environment, or of the remote sandbox."""
+"""If argv[0] is this name, the program runs with the interpreter of the caller's environment, or of the remote sandbox.
+"""
 
 MAX_INPUT_BYTES = 16 << 20
 
@@ -36,13 +37,14 @@ class Limits:
     memory_mb: int = 512
     """Address space of each process, in MiB; for several processes also their total resident memory."""
     processes: int = 1
-    """Concurrent processes. 1: the program cannot start another one. Backend `landlock` allows only 1."""
+    """Number of concurrent processes. With 1, the program cannot start another one. Backend `landlock` allows only 1.
+    """
     threads: int = 64
-    """Concurrent threads of all processes."""
+    """Number of concurrent threads of all processes together."""
     output_bytes: int = 1 << 20
-    """Bytes of standard output and of standard error, each. A program that writes more is ended."""
+    """Largest number of bytes of standard output, and of standard error. A program that writes more is ended."""
     disk_mb: int = 64
-    """MiB of files in the program's folder, and of a single file."""
+    """Largest size in MiB of all files in the program's folder together, and of a single file."""
 
     def __post_init__(self) -> None:
         """Raise InvalidInput for a limit that is not positive."""
@@ -73,7 +75,7 @@ class Outcome:
     stderr: bytes
     """Bytes written to standard error, up to `Limits.output_bytes`."""
     duration_s: float
-    """Seconds from start to end, including those of the sandbox."""
+    """Seconds from start to end, including the seconds of the sandbox itself."""
 
     @property
     def succeeded(self) -> bool:

@@ -16,7 +16,7 @@ import struct
 from paceline.errors import InvalidInput
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables, and AUDIT_ARCH, by `platform.machine()`."""
+"""Maps a value of `platform.machine()` to its column in the tables and its AUDIT_ARCH."""
 
 OWN_PID = 0x7FEEDFEE
 """Placeholder of the program's process id; the launcher, which becomes the program, inserts its own."""
@@ -105,7 +105,7 @@ def _any_of(argument: int, values: tuple[int, ...], answer: bytes) -> list[bytes
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Return `block`, which must always return, after a test of the call's number."""
+    """Return a test of the call's number, then `block` for a call with this number. `block` must end with a return."""
     return [_op(EQUAL, number, 0, len(block)), *block]
 
 

@@ -25,7 +25,7 @@ from paceline.reward.sandbox.launching import (
 from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
-"""Seconds between two measurements; more if a measurement takes over a tenth of that."""
+"""Seconds between two measurements. If a measurement takes more than a tenth of this, the pause is longer."""
 FULL_SHARE = 0.25
 """Part of the disk limit above which measurements are ten times as frequent."""
 START_S = 30.0
@@ -33,7 +33,7 @@ START_S = 30.0
 END_S = 5.0
 """Seconds for all processes to end after the kill."""
 STARVED_SHARE = 0.1
-"""Share of the time limit. A runnable program with less processor time than that counts as starved."""
+"""Share of the time limit. A runnable program that got less processor time than this share counts as starved."""
 
 
 class Files(Protocol):
@@ -171,7 +171,8 @@ class Pipes:
 
     def __init__(self, ends: tuple[int, int, int], data: bytes, output_bytes: int, skip_bytes: int, pid: int) -> None:
         """Take the ends of standard input, output and error. data: the program's input. output_bytes: bound of each
-        output; skip_bytes: bytes of the sandbox at the beginning of standard error. pid: its end ends waits."""
+        output; skip_bytes: number of bytes at the beginning of standard error that are the sandbox's. pid: process
+        whose end also ends the waits."""
         stdin, stdout, stderr = ends
         self._rest = memoryview(data)
         self._output_bytes, self._skip_bytes = output_bytes, skip_bytes

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from paceline.reward.sandbox.launching import unlinked_bytes
 
 MAX_DEPTH = 48
-"""Levels of nested folders that are measured; deeper ones count as exceeding the limit."""
+"""Number of levels of nested folders that are measured. A deeper folder counts as exceeding the limit."""
 ENTRY_BYTES = 4096
-"""Least size that an entry counts as, so that empty files are bounded too."""
+"""An entry counts as at least this many bytes, so that the number of empty files is bounded too."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -52,7 +52,8 @@ class RunningSequence:
     birth: int = 0
     """Decode step at which the sequence would have had 0 tokens: its `total` is the batch's step minus this."""
     computed_at: int = 0
-    """Number of changes of weights in the batch when its oldest keys and values were computed."""
+    """Number of weight changes that the batch had made when the oldest keys and values of this sequence were computed.
+    """
     scanner: StopScanner | None = None
     """Search for the request's stop strings."""
 
@@ -145,11 +146,11 @@ class DecodeBatch:
         return self._take(self._ended(), None)
 
     def remove(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
-        """Remove unfinished `sequences`, and return them with their tokens until now."""
+        """Remove unfinished `sequences` from the batch, and return them with the tokens sampled so far."""
         return self._take([self.sequences.index(sequence) for sequence in sequences], "abort")
 
     def watched(self) -> list[Ended]:
-        """Return each sequence that has a progress callback, with its completion until now; all stay in the batch."""
+        """Return each sequence that has a progress callback, with its tokens sampled so far; all stay in the batch."""
         watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
@@ -168,7 +169,7 @@ class DecodeBatch:
                 self._recompute(first, end)
 
     def _prefill(self, shared: list[list[RunningSequence]]) -> None:
-        """Add sequences whose tokens have to be computed; those in one list of `shared` have the same tokens."""
+        """Add sequences whose tokens must be computed. The sequences in one list of `shared` have the same tokens."""
         sequences = [sequence for group in shared for sequence in group]
         first, end, longest = self._place(sequences)
         sizes = [len(group) for group in shared]
@@ -277,8 +278,8 @@ class DecodeBatch:
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
     def _take(self, leaving: list[int], reason: str | None) -> list[Ended]:
-        """Remove sequences by index and return their completions, which end with `reason`. Without it they end with
-        `stop` or `length`, by last token and stop strings."""
+        """Remove sequences by index, and return their completions with the finish reason `reason`. Without `reason`, a
+        completion gets `stop` or `length`, depending on its last token and on the stop strings."""
         if not leaving:
             return []
         ended = self._read(leaving, reason)
@@ -289,7 +290,7 @@ class DecodeBatch:
         return ended
 
     def _read(self, indexes: list[int], reason: str | None) -> list[Ended]:
-        """Return the present completions of sequences by index; `reason` as for `_take`."""
+        """Return the completions of sequences by index, as they are now. `reason` means the same as in `_take`."""
         index_R = torch.tensor(indexes, device=self.model.device)
         sequences = [self.sequences[index] for index in indexes]
         totals = [self._step - sequence.birth for sequence in sequences]
@@ -393,8 +394,9 @@ class PromptState:
 
 
 class PromptCache:
-    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes
-    of the token ids, within `max_bytes`; 0 keeps none."""
+    """Cache for the results of lately computed prompts: keys, values and logits of the next token, all under the
+    current weights. The key of an entry is the bytes of the prompt's token ids. All entries together have at most
+    `max_bytes` bytes; 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

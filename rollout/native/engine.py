@@ -307,7 +307,8 @@ def _unstarted(sequence: RunningSequence) -> Ended:
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Set results (or exceptions) from another thread, with one wake-up for each loop however many end together."""
+    """Set results (or exceptions) of futures from another thread. Each loop is woken once, however many of its futures
+    get a result."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = defaultdict(list)
     for future, value in answers:
         by_loop[future.get_loop()].append((future, value))

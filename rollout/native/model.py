@@ -35,7 +35,7 @@ from paceline.weights.model_layout import (
 
 FIELD = "policy.model_name"
 ONEDNN_ROWS = 32
-"""Fewest rows of a product for which oneDNN is faster."""
+"""oneDNN is faster for a product with at least this many rows."""
 SCORED_LOGITS = 1 << 26
 """Number of float32 logits that scoring holds at a time."""
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
@@ -188,8 +188,8 @@ class NativeModel:
 
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
-    """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, unless
-    the run trains an adapter, whose base is loaded here. Raises InvalidInput: files that cannot be loaded, or an
+    """Return the model that `policy.model_name` describes. Without `load_weights` its memory is not initialised, unless
+    the run trains an adapter: the base is then loaded here. Raises InvalidInput for files that cannot be loaded, or an
     architecture that is not supported."""
     try:
         return _load(policy, device, load_weights)

@@ -98,7 +98,8 @@ def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -
 
 
 def _set_environment(guard: ProcessGuard, device: str) -> None:
-    """Set the environment that vLLM's processes inherit; the user's variables win, except over the guard's."""
+    """Set the environment that vLLM's processes inherit. A variable that the user has set keeps its value, unless the
+    guard sets it too."""
     os.environ.update(guard.environment)
     os.environ["VLLM_RPC_BASE_PATH"] = guard.directory
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

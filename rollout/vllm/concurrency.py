@@ -18,9 +18,9 @@ GROW_BELOW = 0.80
 TRIM_ABOVE = 0.95
 """KV-cache use (fraction of blocks) above which the limit is trimmed."""
 GROW_EVERY = 32
-"""Steps between two growths, because new sequences need time to fill their blocks."""
+"""Number of steps between two growths, because new sequences need time to fill their blocks."""
 REST_AFTER_CUT = 512
-"""Steps without growth after a cut."""
+"""Number of steps without growth after a cut."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class ConcurrencyLimit:
     """State machine whose `limit`, from 1 to `most`, is the number of sequences to have, running and waiting."""
 
     def __init__(self, *, sure: int, most: int) -> None:
-        """Start at `sure` sequences, which fit however long they get; the engine runs at most `most` at a time."""
+        """Start at `sure` sequences, which fit whatever their length is. The engine runs at most `most` sequences at a
+        time."""
         self._most = most
         self.limit = max(1, min(sure, most))
         self._rest = GROW_EVERY

@@ -188,8 +188,9 @@ class VllmEngine:
         return sum(report.prefix_hits for report in self._reports)
 
     async def weight_parts(self) -> tuple[list[int], list[int]]:
-        """Return the bytes of the last version that each worker has verified, and those that each worker loads; with
-        data parallelism, of one replica."""
+        """Return two lists with a number of bytes for each worker: the bytes of the last version that the worker has
+        verified, and the bytes that the worker loads of a version. With data parallelism the workers are those of one
+        replica."""
         loaded = await self._thread.result(self._thread.submit(self._updates.loaded_bytes()))
         return self._updates.verified_bytes, loaded
 

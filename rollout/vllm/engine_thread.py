@@ -43,7 +43,8 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run `work` on the engine's loop. Raises like `refuse_if_ended`, also if the loop has just ended."""
+        """Run `work` on the engine's loop. Raises EngineDied if the engine has died, and Unavailable if it was closed,
+        even if the loop has only just ended."""
         with self._gate:
             if not self._over:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -34,7 +34,7 @@ RUNNING_S = 5.0
 """Longest time in seconds between two checks of the processes' shared memory, before and after the owner has reported
 their start; the guard also checks whenever a new file appears."""
 LOOK_S = 0.02
-"""Shortest time in seconds between two checks, however many files other programs put into shared memory."""
+"""Shortest time in seconds between two checks, even if other programs put many files into shared memory."""
 IN_CREATE = 0x100
 """inotify(7): a file was created in the folder."""
 KILL_S = 10.0

@@ -42,7 +42,7 @@ length and text."""
 ERROR_BYTES = 204
 FAILED = b"\xff" * 32
 KINDS: tuple[type[PacelineError], ...] = (Unavailable, WireError, InvalidInput)
-"""Error types that the engine raises, by the number of their kind."""
+"""Error types that the engine raises. The index of a type is the number of its kind."""
 POLL_S = 0.002
 
 
@@ -57,7 +57,7 @@ class ReadOrder:
     generation: int
     manifest: bytes
     digests: bool
-    """True if checksums are to be compared, False if they were already."""
+    """True to compare checksums; False if they were compared earlier."""
     receipts: str
     """Path of the page with the receipts."""
     num_readers: int
@@ -70,7 +70,7 @@ def receipt_of(content_hash: str, order: int, reader: int) -> bytes:
 
 
 class Receipts:
-    """Page with the receipts of `num_readers` workers, made by the engine for its life."""
+    """Page with the receipts of `num_readers` workers. The engine makes one page, for as long as it lives."""
 
     def __init__(self, num_readers: int) -> None:
         self.num_readers = num_readers

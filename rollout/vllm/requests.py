@@ -17,8 +17,8 @@ from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_com
 from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 of vLLM, which raises lower ones to it with only a log line. Below it the engine takes the
-likeliest token, which is then certain."""
+"""Lowest temperature above 0 that vLLM uses. It raises a lower one to this value, and only logs that. So below this
+value the engine takes the likeliest token, which is then certain."""
 LabelSpan = tuple[str, int, int]
 """Span of sampled tokens: label of its version, first token and end, counted from the first token that vLLM sampled."""
 
@@ -61,8 +61,8 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
 
 
 def scoring_params() -> Any:
-    """Return vLLM's parameters of a request for the log-probabilities of its prompt. They are those of the model's own
-    distribution: temperature and the like change sampled tokens alone."""
+    """Return vLLM's parameters of a request for the log-probabilities of its prompt. The log-probabilities are those of
+    the model's own distribution, because parameters such as the temperature change only sampled tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -97,7 +97,7 @@ def scored(token_ids: Sequence[int], entries: Sequence[Any], version: Version) -
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:
-    """Return the completion until now of a running request."""
+    """Return the tokens of a running request sampled so far, as a completion."""
     return _joined(request, output, spans, "abort")
 
 

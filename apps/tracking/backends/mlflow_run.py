@@ -114,7 +114,7 @@ class MlflowRun(Tracker):
 
 
 def flat(tree: Any, name: str = "") -> dict[str, str]:
-    """Return the values of a tree by their dotted names."""
+    """Return a mapping from dotted name to value for the values of a tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None or not tree:
         return {name: str(tree)}

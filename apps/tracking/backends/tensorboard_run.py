@@ -68,8 +68,8 @@ def recorded_position(folder: Path) -> int:
 
 
 def events(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return step and values by tag of each event in a folder's files, texts as texts, up to the end of a truncated
-    file."""
+    """Return, for each event in a folder's files, its step and a mapping from tag to value; texts stay texts. A
+    truncated file is read up to its end."""
     loader = library("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
     return [
         (int(event.step), {value.tag: _value(value) for value in event.summary.value})

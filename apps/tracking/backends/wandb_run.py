@@ -84,7 +84,8 @@ class WandbRun(Tracker):
         self._run.log(values, step=step.sequence)
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
-        """Send an alert, which W&B delivers by mail or Slack, and a line of the history, which shows that it was sent."""
+        """Send an alert, which W&B delivers by mail or Slack. Also send a line of the history, to show that the alert
+        was sent."""
         self._run.alert(title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN)
         self._run.log({AXIS: step.number, WARNED: 1}, step=step.sequence)
 

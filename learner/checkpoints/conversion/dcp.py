@@ -107,12 +107,12 @@ class _BlockPlanner(DefaultSavePlanner):
 
 
 class DcpCheckpoint:
-    """The weights below one key of the saved state dict, by their names below that key."""
+    """The weights below one key of the saved state dict. Each weight has the name that it has below this key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """Without `key` the weights are those of the entry `model`, or of the whole state dict if it has no such entry.
-        Raises InvalidInput for a folder that is no such checkpoint or has no weights under the key, Unavailable if
-        it cannot be read now."""
+        """Without `key`, the weights are those of the entry `model`, or of the whole state dict if there is no entry
+        `model`. Raises InvalidInput for a folder that is no checkpoint of torch.distributed.checkpoint or has no
+        weights under the key, Unavailable if the folder cannot be read now."""
         self._folder = folder
         try:
             self._metadata = decode_metadata(folder.read(METADATA), folder.files())
@@ -124,7 +124,7 @@ class DcpCheckpoint:
         self._tensors = {n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         paths = {stored: tuple(map(str, keys.get(stored, (stored,)))) for stored in self._tensors}
         self._names = _weights_under(key, paths, folder)
-        """Name of each weight in the model, by its name in the checkpoint."""
+        """Maps the name of each weight in the checkpoint to its name in the model."""
 
     def headers(self) -> list[TensorHeader]:
         return [
@@ -183,8 +183,8 @@ class _ChunkPlanner(LoadPlanner):
 
 
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
-    """Return the name of each weight in the model, by its name in the checkpoint. `paths` has each tensor's keys in the
-    state dict."""
+    """Return a mapping from the name of each weight in the checkpoint to its name in the model. `paths` has each
+    tensor's keys in the state dict."""
     entry = KEY if key is None else key
     below = {stored: path[1:] for stored, path in paths.items() if path[0] == entry and path[1:]}
     names = {stored: unwrapped(".".join(path)) for stored, path in below.items()}

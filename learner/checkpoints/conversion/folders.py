@@ -74,7 +74,8 @@ def to_folder(
     adapter: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model folder again, with other weights. Raises as `to_dcp`."""
+    """Write a model folder again, with other weights. Raises Conflict, InvalidInput and Unreadable in the same cases as
+    `to_dcp`."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -200,7 +201,8 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the tokenizer then differs."""
+    """Copy all files but weights; set the new type in the config. Raises InvalidInput if the copied tokenizer differs
+    from the source's."""
     copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG

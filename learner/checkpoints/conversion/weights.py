@@ -25,7 +25,7 @@ from paceline.models.weight_files import WeightFiles, torch_dtype
 from paceline.weights.format.lora_names import pairs
 
 BLOCK_BYTES = 32 << 20
-"""Most bytes of a block, unless a single row is larger."""
+"""Largest size of a block in bytes. Only a block of a single row may be larger."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGED_AS: Mapping[str, Sequence[Any]] = {
     "peft_type": ("LORA",),
@@ -100,7 +100,7 @@ class ModelWeights:
 
 
 def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return (A [R, I], B [O, R], scaling) by the name of the weight that they change."""
+    """Return a mapping from the name of each weight that the adapter changes to (A [R, I], B [O, R], scaling)."""
     path = folder / ADAPTER_CONFIG
     try:
         config = json.loads(read_regular(path))
