@@ -73,7 +73,8 @@ class Completion:
     """One sampled continuation of a prompt; with an environment, one transcript."""
 
     token_ids: IntArray
-    """[T] sampled tokens, with the stop token; in a transcript also those that the environment added (`sampled_T`)."""
+    """[T] sampled tokens, with the stop token. A transcript also has the tokens that the environment added, for which
+    sampled_T is False."""
     logprobs: FloatArray
     """[T] behaviour log-probability of each token under the distribution that it was sampled from, in nats."""
     spans: tuple[VersionSpan, ...]

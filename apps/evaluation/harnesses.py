@@ -182,7 +182,7 @@ FOLDER = Path(".venv-harnesses/bin")
 STDERR = 2
 """File descriptor to which all of a harness' output goes."""
 END_S = 10.0
-"""Longest wait in seconds for a harness to end after its signal."""
+"""Longest wait in seconds for an interrupted harness to end; then it is killed."""
 
 
 HARNESSES = {

@@ -297,8 +297,8 @@ class _Reader:
         maps = [each for each in self._calls if _name(each.func) in ("map", "filter", "rename_column", "select")]
         if maps:
             self._notes.append(
-                f"the script changes the rows ({', '.join(sorted({_name(each.func) for each in maps}))}); write the result with "
-                "its to_json(...) and name that file in data.train"
+                f"the script changes the rows ({', '.join(sorted({_name(each.func) for each in maps}))}); save the changed data set "
+                "with its method to_json(...), and name that file in data.train"
             )
         return found
 

@@ -70,7 +70,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update of a rank, with the counts of the whole update."""
+    """The part of one rank in an optimizer update, with the counts over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators

@@ -29,7 +29,7 @@ from paceline.tracing import set_up_tracing
 from paceline.user_code.surroundings import remove_left_over
 
 NAME = "paceline.v1.EnvironmentWorker"
-"""Name of the service in health checks; it has no calls."""
+"""Name that health checks use for this worker; no RPC method exists under it."""
 
 
 @click.command()

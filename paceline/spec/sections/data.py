@@ -202,8 +202,8 @@ class DataSection(Section):
     margin_key: str = "margin"
     """Column with the margin by which the chosen completion is better; rows without it have margin 0 (`rm`)."""
     source_key: str | None = None
-    """Column with the source of a row (algorithms that sample); rewards are also reported by source, in runs and by
-    `paceline eval`. If `train` or `validation` is a list, rows without this column get the name of their data set
+    """Column that names the source of a row, for algorithms that sample. Runs and `paceline eval` then also report the
+    rewards of each source. If `train` or `validation` is a list, rows without this column get the name of their data set
     (for a file, its stem)."""
     system_prompt: str | None = None
     """System message placed before every prompt; it turns a text prompt into a chat."""
@@ -214,8 +214,8 @@ class DataSection(Section):
     shuffle: bool = True
     """Draw a new seeded order in every epoch; false keeps the file's order."""
     streaming: bool = False
-    """Read `train`, a data set on the hub, as a stream instead of downloading it first (algorithms that sample). Rows
-    are checked as they arrive."""
+    """Read `train`, a data set on the hub, as a stream instead of downloading it first; only for algorithms that
+    sample. Rows are checked as they arrive."""
     streaming_block_rows: PositiveInt = 10_000
     """Consecutive rows of a stream that are held in memory and shuffled together; a larger block mixes better."""
     preparation: PreparationSection = PreparationSection()

@@ -122,9 +122,9 @@ class EnvironmentSection(Section):
     parallel_calls: PositiveInt = 32
     """Concurrent calls of the user's code in one process."""
     renderer: str = "auto"
-    """Conversion of turns to tokens: a family of the package `renderers`; `template` (the chat template, if the
-    difference between two renderings is provably an extension); or `auto`: the family of a model whose name is
-    known, else `template`."""
+    """How turns become tokens. A family of the package `renderers`: its code. `template`: the chat template, if the
+    rendering of more turns provably extends the rendering of fewer. `auto`: the family, if the model's name is known,
+    else `template`."""
     tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
     """Format of tool calls in the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is
     one call), `none`; auto uses the renderer's, else the chat template's."""

@@ -41,7 +41,7 @@ class Shown(NamedTuple):
 
 
 def shown_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --json, --quiet and --no-progress to a command that takes them as `shown`."""
+    """Add --json, --quiet and --no-progress to a command, and pass their values to it as its argument `shown`."""
 
     @functools.wraps(command)
     def with_shown(*args: Any, as_json: bool, quiet: bool, no_progress: bool, **options: Any) -> None:
