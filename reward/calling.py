@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.reward.builtin.inputs import MissingColumn
 from paceline.reward.trainer_view import CallView
-from paceline.user_code.loading import accepted_arguments, load_from_file, nearest
+from paceline.user_code.loading import accepted_arguments, load_from_file
 
 RewardFunction = Callable[..., Any]
 """`f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`, plain or async."""
@@ -29,32 +29,15 @@ def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> Rew
     function in it, something that cannot be called, kwargs that the function does not have. Raises Unreadable if the
     file, or one that it imports, is missing. Runs the user's module: call it only in a process that may run user code.
     """
+    from paceline.reward.builtin import builtin
+
     path, colon, name = function.rpartition(":")
-    loaded: RewardFunction = load_from_file(Path(path), name, "reward function") if colon else _builtin(function)
+    loaded: RewardFunction = load_from_file(Path(path), name, "reward function") if colon else builtin(function)
     if not colon and function in _settings():
         _settings()[function](dict(kwargs or {})).check_host()
     else:
         _check_kwargs(function, loaded, dict(kwargs or {}), takes_columns_only=not colon)
     return loaded
-
-
-def _builtin(name: str) -> RewardFunction:
-    from paceline.reward.builtin import BUILTIN_FUNCTIONS
-
-    if name in BUILTIN_FUNCTIONS:
-        return BUILTIN_FUNCTIONS[name]
-    raise InvalidInput(
-        f"reward function {name!r} is not built in{nearest(name, BUILTIN_FUNCTIONS)}; built in are "
-        f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; your own is named path/to/file.py:function"
-    )
-
-
-def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for a built-in function that does not exist or that takes no such `kwargs`; loads no user code."""
-    if ":" not in function:
-        loaded = _builtin(function)
-        if function not in _settings():
-            _check_names(function, _keyword_only(loaded), kwargs)
 
 
 def _settings() -> Mapping[str, Callable[[object], Any]]:
@@ -66,6 +49,8 @@ def _settings() -> Mapping[str, Callable[[object], Any]]:
 def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any], takes_columns_only: bool) -> None:
     """Check that the function takes `kwargs`. With `takes_columns_only` its `**` is only for columns, as in a built-in
     function, so that a misspelt setting is refused."""
+    from paceline.reward.builtin import check_names, keyword_only
+
     try:
         parameters = inspect.signature(loaded).parameters
     except (TypeError, ValueError):  # a callable written in C has no signature
@@ -73,26 +58,12 @@ def _check_kwargs(function: str, loaded: RewardFunction, kwargs: dict[str, Any],
     settings = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if takes_columns_only:
-        settings = _keyword_only(loaded)
+        settings = keyword_only(loaded)
         for name in settings:
             if parameters[name].default is inspect.Parameter.empty and name not in kwargs:
                 raise InvalidInput(f"reward function {function!r} needs {name!r} in its kwargs")
     if takes_columns_only or not catches_all:
-        _check_names(function, settings, kwargs)
-
-
-def _keyword_only(function: RewardFunction) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-
-
-def _check_names(function: str, settings: list[str], kwargs: Mapping[str, Any]) -> None:
-    for name in kwargs:
-        if name not in settings:
-            raise InvalidInput(
-                f"reward function {function!r} takes no {name!r}{nearest(name, settings)}; "
-                f"its kwargs are {', '.join(settings) or 'none'}"
-            )
+        check_names(function, settings, kwargs)
 
 
 TRAINER_ARGUMENTS = frozenset(CallView().arguments())

@@ -6,9 +6,12 @@ All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from paceline.errors import InvalidInput
 from paceline.reward.builtin import judges
 from paceline.reward.builtin.choices import bbq_bias, choice_accuracy
 from paceline.reward.builtin.code_tests import code_settings, code_tests
@@ -51,3 +54,41 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
 """Maps a function that gets `settings` to the parser of its `kwargs`. A parser raises InvalidInput, or returns settings
 with the `columns` that the function reads. The settings' `check_submitted` and `check_host` raise if a run or a worker
 cannot use them."""
+
+
+def builtin(name: str) -> Callable[..., Any]:
+    """Return a built-in function. Raises InvalidInput, with the nearest name."""
+    if name in BUILTIN_FUNCTIONS:
+        return BUILTIN_FUNCTIONS[name]
+    raise InvalidInput(
+        f"reward function {name!r} is not built in{_nearest(name, BUILTIN_FUNCTIONS)}; built in are "
+        f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; your own is named path/to/file.py:function"
+    )
+
+
+def check_builtin(function: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for a built-in function that does not exist or that takes no such `kwargs`."""
+    if ":" not in function:
+        loaded = builtin(function)
+        if function not in SETTINGS:
+            check_names(function, keyword_only(loaded), kwargs)
+
+
+def keyword_only(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def check_names(function: str, settings: list[str], kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for `kwargs` that are not among the settings of a function, with the nearest setting."""
+    for name in kwargs:
+        if name not in settings:
+            raise InvalidInput(
+                f"reward function {function!r} takes no {name!r}{_nearest(name, settings)}; "
+                f"its kwargs are {', '.join(settings) or 'none'}"
+            )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

@@ -24,7 +24,7 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
     elif file is None:
         _list("", as_json)
     else:
-        from paceline.reward.calling import check_builtin
+        from paceline.reward.builtin import check_builtin
         from paceline.spec.reading import load_spec, spec_to_yaml
 
         loaded = load_spec(file, overrides)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -64,8 +63,6 @@ class RewardFunctionSection(Section):
         for (before, _), (step, _) in itertools.pairwise(points):
             if step <= before:
                 raise ValueError(f"step {step} comes after step {before}; write the steps in rising order")
-        if any(not math.isfinite(factor) for _, factor in points):
-            raise ValueError("a factor is not finite; write numbers")
         return points
 
     @model_validator(mode="after")
@@ -74,8 +71,6 @@ class RewardFunctionSection(Section):
             raise ValueError(
                 f"weight {self.weight:g} with weight_schedule: the schedule replaces weight; remove one of them"
             )
-        if self.gate_min is not None and not math.isfinite(self.gate_min):
-            raise ValueError(f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate")
         return self
 
 

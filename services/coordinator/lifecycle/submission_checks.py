@@ -55,7 +55,7 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
 
 def _check_builtin_rewards(spec: RunSpec) -> None:
     """Raise InvalidInput for a built-in function that does not exist or does not take its kwargs."""
-    from paceline.reward.calling import check_builtin
+    from paceline.reward.builtin import check_builtin
 
     for index, reward in enumerate(spec.rewards):
         try:

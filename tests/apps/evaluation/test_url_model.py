@@ -260,7 +260,9 @@ async def test_a_prompt_that_the_assistant_begins_is_continued_by_every_server(f
         assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
         assert read_ask(ChatAsk, {key: body[key] for key in body if key != "route"}).messages[-1].content == "It is"
         for name, value in (("continue_final_message", False), ("add_generation_prompt", True)):
-            with pytest.raises(Unsupported, match=f"{name} must be {not value} with a last message of the assistant"):
+            with pytest.raises(
+                Unsupported, match=f"{name} is {value}, but must be {not value} with a last message of the assistant"
+            ):
                 read_ask(ChatAsk, {"model": "m", "messages": question, name: value})
 
 

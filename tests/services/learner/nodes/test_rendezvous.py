@@ -96,6 +96,7 @@ def test_an_address_that_cannot_be_taken_is_named(address: str) -> None:
 def test_a_first_node_that_listens_on_loopback_alone_is_refused() -> None:
     settings = NodeSettings(2, 2, 0, "192.0.2.1:29400")
     with pytest.raises(
-        InvalidInput, match=r"--host 127.0.0.1 can be reached only from this host.*or 0.0.0.0, as --host"
+        InvalidInput,
+        match=r"--host 127.0.0.1 can be reached only from this host.*give as --host the address that --rendezvous names, or 0.0.0.0",
     ):
         Rendezvous(settings, 1, "127.0.0.1", 1.0)
