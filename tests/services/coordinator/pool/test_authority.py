@@ -277,17 +277,20 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
 ) -> None:
     await started(plane)
     coordinator = plane.coordinator
+    members = []
     for member_id in ("rollout-1", "rollout-2"):
         await rollout(plane, member_id).hear("run")
         member = coordinator.members.get(member_id)
         assert member is not None
-        member.last_report_s -= 100.0
+        members.append(member)
 
     def fail(*_: Any, **__: Any) -> int:
         raise KeyError(7)
 
     with monkeypatch.context() as patch:
         patch.setattr("paceline.services.coordinator.pool.pool.leases.revoke_from_member", fail)
+        for member in members:
+            member.last_report_s -= 100.0
         await coordinator.pool.expire_silent()
         assert len(coordinator.members) == 2
     await coordinator.pool.expire_silent()
