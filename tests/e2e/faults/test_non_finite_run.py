@@ -77,7 +77,7 @@ def test_the_run_is_paused_names_the_group_and_can_be_resumed(
     (step,) = [word for word in paused.message.split() if word.isdigit()][:1]
     assert paused.step == int(step)
     assert "was stopped before the optimizer" in paused.message
-    assert "groups [" in paused.message
+    assert "Groups of the update: [" in paused.message
     assert f"paceline resume {run.run_id}" in paused.message
     # Whoever resumes gets a new session from the newest checkpoint and the same batch. Here it explodes again.
     client.resume(run.run_id)
