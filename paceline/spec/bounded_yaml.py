@@ -65,17 +65,21 @@ class StepwiseLoader(Composer, Events, SafeConstructor, Resolver):  # type: igno
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
 
-    def flatten_mapping(self, node: Any) -> None:
-        """Compare the keys of a mapping, before those of `<<` join them."""
-        lines: dict[str, int] = {}
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compare the keys of a mapping as it is written, before `<<` adds those of other mappings."""
+        node: Any = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
                 raise SpecError(
-                    f"{key.value[:80]!r} is in line {lines[key.value]} and again in line {line}; write each key once, with "
-                    "all its values"
+                    f"{key.value[:80]!r} is in line {lines[name]} and again in line {line}; write each key once, with all "
+                    "its values"
                 )
-        super().flatten_mapping(node)
+            lines[name] = line
+        return node
 
 
 class BoundedLoader(StepwiseLoader):

@@ -33,6 +33,7 @@ class Section(BaseModel):
     def _check_integers(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if isinstance(value, int) and abs(value) > MAX_INT:
-                raise ValueError(f"{name} is {value}, must be from {-MAX_INT} to {MAX_INT}")
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int) and abs(number) > MAX_INT:
+                    raise ValueError(f"{name} is {number}, but must be from {-MAX_INT} to {MAX_INT}")
         return self

@@ -362,7 +362,7 @@ class PolicySection(Section):
         total = given.get("max_total_sequence_length", cls.model_fields["max_total_sequence_length"].default)
         try:
             room = max(1, int(total) - 1)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return given
         return {**given, "generation": {**generation, "max_new_tokens": room}}
 

@@ -13,6 +13,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import (
     load_spec,
     parse_spec,
+    read_tree,
     spec_from_ledger,
     spec_from_yaml,
     spec_of_run,
@@ -77,6 +78,7 @@ def test_an_unknown_key_suggests_the_intended_one(spec_path: Path, override: str
         ("policy.optimizer.betas=[1.5,0.9]", ("policy.optimizer.betas.0", "less than 1", "got 1.5")),
         ("rewards.0.weight=.nan", ("rewards.0.weight", "must be a finite number", "got nan")),
         ("grpo.max_num_steps=99999999999999999999", ("max_num_steps is 99999999999999999999", "9223372036854775807")),
+        ("policy.generation.stop_token_ids=[99999999999999999999]", ("stop_token_ids is 99999999999999999999",)),
         ("algorithm=ppo", ("algorithm", "'grpo', 'sft', 'dpo'", "loss_fn.preset: ppo", "got 'ppo'")),
         ("loss_fn.ratio_clip_min=1.5", ("loss_fn.ratio_clip_min", "less than or equal to 1", "got 1.5")),
     ],
@@ -373,3 +375,15 @@ def test_a_key_that_is_written_twice_is_refused_with_both_lines(spec_path: Path)
 def test_the_rest_of_the_sequence_is_the_longest_completion(spec_path: Path) -> None:
     spec = load_spec(spec_path, ["policy.generation.max_new_tokens=rest", "policy.max_total_sequence_length=64"])
     assert spec.policy.generation.max_new_tokens == 63
+
+
+def test_a_key_that_is_written_twice_in_one_line_is_refused(spec_path: Path) -> None:
+    spec_path.write_text("policy: {model_name: a, model_name: b}\n")
+    with pytest.raises(SpecError, match="'model_name' is in line 1 and again in line 1"):
+        load_spec(spec_path)
+
+
+def test_a_key_that_replaces_one_of_a_merged_mapping_is_no_second_one(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("a: &a {x: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  y: 3\n")
+    assert read_tree(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 2, "y": 3}}
