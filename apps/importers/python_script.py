@@ -68,16 +68,27 @@ class Script:
 def read_command(text: str, about: str) -> Script:
     """Return the settings of the first command of TRL in `text`, such as `trl grpo --model_name_or_path …`. Raises
     SpecError if there is none; `about` names the text in it."""
+    command = _first_command(text)
+    if not command:
+        raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
+    name = Path(command[0]).stem
+    if name == "trl":
+        name = command[1]
+        if name not in SCRIPTS:
+            raise SpecError(f"{about} runs trl {name}, which has no counterpart; {', '.join(SCRIPTS)} can be imported")
+    settings, notes = _known(_options(command[1:]))
+    if "config" in settings:
+        raise SpecError(f"{about} reads --config {settings['config']}; import that file instead")
+    return Script(SCRIPTS.get(name, ""), settings, notes)
+
+
+def _first_command(text: str) -> list[str]:
+    """Return the first command of TRL or of a Python file with options, from that word on; empty if there is none."""
     for command in shell.commands(text):
         at = next((index for index, word in enumerate(command) if word == "trl" or word.endswith(".py")), None)
-        if at is None or not any(word.startswith("--") for word in command[at:]):
-            continue
-        name = command[at + 1] if command[at] == "trl" else Path(command[at]).stem
-        settings, notes = _known(_options(command[at + 1 :]))
-        if "config" in settings:
-            raise SpecError(f"{about or 'the command'} reads --config {settings['config']}; import that file instead")
-        return Script(SCRIPTS.get(name, ""), settings, notes)
-    raise SpecError(f"{about} has no command such as `trl grpo --model_name_or_path …`")
+        if at is not None and any(word.startswith("--") for word in command[at:]):
+            return command[at:]
+    return []
 
 
 def _known(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -208,21 +219,15 @@ class _Reader:
         regions = re.findall(
             r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|uv run|trl) .*(?:\\\n.*)*", docstring, re.M
         )
-        try:
-            found = next(_ for region in regions if (_ := self._first(region)) is not None)
-        except StopIteration:
+        first = next(filter(None, map(_first_command, regions)), None)
+        if first is None:
             raise SpecError(
                 f"{self._path} takes its settings from the command line, and its docstring has none: add --command "
                 "'--model_name_or_path … --dataset_name …'"
-            ) from None
-        self._notes.append("the settings are those of the first command in the docstring; --command gives others")
-        return found
-
-    def _first(self, region: str) -> dict[str, Any] | None:
-        try:
-            return read_command(region, "").settings
-        except SpecError:
-            return None
+            )
+        settings, notes = _known(_options(first))
+        self._notes += ["the settings are those of the first command in the docstring; --command gives others", *notes]
+        return settings
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         return {word.arg: self._value(word.value) for word in call.keywords if word.arg}

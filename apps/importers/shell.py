@@ -1,7 +1,8 @@
 """Reads the commands of a shell script without running it: quotes, comments, continued lines, variables and arrays.
 
-Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script sets none. What only a
-run would know, such as `$(command)` and `$1`, stays as it is written; `unresolved` finds it. `$HOME` and `$PWD` stay too.
+Assignments, `export`, `declare` and `local` set variables, and `${NAME:-default}` takes its default if the script sets
+none. An expansion that only a run would know, such as `$(command)` and `$1`, stays as it is written, and `unresolved`
+finds it. `$HOME` and `$PWD` stay too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ KEPT = ("HOME", "PWD")
 NEWLINE = "\n"
 END = NEWLINE
 """Separator of commands among the words."""
-
-
 MAX_VALUE = 1 << 16
-"""Largest number of characters in a variable's value or in a word."""
+"""Largest number of characters in a variable's value."""
+MAX_EXPANDED = 1 << 23
+"""Largest number of characters that all expansions of a script give together."""
 _KEYWORDS = ("if", "elif", "then", "else", "fi", "do", "done", "while", "until", "case", "esac", "!", "{", "}", "time")
 """Words after which a command begins."""
 _UNKNOWN = re.compile(r"\$\{#?(\w+)[^}]*\}|\$([A-Za-z_]\w*)|\$\(pwd\)|\$\(|\$[\d@*?#$!]|`")
@@ -66,6 +67,8 @@ class _Scanner:
         self._text = text.replace("\r\n", "\n")
         self._variables = variables
         self._at = 0
+        self._expanded = 0
+        """Number of characters that expansions gave so far."""
         self._branches = 0
         """Number of `if` and `case` around the present place."""
 
@@ -140,6 +143,8 @@ class _Scanner:
                 self._at += 1
             elif self._text[self._at] == "#":
                 self._skip_line()
+            elif self._text[self._at] in ";|&<>(" or self._text.startswith("\\\n", self._at):
+                self._at += 1  # a word cannot begin here
             else:
                 values += self._word()
         self._at += 1
@@ -189,23 +194,27 @@ class _Scanner:
     def _expand(self, parts: list[str]) -> None:
         """Append the value of the expansion at the present position to the last part. Further values of an array become
         further parts."""
-        rest = self._text[self._at :]
-        if rest.startswith("$(("):
+        if self._text.startswith("$((", self._at):
             end = self._closing("(", ")", self._at + 1)
             parts[-1] += self._computed(self._text[self._at + 3 : end - 2]) or self._text[self._at : end]
-        elif rest.startswith("$("):
+        elif self._text.startswith("$(", self._at):
             end = self._closing("(", ")", self._at + 1)
             parts[-1] += self._text[self._at : end]
-        elif rest.startswith("${"):
+        elif self._text.startswith("${", self._at):
             end = self._closing("{", "}", self._at + 1)
             values = self._braced(self._text[self._at + 2 : end - 1])
             parts[-1] += values[0] if values else ""
             parts.extend(values[1:])
+            self._expanded += sum(map(len, values))
         else:
             match = _NAME.match(self._text, self._at + 1)
             end = match.end() if match else self._at + 2
             found = self._variables.get(match[0]) if match else None
-            parts[-1] += found[0] if found else self._text[self._at : end] if found is None else ""
+            value = found[0] if found else self._text[self._at : end] if found is None else ""
+            parts[-1] += value
+            self._expanded += len(value)
+        if self._expanded > MAX_EXPANDED:
+            raise SpecError(f"the script's variables give more than {MAX_EXPANDED} characters together")
         self._at = end
 
     def _braced(self, inner: str) -> list[str]:
@@ -228,11 +237,7 @@ class _Scanner:
     def _computed(self, text: str) -> str:
         """Return the value of an arithmetic expression over integers; empty if one of its names has no number."""
         try:
-            return str(
-                self._value(
-                    ast.parse(text.replace("$", "").replace("{", "").replace("}", "").strip(), mode="eval").body, 8
-                )
-            )
+            return str(self._value(ast.parse(re.sub(r"[${}]", "", text).strip(), mode="eval").body, 8))
         except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
             return ""
 

@@ -153,3 +153,16 @@ def test_a_command_in_a_shell_script_is_read() -> None:
         "dpo",
         {"model_name_or_path": "org/model", "beta": 0.2, "bf16": True},
     )
+
+
+def test_a_command_of_trl_without_a_counterpart_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"run\.sh runs trl rloo, which has no counterpart"):
+        read_command("trl rloo --model_name_or_path m\n", "run.sh")
+
+
+def test_a_value_of_the_docstrings_command_that_only_a_run_knows_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "parsed.py"
+    path.write_text(PARSED.replace("org/model --learning_rate", "$MODEL --learning_rate"))
+    script = read_script(path)
+    assert "model_name_or_path" not in script.settings
+    assert any("only a run of the script knows $MODEL" in note for note in script.notes)

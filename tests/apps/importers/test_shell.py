@@ -63,6 +63,16 @@ def test_what_is_no_word_of_the_command_is_left_out(script: str, words: list[str
     assert words in commands(script)
 
 
+@pytest.mark.parametrize("inside", ["a;b", "a&b", "a<b", "a|b", "a(b", "a \\\n b", ";", "\\\n"])
+def test_an_odd_array_is_read_to_its_end(inside: str) -> None:
+    assert ["run", "z=1"] in commands(f"A=({inside})\nrun z=1")
+
+
+def test_expansions_that_give_too_much_are_refused() -> None:
+    with pytest.raises(SpecError, match="give more than 8388608 characters together"):
+        commands(f"A={'a' * 60_000}\nrun " + "$A" * 10_000)
+
+
 def test_a_value_that_grows_without_bound_is_refused() -> None:
     with pytest.raises(SpecError, match="has more than 65536 characters"):
         commands("A=aaaaaaaa\n" + "A=$A$A\n" * 20)
