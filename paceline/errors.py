@@ -1,6 +1,11 @@
 """All errors that Paceline raises on purpose, and texts for exceptions of foreign code, such as a user's function, a
 chat template or a library that reads files."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 USUAL_S = 1.0
 """Default seconds after which a refused call may be retried."""
 
@@ -115,3 +120,9 @@ def is_about_input(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return False
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return `, did you mean …?` with the nearest of some names; empty if none is near."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

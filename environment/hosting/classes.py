@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.errors import InvalidInput
-from paceline.user_code.loading import load_from_file, nearest
+from paceline.errors import InvalidInput, nearest
+from paceline.user_code.loading import load_from_file
 
 RESERVED = ("reset", "get_reward", "save", "load")
 """Public methods that are not tools."""

@@ -6,19 +6,18 @@ two files of one name do not collide.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput, Unreadable, nearest
 from paceline.user_code.box import why_refused
 
 
@@ -103,12 +102,6 @@ def _described(error: BaseException, path: Path | None) -> str:
         return text
     frame = inside[-1]
     return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return `, did you mean …?` with the nearest of some names; empty if none is near."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

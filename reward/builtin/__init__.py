@@ -6,12 +6,11 @@ All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, nearest
 from paceline.reward.builtin import judges
 from paceline.reward.builtin.choices import bbq_bias, choice_accuracy
 from paceline.reward.builtin.code_tests import code_settings, code_tests
@@ -61,7 +60,7 @@ def builtin(name: str) -> Callable[..., Any]:
     if name in BUILTIN_FUNCTIONS:
         return BUILTIN_FUNCTIONS[name]
     raise InvalidInput(
-        f"reward function {name!r} is not built in{_nearest(name, BUILTIN_FUNCTIONS)}; built in are "
+        f"reward function {name!r} is not built in{nearest(name, BUILTIN_FUNCTIONS)}; built in are "
         f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; your own is named path/to/file.py:function"
     )
 
@@ -84,11 +83,6 @@ def check_names(function: str, settings: list[str], kwargs: Mapping[str, Any]) -
     for name in kwargs:
         if name not in settings:
             raise InvalidInput(
-                f"reward function {function!r} takes no {name!r}{_nearest(name, settings)}; "
+                f"reward function {function!r} takes no {name!r}{nearest(name, settings)}; "
                 f"its kwargs are {', '.join(settings) or 'none'}"
             )
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""

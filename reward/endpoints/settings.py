@@ -5,7 +5,6 @@ Promise: no message of this module has a key, or a value of the spec that could 
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import JsonValue, ValidationError, field_validator, model_validator
 
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput, Unreadable, nearest
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 KEY_VARIABLE, KEY_FILES = "API_KEY", ("api_key", "api-key")
@@ -122,7 +121,6 @@ def _fault(kind: type[Section], fault: Any, what: str) -> str:
                 f"{what} takes no {name!r}: a key stays out of the spec; name its variable in api_key_env, or its file"
             )
         fields = [*kind.model_fields, *(f"endpoint.{field}" for field in EndpointSettings.model_fields)]
-        close = difflib.get_close_matches(name, fields, n=1)
-        return f"{what} takes no {name!r}{f', did you mean {close[0]!r}?' if close else ''}"
+        return f"{what} takes no {name!r}{nearest(name, fields)}"
     message = fault["msg"].removeprefix("Value error, ")
     return f"{what}{f'.{name}' if name else ''}: {message}"
