@@ -385,7 +385,7 @@ def _objective(done: Conversion) -> None:
         elif estimator != "grpo":
             raise SpecError(f"grpo.adv_estimator.name {estimator!r}: grpo.advantage has no such estimator")
         elif normal is not None or one_out is not None:
-            # NeMo RL's defaults are those of grpo_math_1B.yaml.
+            # In grpo_math_1B.yaml of NeMo RL both are true.
             pair = (normal is None or bool(normal), one_out is None or bool(one_out))
             done.put("grpo.advantage", ADVANTAGES[pair])
     if estimator == "gae":

@@ -253,7 +253,7 @@ class Cursor:
         self.time_s = float(content.get("time_s", 0.0))
         """Time of the newest entry sent, in seconds since 1970. An entry without a time gets this time."""
         self.ended = str(content.get("ended", ""))
-        """State in which the run had ended by the newest entry sent; empty if it had not."""
+        """State of the run if it had ended before the newest sent entry; else empty."""
         self.done = bool(content.get("done"))
         """True if everything about an ended run is sent and the tracker knows its end."""
         self.url = str(content.get("url", ""))

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: Any
-    """Arguments of the call: an object, or whatever the model wrote instead."""
+    """Arguments of the call: an object if the model wrote one, else the model's text."""
 
 
 class Parsed(NamedTuple):

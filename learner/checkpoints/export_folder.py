@@ -71,7 +71,7 @@ def _present(folder: Folder, replace: bool) -> set[str]:
 
 
 def _upload(local: Path, folder: Folder, present: set[str]) -> None:
-    """Replace the `present` files by those of `local`. The files in SIGNS are deleted first and written last. Raises
+    """Replace the `present` files by the files in `local`. Delete the files in SIGNS first, and write them last. Raises
     Unavailable."""
     names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
     try:

@@ -283,7 +283,11 @@ def _data_cases(folder: Path) -> list[Case]:
         found.append(Case(f"data {name}", folder / name, _inspect(spec)))
     trace = {"prompt": "1+1=", "completion": "2", "final_reward": 1.0}
     traces = folder / "traces.jsonl"
-    traces.write_text("".join(json.dumps(trace | {"final_reward": reward, "completion": f"{reward}"}) + "\n" for reward in (1.0, 0.0, 0.9)))
+    traces.write_text(
+        "".join(
+            json.dumps(trace | {"final_reward": reward, "completion": f"{reward}"}) + "\n" for reward in (1.0, 0.0, 0.9)
+        )
+    )
     found.append(Case("traces", traces, lambda: command("traces", "pairs", traces, folder / "pairs.jsonl")))
     return found
 

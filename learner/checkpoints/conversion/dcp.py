@@ -110,8 +110,8 @@ class DcpCheckpoint:
     """The weights below one key of the saved state dict. Each weight has the name that it has below this key."""
 
     def __init__(self, folder: Folder, key: str | None = None) -> None:
-        """Without `key`, the weights are those of the entry `model`, or of the whole state dict if there is no entry
-        `model`. Raises InvalidInput for a folder that is no checkpoint of torch.distributed.checkpoint or has no
+        """Read the weights under `key`; without it, under the entry `model`, or from the whole state dict if there is
+        no such entry. Raises InvalidInput for a folder that is no checkpoint of torch.distributed.checkpoint or has no
         weights under the key, Unavailable if the folder cannot be read now."""
         self._folder = folder
         try:

@@ -72,8 +72,8 @@ class LossSection(Section):
     preset: PresetName | None = None
     """A paper's settings for the keys of loss_fn and grpo that the spec leaves out."""
     policy_loss: Literal["clip", "unclipped", "cispo", "sapo", "dppo", "vespo"] = "clip"
-    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or that of the paper
-    with this name."""
+    """Function of ratio and advantage: `clip` (PPO, GRPO, and GSPO by ratio_level), `unclipped`, or a paper's
+    function by its name."""
     ratio_anchor: Literal["proximal", "behaviour"] = "proximal"
     """Policy in the denominator of the ratio: the learner at the start of the step (`proximal`), or the sampler
     (`behaviour`). With one update per step the proximal ratio is 1, so no clip acts."""
