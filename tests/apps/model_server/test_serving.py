@@ -74,10 +74,10 @@ async def test_feedback_reaches_the_traces_by_one_call(tmp_path: Path) -> None:
     requests, rated = ([json.loads(line) for line in path.read_text().splitlines()] for path in reversed(paths))
     assert [row["completion"] for row in requests[:2]] == [each.message.content for each in whole.choices]
     assert [row["prompt"] for row in requests] == [messages, messages, "one", "two", messages]
-    assert [(row["id"], row["final_reward"]) for row in rated] == [
-        (whole.id, 1),
-        (text.id, 0.5),
-        (streamed, 0),
+    texts = {(row["id"], row["choice"]): row["completion"] for row in requests}
+    scores = {(whole.id, 1): 1, (text.id, 1): 0.5, (streamed, 0): 0}
+    assert [((row["id"], row["choice"]), row["final_reward"]) for row in rated] == [
+        (choice, score) for choice, score in scores.items() if texts[choice]
     ]
 
 
